@@ -1,0 +1,47 @@
+"""Communication hooks for PyTorch DistributedDataParallel that compose, keep their state and time themselves.
+
+A hook of one's own: see `ddprun_hooks.hook`. Importing this package does not import torch; the names below do
+when they are first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddprun_hooks.errors import DisagreementError, ExchangeError, HooksError, HookSetupError
+    from ddprun_hooks.hook import Channel, Hook
+    from ddprun_hooks.payload import ParamSlice, Payload
+    from ddprun_hooks.stack import Link, Stack
+
+__all__ = [
+    "Channel",
+    "DisagreementError",
+    "ExchangeError",
+    "Hook",
+    "HookSetupError",
+    "HooksError",
+    "Link",
+    "ParamSlice",
+    "Payload",
+    "Stack",
+]
+
+_HOME = {
+    "Channel": "hook",
+    "DisagreementError": "errors",
+    "ExchangeError": "errors",
+    "Hook": "hook",
+    "HookSetupError": "errors",
+    "HooksError": "errors",
+    "Link": "stack",
+    "ParamSlice": "payload",
+    "Payload": "payload",
+    "Stack": "stack",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

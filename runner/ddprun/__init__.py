@@ -1,0 +1,7 @@
+"""ddprun: a declarative pipeline runner for PyTorch DistributedDataParallel.
+
+Importing this package imports nothing else: `ddprun.__main__` has to mend `sys.path` before anything of
+the working directory could shadow an installed package.
+"""
+
+__version__ = "0.1.0"
