@@ -77,7 +77,7 @@ class Dispatcher:
     def _on_bucket(
         self,
         state: object,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch has it, its stubs do not
+        bucket: dist.GradBucket,
     ) -> torch.futures.Future[Tensor]:
         buffer, index = bucket.buffer(), bucket.index()
         if not self._frozen:
@@ -97,7 +97,7 @@ class Dispatcher:
         flights = self.flights if self.flights is not None else []
         return self._lane.send(Payload(buffer, layout.params, "gradient", index), self.stack, flights)
 
-    def _learn(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]  # as above
+    def _learn(self, bucket: dist.GradBucket) -> None:
         index, offset, params = bucket.index(), 0, []
         if index == 0:
             self._layout = {}

@@ -1,0 +1,39 @@
+# Two commands do all the set-up: `make quickstart` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test test-slow check bench clean
+
+quickstart: $(VENV)/.run  ## virtual environment, install, train on real digits
+	$(BIN)/ddprun pipelines/quickstart.yaml
+
+test: check  ## linters, types and every test but the slow ones
+	scripts/test-packages
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.dev  ## soaks and large matrices
+	scripts/test-packages
+	$(BIN)/python -m pytest -m slow
+
+check: $(VENV)/.dev  ## what can be said without running anything
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev  ## start-up times
+	$(BIN)/python benchmarks/startup.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@ $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

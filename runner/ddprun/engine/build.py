@@ -1,0 +1,224 @@
+"""From what the file chooses to live objects; what only a run can see is told with its place in the file."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddprun.spec import Choice, DataPair, Loaded, PipelineError, length_option, tensor_options
+from ddprun.zoo.data import DATA, DataError, Split
+from ddprun.zoo.models import MODELS
+from ddprun_hooks.dotted import DottedNameError, import_dotted
+from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.registry import make_hook
+from ddprun_hooks.stack import Stack
+
+
+def make_folder_importable(pipeline_file: Path) -> None:
+    """Let dotted names find modules beside the pipeline file, after everything that is installed."""
+    folder = str(pipeline_file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def build_model(loaded: Loaded) -> nn.Module:
+    """The model that the file chooses, on the CPU."""
+    choice = loaded.pipeline.model
+    if choice.source == "built-in":
+        return MODELS[choice.name](**choice.options)
+    made = _call(loaded, "model", choice)
+    if not isinstance(made, nn.Module):
+        raise _refused(
+            loaded,
+            _key("model", choice),
+            f'"{choice.name}" gives {type(made).__name__}',
+            "a model is an nn.Module class or a function that returns one",
+        )
+    if not any(param.requires_grad for param in made.parameters()):
+        raise _refused(loaded, _key("model", choice), f'"{choice.name}" has no parameter to train')
+    return made
+
+
+def build_data(loaded: Loaded) -> Split:
+    """Training data, and evaluation data where there is any."""
+    data = loaded.pipeline.data
+    if isinstance(data, DataPair):
+        evaluate = _dataset(loaded, "data.evaluate", data.evaluate).train if data.evaluate else None
+        return Split(_dataset(loaded, "data.train", data.train).train, evaluate)
+    return _dataset(loaded, "data", data)
+
+
+def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Tensor] | None:
+    """The loss as a function of (output, target); None where the model returns its own."""
+    choice = loaded.pipeline.loss
+    if choice.source == "built-in":
+        return None
+    if choice.source == "torch":
+        tensors = tensor_options("loss", choice.name)
+        options = {
+            name: torch.tensor(value, dtype=torch.float32) if name in tensors and value is not None else value
+            for name, value in choice.options.items()
+        }
+        made = _checked(loaded, _key("loss", choice), lambda: getattr(nn, choice.name)(**options))
+        return made.to(device)  # type: ignore[no-any-return]
+    target = _imported(loaded, "loss", choice)
+    if not inspect.isclass(target):
+        if choice.options:
+            return lambda output, wanted: target(output, wanted, **choice.options)
+        return target  # type: ignore[no-any-return]
+    made = _call(loaded, "loss", choice)
+    return made.to(device) if isinstance(made, nn.Module) else made
+
+
+def build_optimizer(loaded: Loaded, model: nn.Module) -> Optimizer:
+    """The optimizer over all parameters that require a gradient."""
+    choice = loaded.pipeline.optimizer
+    path = _key("optimizer", choice)
+    params = [param for param in model.parameters() if param.requires_grad]
+    if choice.source == "torch":
+        target: Any = getattr(torch.optim, choice.name)
+    else:
+        target = _imported(loaded, "optimizer", choice)
+        _bind(loaded, path, choice, target, params)
+    made = _checked(loaded, path, lambda: target(params, **choice.options))
+    if not isinstance(made, Optimizer):
+        raise _refused(loaded, path, f'"{choice.name}" gives {type(made).__name__}', "an Optimizer is wanted")
+    return made
+
+
+def build_schedule(
+    loaded: Loaded, path: str, choice: Choice | None, optimizer: Optimizer, steps: int | None
+) -> LRScheduler | None:
+    """The schedule of one stage; a length that is left out becomes the stage's `steps`."""
+    if choice is None:
+        return None
+    options, where = dict(choice.options), _key(path, choice)
+    if choice.source == "torch":
+        target: Any = getattr(torch.optim.lr_scheduler, choice.name)
+        length = length_option(choice.name, options)
+        if length is not None:
+            if steps is None:
+                raise _refused(
+                    loaded,
+                    where,
+                    f"{length} is left out, but nobody knows how many steps an epoch of iterable data has",
+                    f"write {length}, or give the stage steps instead of epochs",
+                )
+            options[length] = steps
+    else:
+        target = _imported(loaded, path, choice)
+        _bind(loaded, where, choice, target, optimizer)
+    made = _checked(loaded, where, lambda: target(optimizer, **options))
+    if not isinstance(made, LRScheduler):
+        raise _refused(
+            loaded, where, f'"{choice.name}" gives {type(made).__name__}', "an LRScheduler is wanted"
+        )
+    return made
+
+
+def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...]) -> Stack:
+    """A stack of hooks."""
+    named = []
+    for place, choice in enumerate(hooks):
+        try:
+            named.append((choice.name, make_hook(choice.name, choice.options)))
+        except HookSetupError as error:
+            raise _refused(loaded, _key(f"{path}[{place}]", choice), str(error)) from None
+    try:
+        return Stack(named)
+    except HookSetupError as error:
+        raise _refused(loaded, path, str(error)) from None
+
+
+def build_metric(loaded: Loaded, path: str, choice: Choice) -> Callable[[Any, Any], Any]:
+    """A dotted metric: a function of (output, target) that returns a number."""
+    target = _imported(loaded, path, choice)
+    if not callable(target):
+        raise _refused(
+            loaded, _key(path, choice), f'"{choice.name}" cannot be called', "a function is wanted"
+        )
+    return lambda output, wanted: target(output, wanted, **choice.options)
+
+
+def _dataset(loaded: Loaded, path: str, choice: Choice) -> Split:
+    if choice.source == "built-in":
+        try:
+            return DATA[choice.name](folder=loaded.path.resolve().parent, **choice.options)
+        except DataError as error:
+            raise _refused(loaded, _key(path, choice), str(error)) from None
+    made = _call(loaded, path, choice)
+    if not (hasattr(made, "__iter__") or hasattr(made, "__getitem__")):
+        raise _refused(
+            loaded,
+            _key(path, choice),
+            f'"{choice.name}" gives {type(made).__name__}',
+            "a map-style or iterable PyTorch dataset is wanted",
+        )
+    if hasattr(made, "__getitem__") and not hasattr(made, "__len__") and not hasattr(made, "__iter__"):
+        raise _refused(
+            loaded, _key(path, choice), f'"{choice.name}" has no __len__', "a map-style dataset has one"
+        )
+    return Split(made, None)
+
+
+def _call(loaded: Loaded, path: str, choice: Choice) -> Any:
+    target = _imported(loaded, path, choice)
+    where = _key(path, choice)
+    if not callable(target):
+        raise _refused(
+            loaded,
+            where,
+            f'"{choice.name}" is {type(target).__name__}, which cannot be called',
+            "a class or a function is wanted",
+        )
+    _bind(loaded, where, choice, target)
+    return target(**choice.options)
+
+
+def _imported(loaded: Loaded, path: str, choice: Choice) -> Any:
+    try:
+        return import_dotted(choice.name)
+    except DottedNameError as error:
+        raise _refused(
+            loaded,
+            _key(path, choice),
+            str(error),
+            f"names are looked for among what is installed, then in {loaded.path.resolve().parent}",
+        ) from None
+
+
+def _bind(loaded: Loaded, where: str, choice: Choice, target: Any, *positional: Any) -> None:
+    """Hold the options against the signature of what they are for."""
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return  # written in C: it tells when it is called
+    try:
+        signature.bind(*positional, **choice.options)
+    except TypeError as error:
+        takes = ", ".join(
+            str(parameter) for parameter in list(signature.parameters.values())[len(positional) :]
+        )
+        raise _refused(loaded, where, f'"{choice.name}": {error}', f"it takes ({takes})") from None
+
+
+def _checked(loaded: Loaded, where: str, make: Callable[[], Any]) -> Any:
+    """Call a constructor of torch, whose ValueErrors are about the options."""
+    try:
+        return make()
+    except (ValueError, TypeError) as error:
+        raise _refused(loaded, where, str(error)) from None
+
+
+def _key(path: str, choice: Choice) -> str:
+    return f"{path}.{choice.name}" if "." not in choice.name else path
+
+
+def _refused(loaded: Loaded, path: str, problem: str, allowed: str | None = None) -> PipelineError:
+    return PipelineError([loaded.fault(path, problem, allowed)])

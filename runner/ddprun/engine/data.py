@@ -1,0 +1,245 @@
+"""The order in which samples reach the ranks: each once per epoch, known in advance, resumable.
+
+An epoch's order is `torch.randperm(samples, generator=seeded with seed + epoch)`, or the data's own order
+without `shuffle`. A global micro-batch is the next `batch_size x ranks` of it, and rank r takes every
+ranks-th from the r-th on: what torch's `DistributedSampler` does, except that nothing is repeated to fill the
+last micro-batch, which is smaller instead and counts for what it holds.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one rank computes in one forward and backward."""
+
+    content: Any
+    """Collated samples: tensors with a leading batch dimension."""
+
+    samples: int
+    """Samples that count. 0: this rank has none left and computes along on a batch that counts nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatches:
+    """What one rank computes in one optimizer step."""
+
+    micro_batches: Iterable[MicroBatch]
+    count: int
+    """Micro-batches in the step."""
+
+    total: int
+    """Samples of all ranks and micro-batches together."""
+
+
+class Feed:
+    """An endless row of optimizer steps, epoch after epoch, that knows where it is.
+
+    Args:
+        dataset: map-style, or iterable and then the same row on every rank.
+        batch_size: samples per rank and micro-batch.
+        shuffle: draw a new order in each epoch (map-style only).
+        drop_last: leave out an epoch's last, smaller micro-batch.
+        workers: processes that load.
+        seed, rank, ranks: as in the module's text.
+        pin: put batches into page-locked memory, for a GPU.
+
+    Raises:
+        ValueError: too few samples for one step.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        shuffle: bool,
+        drop_last: bool,
+        workers: int,
+        seed: int,
+        rank: int,
+        ranks: int,
+        pin: bool,
+    ) -> None:
+        self.dataset = dataset
+        self.iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        self.rank, self.ranks = rank, ranks
+        self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
+        self._loading: dict[str, Any] = {"num_workers": workers, "pin_memory": pin}
+        self._epoch = 0
+        self._micro = 0  # micro-batches of the epoch that are used up
+        if self.iterable and shuffle:
+            raise ValueError("an iterable dataset has an order of its own: loader.shuffle must be false")
+        if not self.iterable:
+            self._check_length()
+
+    @property
+    def micro_batches_per_epoch(self) -> int | None:
+        """None for an iterable dataset, whose length nobody knows."""
+        if self.iterable:
+            return None
+        whole, rest = divmod(len(self.dataset), self.batch_size * self.ranks)
+        return whole + (1 if rest and not self.drop_last else 0)
+
+    def steps_per_epoch(self, accumulate: int) -> int | None:
+        """Optimizer steps in an epoch; an epoch's last step may have fewer micro-batches."""
+        micro = self.micro_batches_per_epoch
+        return None if micro is None else -(-micro // accumulate)
+
+    def first_batch(self) -> Any:
+        """A batch of the coming epoch that leaves no trace: for shapes, not for learning."""
+        if not self.iterable:
+            indices = self._share(self._order(), 0) or self._spare(self._order())
+            return default_collate([self.dataset[index] for index in indices])
+        items = list(islice(islice(iter(self.dataset), self.rank, None, self.ranks), self.batch_size))
+        if not items:
+            raise ValueError(f"the dataset yields too few samples for {self.ranks} ranks")
+        return default_collate(items)
+
+    def start_epoch(self) -> None:
+        """Go to the start of an epoch: a begun one is left where it is."""
+        if self._micro:
+            self._epoch, self._micro = self._epoch + 1, 0
+
+    def steps(self, accumulate: int, *, epochs: int | None = None) -> Iterator[StepBatches]:
+        """Optimizer steps of `accumulate` micro-batches, from where the feed is.
+
+        A step never reaches over an epoch's end. A step's micro-batches have to be used up before the next.
+
+        Args:
+            accumulate: micro-batches per step.
+            epochs: stop at the end of so many epochs, the current one included; None goes on for ever.
+        """
+        while epochs is None or epochs > 0:
+            yield from self._epoch_steps(accumulate)
+            if self._micro == 0:
+                raise ValueError(f"the dataset yields too few samples for one step of {self.ranks} ranks")
+            self._epoch, self._micro = self._epoch + 1, 0
+            epochs = None if epochs is None else epochs - 1
+
+    def _epoch_steps(self, accumulate: int) -> Iterator[StepBatches]:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self._epoch)
+        return self._row_iterable(accumulate) if self.iterable else self._row_map(accumulate)
+
+    # Map-style: the whole epoch is arithmetic, so a step's total is known before a sample is loaded.
+
+    def _row_map(self, accumulate: int) -> Iterator[StepBatches]:
+        order = self._order()
+        micro_batches = self.micro_batches_per_epoch
+        assert micro_batches is not None
+        shares = [self._share(order, micro) for micro in range(self._micro, micro_batches)]
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=[share or self._spare(order) for share in shares],
+            generator=self._loading_generator(),
+            **self._loading,
+        )
+        loaded = iter(loader)
+        for start in range(0, len(shares), accumulate):
+            group = shares[start : start + accumulate]
+            first = self._micro
+            last = first + len(group)
+            world = self.batch_size * self.ranks
+            total = min(last * world, len(order)) - first * world
+            yield StepBatches(self._taken(loaded, group), len(group), total)
+
+    def _taken(self, loaded: Iterator[Any], shares: list[list[int]]) -> Iterator[MicroBatch]:
+        for share in shares:
+            content = next(loaded)
+            self._micro += 1
+            yield MicroBatch(content, len(share))
+
+    def _order(self) -> list[int]:
+        size = len(self.dataset)
+        if not self.shuffle:
+            return list(range(size))
+        generator = torch.Generator().manual_seed(self.seed + self._epoch)
+        return torch.randperm(size, generator=generator).tolist()
+
+    def _share(self, order: list[int], micro: int) -> list[int]:
+        world = self.batch_size * self.ranks
+        return order[micro * world : (micro + 1) * world][self.rank :: self.ranks]
+
+    def _spare(self, order: list[int]) -> list[int]:
+        """What a rank without a sample computes along on: its own first batch of the epoch."""
+        return order[self.rank :: self.ranks][: self.batch_size]
+
+    def _check_length(self) -> None:
+        size, world = len(self.dataset), self.batch_size * self.ranks
+        if self.drop_last and size < world:
+            raise ValueError(
+                f"{size} samples are fewer than one step needs: {world} (batch_size {self.batch_size} x "
+                f"{self.ranks} ranks), and drop_last leaves out what is less"
+            )
+        if size < self.ranks:
+            raise ValueError(f"{size} samples are too few for {self.ranks} ranks: each needs at least one")
+
+    # Iterable: every rank reads the whole row and takes its share, so all know alike when it ends.
+
+    def _row_iterable(self, accumulate: int) -> Iterator[StepBatches]:
+        loader = DataLoader(
+            _Shares(self.dataset, self.batch_size, self.rank, self.ranks, self._micro, self.drop_last),
+            batch_size=None,
+            generator=self._loading_generator(),
+            **self._loading,
+        )
+        loaded = iter(loader)
+        spare: Any = None
+        while True:
+            group, total = [], 0
+            for content, samples, world_samples in islice(loaded, accumulate):
+                if not samples:
+                    content = self.first_batch() if spare is None else spare
+                spare = content if spare is None else spare
+                group.append(MicroBatch(content, samples))
+                total += world_samples
+            if not group:
+                return
+            self._micro += len(group)
+            yield StepBatches(group, len(group), total)
+
+    def _loading_generator(self) -> torch.Generator:
+        """Seeds the loading processes, so that iterating draws nothing from torch's own generator."""
+        return torch.Generator().manual_seed((self.seed + self._epoch) * self.ranks + self.rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the data the feed is."""
+        return {"epoch": self._epoch, "samples": self._micro * self.batch_size * self.ranks}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where `state_dict` was taken; the place is global, so another number of ranks can go on."""
+        self._epoch = state["epoch"]
+        self._micro = state["samples"] // (self.batch_size * self.ranks)
+
+
+class _Shares(IterableDataset[tuple[Any, int, int]]):
+    """One rank's share of a row of samples, as (collated batch, its samples, samples of all ranks)."""
+
+    def __init__(
+        self, row: Iterable[Any], batch_size: int, rank: int, ranks: int, skip: int, drop_last: bool
+    ) -> None:
+        self.row = row
+        self.batch_size, self.rank, self.ranks = batch_size, rank, ranks
+        self.skip, self.drop_last = skip, drop_last
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        worker = get_worker_info()
+        mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        row, world = iter(self.row), self.batch_size * self.ranks
+        for micro in range(2**62):
+            items = list(islice(row, world))
+            if len(items) < self.ranks and (micro == 0 or not items):
+                return  # too few for every rank to have had a batch at all, or the end
+            if len(items) < world and self.drop_last:
+                return
+            # The loader takes batches from its processes in turn: every workers-th is this one's.
+            if micro >= self.skip and (micro - self.skip) % workers == mine:
+                share = items[self.rank :: self.ranks]
+                yield default_collate(share) if share else None, len(share), len(items)

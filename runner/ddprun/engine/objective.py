@@ -1,0 +1,89 @@
+"""From a batch to a loss: what the model is called with, and what the loss sees."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ddprun.spec import Loaded, PipelineError
+
+
+class Outcome(NamedTuple):
+    """What one forward pass gave."""
+
+    loss: Tensor
+    """Shape ()."""
+
+    output: Any
+    """What the model returned; None where the model returns its loss."""
+
+    target: Any
+
+
+class Objective:
+    """Calls the model on a batch and makes the loss.
+
+    A batch of (input, target) calls `model(input)` and `loss(output, target)`; with `loss: model` it calls
+    `model(input, target)`, and a batch that is a mapping becomes the model's keyword arguments.
+
+    Args:
+        loaded: for telling what is wrong, and where.
+        loss: a function of (output, target); None if the model returns its own loss.
+    """
+
+    def __init__(self, loaded: Loaded, loss: Callable[[Any, Any], Tensor] | None) -> None:
+        self._loaded = loaded
+        self._loss = loss
+        self.summed = loaded.pipeline.loss.options.get("reduction") == "sum"
+        """The loss is a sum over samples, not a mean."""
+
+    def __call__(self, model: nn.Module, content: Any) -> Outcome:
+        """Forward and loss.
+
+        Raises:
+            PipelineError: batches, model and loss do not fit together.
+        """
+        if isinstance(content, Mapping):
+            if self._loss is not None:
+                raise self._refused(
+                    "data", "its batches are mappings, which have no target for a loss", "write loss: model"
+                )
+            return Outcome(self._own_loss(model(**content)), None, None)
+        if not isinstance(content, list | tuple) or len(content) != 2:
+            raise self._refused(
+                "data",
+                f"its samples are {_shape_of(content)}",
+                "a sample is a pair (input, target), or a mapping of the model's keyword arguments",
+            )
+        given, target = content
+        if self._loss is None:
+            return Outcome(self._own_loss(model(given, target)), None, None)
+        output = model(given)
+        loss = self._loss(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise self._refused("loss", f"gives {shape}", "one number is wanted: the mean over the batch")
+        return Outcome(loss.reshape(()), output, target)
+
+    def _own_loss(self, returned: Any) -> Tensor:
+        loss = returned
+        if isinstance(returned, Mapping):
+            loss = returned.get("loss")
+        elif not isinstance(returned, Tensor):
+            loss = getattr(returned, "loss", None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise self._refused(
+                "loss",
+                f"the model returned {type(returned).__name__} without a loss of one number",
+                "with loss: model it returns the loss, or an object or mapping that has `loss`",
+            )
+        return loss.reshape(())
+
+    def _refused(self, path: str, problem: str, allowed: str) -> PipelineError:
+        return PipelineError([self._loaded.fault(path, problem, allowed)])
+
+
+def _shape_of(content: Any) -> str:
+    if isinstance(content, list | tuple):
+        return f"tuples of {len(content)}"
+    return type(content).__name__

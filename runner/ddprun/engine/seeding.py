@@ -1,0 +1,64 @@
+"""Seeds: the same seed gives bitwise the same run (`docs/reproducibility.md`)."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators, on the CPU and on every GPU."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def make_deterministic(device: torch.device) -> None:
+    """Choose algorithms that repeat bit for bit where torch leaves a choice on a GPU."""
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
+
+
+def generator_state(device: torch.device) -> dict[str, Any]:
+    """State of every random generator of this rank."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": {"version": version, "internal": list(internal), "gauss": gauss},
+        "numpy": {
+            "name": name,
+            "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_generators(state: dict[str, Any], device: torch.device) -> None:
+    """Bring back what `generator_state` gave."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside was never drawn."""
+    state = generator_state(device)
+    try:
+        yield
+    finally:
+        restore_generators(state, device)

@@ -1,0 +1,65 @@
+"""`summary.json`: what the run came to."""
+
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddprun import __version__
+from ddprun.engine.session import Session
+from ddprun.telemetry.records import VERSION, Totals
+
+_EXPOSED = ("exposed_hook_us", "exposed_wait_us", "exposed_wire_us")
+
+
+def summarise(
+    session: Session, *, status: str, seconds: float, stages: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Add up all ranks; called by all of them. Times are means over ranks, in seconds."""
+    words = session.exchange.control.gather(session.ledger.totals.numbers())
+    totals = [Totals.of(word) for word in words.tolist()]
+
+    def mean_s(*parts: str) -> float:
+        return sum(total.parts_us[part] for total in totals for part in parts) / len(totals) / 1e6
+
+    seconds_in_steps = mean_s("step_us")
+    train_s = sum(stage["seconds"] for stage in stages if stage["kind"] == "train")
+    return {
+        "v": VERSION,
+        "status": status,
+        "steps": session.step,
+        "samples": sum(total.samples for total in totals),
+        "loss": session.loss,
+        "metrics": session.metrics or {},
+        "seconds": seconds,
+        "seconds_in_steps": seconds_in_steps,
+        "steps_per_s": session.step / train_s if train_s else 0.0,
+        "data_s": mean_s("data_us"),
+        "compute_s": mean_s("forward_us", "backward_us", "optimizer_us"),
+        "communication_s": sum(total.communication_us for total in totals) / len(totals) / 1e6,
+        "exposed_communication_s": mean_s(*_EXPOSED),
+        "straggler_wait_s": [total.parts_us["exposed_wait_us"] / 1e6 for total in totals],
+        "wire_bytes": sum(total.wire_bytes for total in totals),
+        "world_size": session.ranks.size,
+        "backend": session.place.backend,
+        "device": session.place.device.type,
+        "versions": {
+            "ddprun": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        "records_dropped": session.records.writer.dropped,
+        "records_failure": session.records.writer.failure,
+        "run_dir": str(session.run_dir),
+        "stages": list(stages),
+    }
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Write `summary.json`, whole or not at all."""
+    unfinished = run_dir / ".summary.json"
+    unfinished.write_text(json.dumps(summary, indent=2) + "\n")
+    unfinished.replace(run_dir / "summary.json")

@@ -1,0 +1,208 @@
+"""What each rank runs: join the others, build, run the stages, tell what came of it."""
+
+import os
+import secrets
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from ddprun import __version__
+from ddprun.engine.evaluate import evaluate
+from ddprun.engine.place import place_of
+from ddprun.engine.ranks import Environment, Ranks, die_with_parent
+from ddprun.engine.save import save
+from ddprun.engine.session import Session, StopRequest, open_session
+from ddprun.engine.summary import summarise, write_summary
+from ddprun.engine.train import train
+from ddprun.spec import Evaluate, Loaded, PipelineError, Save, Train
+
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "connection refused",
+    "socket closed",
+    "remote process exited",
+    "read error",
+)
+_LAUNCHER_NOTICES_S = 3.0
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is there to tell about when something fails."""
+
+    run_dir: Path | None = None
+    session: Session | None = None
+
+
+def work(loaded: Loaded, run_dir: Path | None) -> int:
+    """Run this rank's share of the pipeline; gives the exit code.
+
+    Args:
+        loaded: the checked pipeline.
+        run_dir: where the run's files go; None makes a new folder under `runs/<name>/`.
+    """
+    die_with_parent()
+    stop = StopRequest()
+    timeout = timedelta(seconds=loaded.pipeline.launch.timeout_s)
+    ranks = Ranks(Environment.read(), timeout)
+    known = _Work()
+    try:
+        ranks.connect()
+        code = _run(loaded, run_dir, ranks, stop, known)
+    except BaseException as error:
+        code = _report(error, ranks, known)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # threads may hang in collectives whose peers are gone
+    ranks.leave()
+    return code
+
+
+def _run(loaded: Loaded, run_dir: Path | None, ranks: Ranks, stop: StopRequest, known: _Work) -> int:
+    environment = ranks.environment
+    place = place_of(loaded, environment.local_rank, environment.local_world_size)
+    ranks.join(place)
+    known.run_dir = _agree_on_folder(loaded, run_dir, ranks)
+    session = known.session = open_session(loaded, known.run_dir, ranks, place, stop)
+    _greet(session)
+    started, entries = time.monotonic(), []
+    status: Literal["done", "interrupted"] = "done"
+    for stage in loaded.pipeline.stages:
+        entry = _run_stage(session, stage)
+        entries.append({"kind": stage.name, "index": stage.index, **entry})
+        session.records.collect()
+        if entry.get("interrupted"):
+            status = "interrupted"
+            break
+    summary = summarise(session, status=status, seconds=time.monotonic() - started, stages=entries)
+    if ranks.rank == 0:
+        session.events.info("finished", status=status, step=session.step)
+    session.records.close()
+    if ranks.rank == 0:
+        write_summary(known.run_dir, summary)
+        session.screen.closing(summary)
+        print(known.run_dir, flush=True)
+    session.exchange.control.barrier()
+    return DONE if status == "done" else INTERRUPTED
+
+
+def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
+    match stage:
+        case Train():
+            return train(session, stage)
+        case Evaluate():
+            return evaluate(session, stage)
+        case Save():
+            return save(session, stage)
+    raise AssertionError(f"a stage without an engine: {stage!r}")
+
+
+def _agree_on_folder(loaded: Loaded, wanted: Path | None, ranks: Ranks) -> Path:
+    """Make the run's folder on rank 0 and tell all ranks."""
+
+    def make() -> str:
+        now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        folder = wanted or Path("runs") / loaded.pipeline.name / f"{now}-{secrets.token_hex(2)}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise RunFolderError(f"the run folder {folder} is not empty: name another with --run-dir")
+            (folder / "pipeline.yaml").write_text(loaded.resolved())
+        except OSError as error:
+            raise RunFolderError(f"cannot make the run folder {folder}: {error.strerror}") from None
+        return str(folder)
+
+    return Path(ranks.tell_all("run_dir", make))
+
+
+class RunFolderError(Exception):
+    """The folder for the run's files cannot be used: bad input."""
+
+
+def _greet(session: Session) -> None:
+    launch, environment = session.loaded.pipeline.launch, session.ranks.environment
+    world = session.ranks.size
+    session.screen.note(
+        f"ddprun {__version__}: {session.loaded.pipeline.name}, {world} rank{'s' if world > 1 else ''} on "
+        f"{session.place.device.type} over {session.place.backend}, in {session.run_dir}"
+    )
+    if launch.nproc_per_node not in (None, environment.local_world_size):
+        session.screen.note(
+            f"launched with {environment.local_world_size} ranks per host; "
+            f"the file's launch.nproc_per_node: {launch.nproc_per_node} is not used"
+        )
+    if environment.hosts != launch.nnodes:
+        session.screen.note(
+            f"launched on {environment.hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used"
+        )
+    session.events.info(
+        "started",
+        version=__version__,
+        pipeline=session.loaded.pipeline.name,
+        digest=session.loaded.digest(),
+        world_size=world,
+        hosts=list(session.ranks.hosts),
+        device=session.place.device.type,
+        backend=session.place.backend,
+        buckets=[
+            {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
+            for b in session.dispatcher.layout
+        ],
+    )
+
+
+def _report(error: BaseException, ranks: Ranks, known: _Work) -> int:
+    """Tell what went wrong, unless another rank was first; gives the exit code."""
+    bad_input = isinstance(error, PipelineError | RunFolderError)
+    if not bad_input and _is_lost_peer(error):
+        # The cause is another rank. If that was killed it cannot tell; its launcher can, and ends this rank.
+        time.sleep(_LAUNCHER_NOTICES_S)
+    first, code = ranks.first_to_fail(BAD_INPUT if bad_input else FAILED)
+    if known.session is not None:
+        known.session.screen.end()
+    if not first:
+        time.sleep(_LAUNCHER_NOTICES_S)
+        return code
+    if bad_input:
+        print(error if isinstance(error, PipelineError) else f"ddprun: {error}", file=sys.stderr, flush=True)
+    else:
+        where = known.session.where if known.session else "before the first stage"
+        head = f"ddprun: rank {ranks.rank} failed ({where}): {_headline(error)}"
+        if _is_lost_peer(error):
+            detail = "another rank is gone; its own message, if it left one, is in its launcher's output"
+        else:
+            detail = "".join(traceback.format_exception(error)).rstrip()
+        print(f"{head}\n{detail}", file=sys.stderr, flush=True)
+    _leave_trace(error, ranks, known)
+    return code
+
+
+def _leave_trace(error: BaseException, ranks: Ranks, known: _Work) -> None:
+    """Keep what failed with the run, as far as this host sees its folder."""
+    if known.session is not None:
+        known.session.records.writer.flush()
+    if known.run_dir is not None and known.run_dir.is_dir():
+        failure = {"rank": ranks.rank, "message": _headline(error)}
+        step = known.session.step if known.session else 0
+        try:
+            write_summary(known.run_dir, {"status": "failed", "steps": step, "error": failure})
+        except OSError:
+            return
+
+
+def _headline(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _LOST_PEER)

@@ -1,0 +1,30 @@
+"""Getting ranks to run: on this host with torchelastic, or as one that a launcher has started."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ddprun.launch.environment import is_worker
+from ddprun.spec import Loaded
+
+
+def start(
+    loaded: Loaded, flags: Mapping[str, str | bool], overrides: Sequence[str], run_dir: Path | None
+) -> int:
+    """Run the pipeline; gives the exit code.
+
+    Args:
+        loaded: the checked pipeline.
+        flags: torchrun's own flags that were given, such as `nproc_per_node`.
+        overrides: the `--set` options, for the ranks' own command lines.
+        run_dir: where the run's files go; None makes a new folder.
+
+    Raises:
+        PipelineError: the pipeline cannot run on this machine.
+    """
+    if is_worker():
+        from ddprun.engine.worker import work
+
+        return work(loaded, run_dir)
+    from ddprun.launch.local import launch
+
+    return launch(loaded, flags, overrides, run_dir)

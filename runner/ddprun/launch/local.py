@@ -1,0 +1,100 @@
+"""Starting this host's ranks with torchelastic: what torchrun does, with torchrun's flags."""
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import elastic_launch
+
+from ddprun.engine.place import default_ranks, place_of
+from ddprun.spec import Loaded
+
+FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128
+_SHUTDOWN_TIMEOUT_S = "10"
+
+
+def launch(
+    loaded: Loaded, flags: Mapping[str, str | bool], overrides: Sequence[str], run_dir: Path | None
+) -> int:
+    """Start this host's ranks, wait for them, give the exit code of the run.
+
+    A rank's own error is on the screen when this returns: the rank that failed first printed it, the others
+    kept silent. Only a rank that was killed cannot speak; then this says so.
+
+    Raises:
+        PipelineError: more ranks than GPUs with NCCL, CUDA without a GPU.
+    """
+    flags = dict(flags)
+    asked = loaded.pipeline.launch
+    flags.setdefault("nnodes", str(asked.nnodes))
+    flags.setdefault("nproc_per_node", str(asked.nproc_per_node or default_ranks(loaded)))
+    if str(flags["nproc_per_node"]).isdigit():
+        place_of(loaded, 0, int(str(flags["nproc_per_node"])))
+    _prepare_environment()
+    command = ["-m", "ddprun", "run", str(loaded.path)]
+    for override in overrides:
+        command += ["--set", override]
+    if run_dir is not None:
+        command += ["--run-dir", str(run_dir)]
+    try:
+        config, program, arguments = torchrun.config_from_args(_torchrun_arguments(flags, command))
+    except (ValueError, AssertionError) as error:
+        print(f"ddprun: {error}", file=sys.stderr)
+        return BAD_INPUT
+    try:
+        elastic_launch(config, program)(*arguments)
+    except ChildFailedError as error:
+        return _exit_code(*error.get_first_failure())
+    except SignalException as caught:
+        print(f"ddprun: stopped by {signal.Signals(caught.sigval).name}", file=sys.stderr)
+        return SIGNALLED + int(caught.sigval)
+    return 0
+
+
+def _torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) -> object:
+    """Torchrun's own reading of its flags, with what its `main` adds for a single host."""
+    given: list[str] = []
+    for name, value in flags.items():
+        option = f"--{name.replace('_', '-')}"
+        given += [option] if value is True else [option, str(value)]
+    arguments = torchrun.parse_args([*given, *command])  # type: ignore[no-untyped-call]
+    one_host = torchrun.parse_min_max_nnodes(arguments.nnodes)[1] == 1
+    meeting_point = arguments.rdzv_endpoint or arguments.master_port is not None
+    if arguments.standalone or (one_host and arguments.rdzv_backend == "static" and not meeting_point):
+        arguments.rdzv_backend = "c10d"
+        arguments.rdzv_endpoint = "localhost:0"
+        arguments.rdzv_id = str(uuid.uuid4())
+    if arguments.master_port is None:
+        arguments.master_port = 29500
+    return arguments
+
+
+def _prepare_environment() -> None:
+    """What the ranks inherit, and how much torchelastic says about itself."""
+    # As `python -P`: nothing in the working directory shadows an installed package.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    # As torchrun sets it, for one rank too: the same number of threads gives the same bits.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_TIMEOUT_S)
+    # Each of torchelastic's loggers sets a level of its own, so silencing their parent is not enough.
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(
+            ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
+        ):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _exit_code(rank: int, failure: ProcessFailure) -> int:
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        hint = "; out of memory is the usual cause" if name == "SIGKILL" else ""
+        print(f"ddprun: rank {rank} was killed by {name}{hint}; the run has failed", file=sys.stderr)
+        return FAILED
+    return BAD_INPUT if failure.exitcode == BAD_INPUT else FAILED

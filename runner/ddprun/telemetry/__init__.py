@@ -1,0 +1,1 @@
+"""What a run tells about itself: clocks, step and bucket records, events, progress, the summary."""

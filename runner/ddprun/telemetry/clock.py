@@ -1,0 +1,88 @@
+"""Clocks: marks that cost next to nothing in the step and become microseconds afterwards."""
+
+from typing import Any, Protocol
+
+import torch
+
+from ddprun_hooks.flight import now_us
+
+
+class Clock(Protocol):
+    """Takes marks on the training thread's time line and turns them into microseconds later."""
+
+    lag: int
+    """How many steps after its own end a step's marks can be read without waiting for the current step."""
+
+    def mark(self) -> Any:
+        """Note this moment."""
+
+    def us(self, mark: Any) -> int:
+        """A mark in microseconds of this rank's monotonic clock."""
+
+    def rebase(self, mark: Any) -> None:
+        """Measure later marks from this one, which has been read."""
+
+
+class HostClock:
+    """Marks on the CPU: the monotonic clock itself."""
+
+    lag = 0
+
+    def mark(self) -> int:
+        """Microseconds of the monotonic clock."""
+        return now_us()
+
+    def us(self, mark: int) -> int:
+        """The mark itself."""
+        return mark
+
+    def rebase(self, mark: int) -> None:
+        """Nothing to do: every mark is absolute."""
+
+
+class StreamClock:
+    """Marks on a GPU's stream: CUDA events, so that nothing in the step waits for the device.
+
+    An event is placed in time by its distance from the last base event. `cudaEventElapsedTime` gives
+    milliseconds as a 32-bit float, so bases are moved along with the steps, and tied to the host's clock anew
+    whenever `tie` is called.
+
+    Args:
+        device: the GPU whose current stream the training thread works on.
+    """
+
+    lag = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.tie()
+
+    def tie(self) -> None:
+        """Tie the device's time to the host's: waits for the device once."""
+        self._base = self.mark()
+        self._base.synchronize()
+        self._base_us = float(now_us())
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream."""
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def us(self, mark: torch.cuda.Event) -> int:
+        """Waits until the device has passed the event."""
+        return round(self._exact(mark))
+
+    def rebase(self, mark: torch.cuda.Event) -> None:
+        """Measure later events from this one."""
+        self._base_us = self._exact(mark)
+        self._base = mark
+
+    def _exact(self, mark: torch.cuda.Event) -> float:
+        mark.synchronize()
+        return self._base_us + 1000.0 * float(self._base.elapsed_time(mark))
+
+
+def clock_for(device: torch.device) -> HostClock | StreamClock:
+    """The clock that sees what `device` does."""
+    return StreamClock(device) if device.type == "cuda" else HostClock()

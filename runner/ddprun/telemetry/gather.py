@@ -1,0 +1,81 @@
+"""Records of hosts that do not share the run's disk: rank 0 gets them at stage ends."""
+
+import json
+import tempfile
+import uuid
+from pathlib import Path
+
+from torch import distributed as dist
+
+from ddprun.telemetry.writer import Writer
+from ddprun_hooks.exchange import Control
+
+FOLDERS = ("steps", "buckets")
+
+
+class Records:
+    """Where this rank writes its records, and how they come to rank 0's folder.
+
+    Args:
+        folder: the run's folder, by the same path on every host.
+        control: over which ranks that do not see rank 0's folder send their records.
+        store: for finding out which ranks see it.
+    """
+
+    def __init__(self, folder: Path, control: Control, store: dist.Store) -> None:
+        self._control = control
+        self._target = folder
+        shared = self._sees_rank_0(store)
+        self._away = [
+            rank for rank, sees in enumerate(control.gather([float(shared)])[:, 0].tolist()) if not sees
+        ]
+        self._scratch = None if shared else tempfile.TemporaryDirectory(prefix="ddprun-")
+        self.writer = Writer(folder if self._scratch is None else Path(self._scratch.name))
+        self._sent = dict.fromkeys(FOLDERS, 0)
+
+    def collect(self) -> None:
+        """Bring all records so far to disk, and those of other hosts to rank 0; called by all ranks."""
+        self.writer.flush()
+        for rank in self._away:
+            for name in FOLDERS:
+                if self._control.rank == rank:
+                    self._control.send_bytes(self._new_bytes(name), 0)
+                elif self._control.rank == 0:
+                    data = self._control.receive_bytes(rank)
+                    if data:
+                        path = self._target / name / f"rank-{rank:05}.jsonl"
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        with path.open("ab") as file:
+                            file.write(data)
+
+    def close(self) -> None:
+        """End the writing; what `collect` did not bring over is lost with its host."""
+        self.writer.close()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _sees_rank_0(self, store: dist.Store) -> bool:
+        token = self._target / ".rank-0"
+        if self._control.rank == 0:
+            name = uuid.uuid4().hex
+            token.write_text(name)
+            store.set("token", json.dumps(name))
+        name = json.loads(store.get("token"))
+        try:
+            seen = bool(token.read_text() == name)
+        except OSError:
+            seen = False
+        self._control.barrier()
+        if self._control.rank == 0:
+            token.unlink()
+        return seen
+
+    def _new_bytes(self, name: str) -> bytes:
+        path = self.writer.folder / name / f"rank-{self._control.rank:05}.jsonl"
+        if not path.exists():
+            return b""
+        with path.open("rb") as file:
+            file.seek(self._sent[name])
+            data = file.read()
+        self._sent[name] += len(data)
+        return data

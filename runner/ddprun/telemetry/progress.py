@@ -1,0 +1,180 @@
+"""What a person sees while it runs: a progress bar on a terminal, plain lines elsewhere; all on stderr."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rich.box import ASCII, ROUNDED
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ddprun.telemetry.ledger import Agreed
+
+_LINES_PER_STAGE = 10
+_LINE_EVERY_S = 30.0
+_REDRAW_EVERY_S = 0.1
+
+
+class Screen(Protocol):
+    """Where rank 0 tells how it goes; the other ranks have a `Silent` one."""
+
+    def note(self, text: str) -> None:
+        """Say something once."""
+
+    def begin(self, stage: str, steps: int | None) -> None:
+        """A stage begins; `steps` is None where nobody can know."""
+
+    def step(self, done: int, agreed: Agreed, steps_per_s: float) -> None:
+        """`done` steps of the stage are finished; `agreed` is the newest step whose loss is known."""
+
+    def end(self) -> None:
+        """The stage is over."""
+
+    def closing(self, summary: Mapping[str, Any]) -> None:
+        """Show the closing table."""
+
+
+class Silent:
+    """Says nothing: every rank but 0."""
+
+    def note(self, text: str) -> None: ...
+
+    def begin(self, stage: str, steps: int | None) -> None: ...
+
+    def step(self, done: int, agreed: Agreed, steps_per_s: float) -> None: ...
+
+    def end(self) -> None: ...
+
+    def closing(self, summary: Mapping[str, Any]) -> None: ...
+
+
+class Plain:
+    """Lines for a log file: about ten a stage, and one every half minute."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, color_system=None, width=100, soft_wrap=True)
+        self._stage = ""
+        self._steps: int | None = None
+        self._next_step = 0
+        self._next_time = 0.0
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def begin(self, stage: str, steps: int | None) -> None:
+        self._stage, self._steps = stage, steps
+        self._next_step = 0 if steps is None else max(1, steps // _LINES_PER_STAGE)
+        self._next_time = time.monotonic() + _LINE_EVERY_S
+
+    def step(self, done: int, agreed: Agreed, steps_per_s: float) -> None:
+        if self._steps is not None and done >= self._next_step:
+            self._next_step += max(1, self._steps // _LINES_PER_STAGE)
+        elif time.monotonic() < self._next_time:
+            return
+        self._next_time = time.monotonic() + _LINE_EVERY_S
+        of = "" if self._steps is None else f"/{self._steps}"
+        self.note(f"{self._stage}: step {done}{of}, {losses(agreed)}, {steps_per_s:.1f} steps/s")
+
+    def end(self) -> None: ...
+
+    def closing(self, summary: Mapping[str, Any]) -> None:
+        _print_table(self._console, summary_rows(summary), plain=True)
+
+
+class Bar:
+    """A progress bar on a terminal."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._progress: Progress | None = None
+        self._next_time = 0.0
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def begin(self, stage: str, steps: int | None) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[tail]}", markup=False),
+            TimeRemainingColumn(),
+            console=self._console,
+            auto_refresh=False,  # drawn between steps, never by a second thread beside them
+        )
+        self._task = self._progress.add_task(stage, total=steps, tail="")
+        self._progress.start()
+
+    def step(self, done: int, agreed: Agreed, steps_per_s: float) -> None:
+        assert self._progress is not None
+        now = time.monotonic()
+        last = done == self._progress.tasks[0].total
+        self._progress.update(self._task, completed=done, tail=f"{losses(agreed)}, {steps_per_s:.1f} steps/s")
+        if last or now >= self._next_time:
+            self._next_time = now + _REDRAW_EVERY_S
+            self._progress.refresh()
+
+    def end(self) -> None:
+        if self._progress is not None:
+            self._progress.refresh()
+            self._progress.stop()
+            self._progress = None
+
+    def closing(self, summary: Mapping[str, Any]) -> None:
+        _print_table(self._console, summary_rows(summary), plain=False)
+
+
+def screen_for(rank: int) -> Screen:
+    """The screen of a rank."""
+    if rank != 0:
+        return Silent()
+    return Bar() if sys.stderr.isatty() else Plain()
+
+
+def losses(agreed: Agreed) -> str:
+    """The mean over ranks and rank 0's own loss, told apart."""
+    return f"mean loss {agreed.mean_loss:.4f} (rank 0: {agreed.rank_losses[0]:.4f})"
+
+
+def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The closing table of a run."""
+    metrics: Mapping[str, float] = summary["metrics"]
+    step_s, exposed_s = summary["seconds_in_steps"] or 1.0, summary["exposed_communication_s"]
+    return [
+        ("status", str(summary["status"])),
+        ("ranks", f"{summary['world_size']} on {summary['device']} over {summary['backend']}"),
+        ("steps", f"{summary['steps']:,} ({summary['steps_per_s']:.1f} a second)"),
+        ("mean loss, last step", "-" if summary["loss"] is None else f"{summary['loss']:.4f}"),
+        *((f"held-out {name}", f"{value:.4f}") for name, value in metrics.items()),
+        ("sent by all ranks", _bytes(summary["wire_bytes"])),
+        ("communication", f"{summary['communication_s']:.2f} s on the wire or in hooks"),
+        (
+            "  of it exposed",
+            f"{exposed_s:.2f} s ({exposed_s / step_s:.0%} of step time)",
+        ),
+        (
+            "  waiting for the last rank",
+            ", ".join(f"rank {rank}: {s:.2f} s" for rank, s in enumerate(summary["straggler_wait_s"][:8]))
+            + (", …" if len(summary["straggler_wait_s"]) > 8 else ""),
+        ),
+        ("run folder", str(summary["run_dir"])),
+    ]
+
+
+def _print_table(console: Console, rows: Sequence[tuple[str, str]], *, plain: bool) -> None:
+    table = Table(show_header=False, box=ASCII if plain else ROUNDED)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
