@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddprun.engine.data import is_iterable
 from ddprun.spec import Choice, DataPair, Loaded, PipelineError, length_option, tensor_options
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS
@@ -160,7 +161,7 @@ def _dataset(loaded: Loaded, path: str, choice: Choice) -> Split:
             f'"{choice.name}" gives {type(made).__name__}',
             "a map-style or iterable PyTorch dataset is wanted",
         )
-    if hasattr(made, "__getitem__") and not hasattr(made, "__len__") and not hasattr(made, "__iter__"):
+    if not is_iterable(made) and not hasattr(made, "__len__"):
         raise _refused(
             loaded, _key(path, choice), f'"{choice.name}" has no __len__', "a map-style dataset has one"
         )

@@ -38,6 +38,11 @@ class StepBatches:
     """Samples of all ranks and micro-batches together."""
 
 
+def is_iterable(dataset: Any) -> bool:
+    """Whether a dataset is a row of samples to walk along, rather than one to pick from by index."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
 class Feed:
     """An endless row of optimizer steps, epoch after epoch, that knows where it is.
 
@@ -68,7 +73,7 @@ class Feed:
         pin: bool,
     ) -> None:
         self.dataset = dataset
-        self.iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        self.iterable = is_iterable(dataset)
         self.rank, self.ranks = rank, ranks
         self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
         self._loading: dict[str, Any] = {"num_workers": workers, "pin_memory": pin}

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from ddprun.engine import build
+from ddprun.engine.data import is_iterable
 from ddprun.engine.objective import Outcome
 from ddprun.engine.session import Session
 from ddprun.spec import Evaluate
@@ -91,7 +92,7 @@ def _batches(session: Session) -> Iterator[tuple[Any, int]]:
     """This rank's share as (collated batch, samples): sample i goes to rank i modulo ranks."""
     loader, rank, ranks = session.loaded.pipeline.loader, session.ranks.rank, session.ranks.size
     dataset, size = session.held_out, loader.batch_size
-    if hasattr(dataset, "__getitem__"):
+    if not is_iterable(dataset):
         mine = range(rank, len(dataset), ranks)
         shares = [list(mine[start : start + size]) for start in range(0, len(mine), size)]
         batches: Iterable[Any] = DataLoader(

@@ -1,8 +1,8 @@
 """The ledger of steps: marks in the step, agreement with the other ranks beside it, records after it.
 
 At the end of a step each rank posts one small control word (loss, samples, when its last bucket was ready,
-At the end of a step each rank posts one small control word (loss, samples, when its last bucket was
-ready, whether a stop is wanted) and reads the word of an earlier step, which has long arrived. So all
+whether a stop is wanted) and reads the word of an earlier step, which has long arrived. So all ranks learn
+the mean loss, divide their waiting alike and stop at the same step, and none of that costs a wait.
 """
 
 import math

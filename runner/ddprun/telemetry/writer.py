@@ -3,6 +3,7 @@
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -49,11 +50,14 @@ class Writer:
             self._thread.join()
 
     def _work(self) -> None:
+        flush_at = 0.0
         while True:
-            try:
-                item = self._queue.get(timeout=_FLUSH_EVERY_S)
-            except queue.Empty:
+            if time.monotonic() >= flush_at:  # also when records never stop coming
                 self._flush_files()
+                flush_at = time.monotonic() + _FLUSH_EVERY_S
+            try:
+                item = self._queue.get(timeout=max(0.0, flush_at - time.monotonic()))
+            except queue.Empty:
                 continue
             if item is None:
                 break

@@ -1,0 +1,44 @@
+"""`ddprun catalog`."""
+
+import json
+from typing import Any
+
+import click
+
+_KINDS = ("model", "data", "loss", "optimizer", "schedule", "sync", "hook", "metric", "stage")
+
+
+@click.command()
+@click.argument("kind", type=click.Choice(_KINDS), required=False)
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def catalog(kind: str | None, form: str) -> int:
+    """Everything that a pipeline can choose, with options, types and defaults; of one KIND or of all."""
+    from ddprun.spec import catalog as listed
+
+    kinds = [kind] if kind else list(_KINDS)
+    if form == "json":
+        click.echo(json.dumps([entry for name in kinds for entry in listed.catalog(name)], indent=1))
+        return 0
+    for place, name in enumerate(kinds):
+        if place:
+            click.echo()
+        click.echo(listed.GROUPS[name])
+        for entry in listed.catalog(name):
+            click.echo(f"  {entry['name']}: {entry['description']}")
+            for option in entry["options"]:
+                click.echo(f"      {_option(option)}")
+        if stands_for := listed.dotted(name):
+            click.echo(f"  package.module.name: {stands_for}; its options are keyword arguments")
+    return 0
+
+
+def _option(option: dict[str, Any]) -> str:
+    if option["required"]:
+        default = "required"
+    elif option["default"] is None:
+        default = "default null"
+    else:
+        value = option["default"]
+        default = f"default {value if isinstance(value, str) else json.dumps(value)}"
+    text = f"  {option['description']}" if option["description"] else ""
+    return f"{option['name']}: {option['type']}; {default}.{text}"

@@ -1,0 +1,57 @@
+"""`ddprun check`."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("pipelines", metavar="PIPELINE…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value, as in `ddprun run`."
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "github"]),
+    default="text",
+    show_default=True,
+    help="How faults are printed: for a reader, as a JSON list, or as GitHub annotations.",
+)
+@click.option(
+    "--resolved", is_flag=True, help="Print the whole pipeline as it will run, each value's origin beside it."
+)
+def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, resolved: bool) -> int:
+    """Tell every fault of pipeline files, without running or importing anything they name.
+
+    Exit code 0 if every file can run (warnings are no faults), 2 if not.
+    """
+    from ddprun.cli import printing
+    from ddprun.spec import Fault, PipelineError, load
+
+    if resolved and (len(pipelines) > 1 or form != "text"):
+        raise click.UsageError("--resolved takes one pipeline and no --format")
+    faults: list[Fault] = []
+    for path in pipelines:
+        found: tuple[Fault, ...]
+        try:
+            loaded = load(path, overrides)
+            found, good = loaded.warnings, True
+        except PipelineError as error:
+            found, good = error.faults, False
+        faults += found
+        if form != "text":
+            continue
+        if found:
+            stream = sys.stderr if resolved else sys.stdout
+            click.echo(printing.text(found, printing.colored(stream)), file=stream)
+        if good:
+            click.echo(loaded.resolved() if resolved else f"{path}: ok", nl=not resolved)
+    if form == "json":
+        click.echo(json.dumps([printing.as_object(fault) for fault in faults], indent=2, ensure_ascii=False))
+    elif form == "github":
+        for fault in faults:
+            click.echo(printing.github(fault))
+    return 2 if any(fault.severity == "error" for fault in faults) else 0

@@ -1,0 +1,68 @@
+"""How faults look on a terminal, in a log, and to GitHub."""
+
+import os
+from collections.abc import Iterable
+from typing import IO
+
+import click
+
+from ddprun.spec.faults import Fault
+
+
+def colored(stream: IO[str]) -> bool:
+    """Whether to color what goes to the stream: on a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def text(faults: Iterable[Fault], color: bool = False) -> str:
+    """Faults for a reader, one below the other."""
+    return "\n".join(_colored(str(fault), fault) if color else str(fault) for fault in faults)
+
+
+def _colored(told: str, fault: Fault) -> str:
+    head, _, quoted = told.partition("\n")
+    where, _, message = head.partition(": ")
+    tone = "yellow" if fault.severity == "warning" else "red"
+    lines = [f"{click.style(where, bold=True)}: {message}"]
+    if quoted:
+        line, _, caret = quoted.rpartition("\n")
+        lines += [line, click.style(caret, fg=tone, bold=True)]
+    return "\n".join(lines)
+
+
+def as_object(fault: Fault) -> dict[str, str | int | None]:
+    """A fault as an object for `--format json`."""
+    return {
+        "file": fault.file,
+        "line": fault.line,
+        "column": fault.column,
+        "path": fault.path,
+        "severity": fault.severity,
+        "message": fault.message,
+        "problem": fault.problem,
+        "allowed": fault.allowed,
+        "suggestion": fault.suggestion,
+        "source_line": fault.source_line,
+    }
+
+
+def github(fault: Fault) -> str:
+    """A fault as a workflow command, which GitHub shows beside the line."""
+    properties = {"title": "ddprun"}
+    message = f"{fault.path}: {fault.message}" if fault.path else fault.message
+    if fault.file.startswith("--set "):
+        message = f"{fault.file}: {message}"
+    else:
+        properties["file"] = fault.file
+        if fault.line:
+            properties |= {"line": str(fault.line), "col": str(fault.column)}
+    shown = ",".join(f"{key}={_property(value)}" for key, value in properties.items())
+    return f"::{fault.severity} {shown}::{_data(message)}"
+
+
+def _data(value: str) -> str:
+    return value.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(value: str) -> str:
+    return _data(value).replace(":", "%3A").replace(",", "%2C")

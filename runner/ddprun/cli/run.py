@@ -1,0 +1,75 @@
+"""`ddprun run`."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+_TORCHRUN: dict[str, tuple[Any, str]] = {
+    "nnodes": (str, "Number of hosts."),
+    "nproc-per-node": (str, "Ranks per host: a number, auto, gpu or cpu."),
+    "rdzv-backend": (str, "Rendezvous backend, such as c10d or static."),
+    "rdzv-endpoint": (str, "Rendezvous endpoint, HOST:PORT."),
+    "rdzv-id": (str, "Name of this run at the rendezvous."),
+    "rdzv-conf": (str, "More for the rendezvous: key=value,key=value."),
+    "node-rank": (click.IntRange(min=0), "Rank of this host, for the static rendezvous."),
+    "master-addr": (str, "Address of host 0, for the static rendezvous."),
+    "master-port": (click.IntRange(0, 65535), "Port on host 0, for the static rendezvous."),
+    "local-addr": (str, "Address of this host."),
+    "monitor-interval": (click.FloatRange(min=0), "Seconds between two looks at the ranks."),
+    "role": (str, "Name of the ranks' role in logs."),
+}
+
+
+def _torchrun_flags(command: click.Command) -> click.Command:
+    """Add torchrun's own flags, spelled with - or with _."""
+    for name, (kind, text) in _TORCHRUN.items():
+        command.params.append(click.Option([f"--{name}"], type=kind, help=text))
+    command.params.append(
+        click.Option(
+            ["--standalone"], is_flag=True, help="One host with a rendezvous of its own on a free port."
+        )
+    )
+    return command
+
+
+@click.command(options_metavar="[OPTIONS]")
+@click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
+@click.option(
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Override a value, as in --set optimizer.sgd.lr=0.2; the value is YAML. May be given several times.",
+)
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Folder for what the run leaves behind.")
+def run(
+    pipeline: Path, overrides: tuple[str, ...], run_dir: Path | None, **flags: str | int | float | bool | None
+) -> int:
+    """Run a pipeline. Under torchrun or srun, join the run as a worker.
+
+    Flags that are torchrun's too mean what they mean there, and go before what the file says under `launch`.
+    """
+    from ddprun.cli import printing
+    from ddprun.spec import PipelineError, load
+
+    given = {
+        name: value if isinstance(value, bool) else str(value)
+        for name, value in flags.items()
+        if value is not None and value is not False
+    }
+    try:
+        loaded = load(pipeline, overrides)
+        if loaded.warnings and os.environ.get("RANK", "0") == "0":
+            click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
+        from ddprun import launch
+
+        return launch.start(loaded, given, overrides, run_dir)
+    except PipelineError as error:
+        click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
+        return 2
+
+
+_torchrun_flags(run)

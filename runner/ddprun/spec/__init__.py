@@ -1,0 +1,43 @@
+"""What a pipeline file may say. Nothing here imports torch, nor anything that a pipeline names.
+
+`load(path, overrides)` gives a `Loaded` with the checked `Pipeline`, or raises a `PipelineError`.
+"""
+
+from ddprun.spec.choices import Choice
+from ddprun.spec.faults import Fault, PipelineError
+from ddprun.spec.load import Loaded, load
+from ddprun.spec.schema import (
+    DataPair,
+    Ddp,
+    Evaluate,
+    Launch,
+    Loader,
+    Pipeline,
+    Save,
+    Stage,
+    Timings,
+    Train,
+    TrainSettings,
+)
+from ddprun.spec.signatures import length_option, tensor_options
+
+__all__ = [
+    "Choice",
+    "DataPair",
+    "Ddp",
+    "Evaluate",
+    "Fault",
+    "Launch",
+    "Loaded",
+    "Loader",
+    "Pipeline",
+    "PipelineError",
+    "Save",
+    "Stage",
+    "Timings",
+    "Train",
+    "TrainSettings",
+    "length_option",
+    "load",
+    "tensor_options",
+]

@@ -1,0 +1,112 @@
+"""What is wrong with a pipeline file, told so that the reader can mend it without a manual."""
+
+import difflib
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning"]
+
+_WINDOW = 110
+"""Columns of a quoted line; a longer line is cut around the fault."""
+
+
+def suggest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that `word` was most likely meant to be, without regard to case; None if none is near."""
+    by_lower: dict[str, str] = {}
+    for candidate in candidates:
+        by_lower.setdefault(candidate.lower(), candidate)
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return by_lower[near[0]] if near else None
+
+
+def listing(words: Iterable[str]) -> str:
+    """`allowed: a, b, c`, the one way in which every fault lists what may stand there."""
+    return "allowed: " + ", ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault of a pipeline file or of an override."""
+
+    file: str
+    """The file as the user named it, or `--set 2` for the second override."""
+
+    line: int
+    """From 1; 0 where the fault is the whole file's (it does not exist, say)."""
+
+    column: int
+    """In characters, from 1; 0 where `line` is 0."""
+
+    path: str
+    """Key path such as `stages[2].train.steps`; empty for the whole file."""
+
+    problem: str
+    """What is wrong, naming the value."""
+
+    allowed: str | None = None
+    """What may stand there instead, or what to do."""
+
+    suggestion: str | None = None
+    """The word that was probably meant."""
+
+    source_line: str = ""
+    """The line itself, without its line break."""
+
+    severity: Severity = "error"
+
+    @property
+    def message(self) -> str:
+        """`what is wrong; what is allowed (did you mean "…"?)`, on one line."""
+        text = self.problem
+        if self.allowed:
+            text += f"; {self.allowed}"
+        if self.suggestion:
+            text += f' (did you mean "{self.suggestion}"?)'
+        return " ".join(text.split("\n"))
+
+    @property
+    def headline(self) -> str:
+        """`file:line:column: key.path: message`; a warning says so before the path."""
+        where = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+        kind = "warning: " if self.severity == "warning" else ""
+        path = f"{self.path}: " if self.path else ""
+        return f"{where}: {kind}{path}{self.message}"
+
+    def __str__(self) -> str:
+        """The headline, and under it the quoted line with a caret at the column."""
+        if not self.source_line.strip():
+            return self.headline
+        return f"{self.headline}\n{_quote(self.source_line, self.column)}"
+
+
+def _quote(line: str, column: int) -> str:
+    """The line and a caret under `column`, both cut to a window if the line is long."""
+    start = max(0, column - 1 - _WINDOW // 2) if len(line) > _WINDOW else 0
+    shown = line[start : start + _WINDOW]
+    before = shown[: column - 1 - start]
+    head = "… " if start else ""
+    tail = " …" if start + _WINDOW < len(line) else ""
+    pad = "".join("\t" if char == "\t" else " " * _cells(char) for char in before)
+    return f"    {head}{shown}{tail}\n    {' ' * len(head)}{pad}^"
+
+
+def _cells(char: str) -> int:
+    """Terminal cells that a character takes."""
+    if unicodedata.combining(char):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+class PipelineError(Exception):
+    """The pipeline cannot run as it is written.
+
+    `faults` holds every fault that was found, warnings included, in the order of the file; at least one of
+    them is an error. `str()` is the text for a terminal.
+    """
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        """Take the faults in the order in which they are to be shown."""
+        self.faults = tuple(faults)
+        super().__init__("\n".join(str(fault) for fault in self.faults))

@@ -1,0 +1,152 @@
+"""YAML 1.2 core meaning of plain scalars, and how to write a value so that it reads back as itself."""
+
+import json
+import math
+import re
+
+Scalar = None | bool | int | float | str
+
+_NULL = frozenset({"", "~", "null", "Null", "NULL"})
+_BOOL = {
+    "true": True,
+    "True": True,
+    "TRUE": True,
+    "false": False,
+    "False": False,
+    "FALSE": False,
+}
+_DECIMAL = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
+_OCTAL = re.compile(r"0o[0-7]+")
+_HEX = re.compile(r"0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_INFINITY = re.compile(r"([-+]?)\.(?:inf|Inf|INF)")
+_NAN = re.compile(r"\.(?:nan|NaN|NAN)")
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
+_PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./+-]*(?: [A-Za-z0-9_./+-]+)*")
+
+INT_MAX = 2**63 - 1
+"""The largest whole number a pipeline may hold: what fits into 64 bits with a sign."""
+
+
+def resolve(text: str) -> Scalar:
+    """Value of a plain (unquoted) scalar under the YAML 1.2 core schema.
+
+    One exception: a whole number with a leading zero (`010`) stays a string, because YAML 1.1 reads 8 and
+    YAML 1.2 reads 10.
+
+    Raises:
+        OverflowError: a number that no 64-bit integer or float holds; the message says what is allowed.
+    """
+    if text in _NULL:
+        return None
+    if text in _BOOL:
+        return _BOOL[text]
+    if _DECIMAL.fullmatch(text):
+        return _whole(text, 10) if len(text) < 32 else _too_large()
+    if _HEX.fullmatch(text):
+        return _whole(text, 16) if len(text) < 32 else _too_large()
+    if _OCTAL.fullmatch(text):
+        return _whole(text, 8) if len(text) < 32 else _too_large()
+    if _LEADING_ZERO.fullmatch(text):
+        return text
+    if _FLOAT.fullmatch(text):
+        number = float(text)
+        if math.isinf(number):
+            raise OverflowError("is larger than any 64-bit float; numbers go up to 1.8e308")
+        return number
+    if match := _INFINITY.fullmatch(text):
+        return -math.inf if match.group(1) == "-" else math.inf
+    if _NAN.fullmatch(text):
+        return math.nan
+    return text
+
+
+def _whole(text: str, base: int) -> int:
+    number = int(text, base)
+    return number if abs(number) <= INT_MAX else _too_large()
+
+
+def _too_large() -> int:
+    raise OverflowError(f"does not fit into 64 bits; whole numbers go up to {INT_MAX}")
+
+
+def number_hint(text: str, *, quoted: bool) -> str | None:
+    """Why a string that looks like a number is none, and what to write; None if it does not look like one."""
+    if quoted:
+        try:
+            value = resolve(text)
+        except OverflowError:
+            return None
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return f"the quotes make it a string: write {text}"
+    if _LEADING_ZERO.fullmatch(text):
+        sign = "-" if text.startswith("-") else ""
+        digits = text.lstrip("+-")
+        hint = (
+            f"a leading zero means 8 to one YAML and 10 to another: write {sign}{digits.lstrip('0') or '0'}"
+        )
+        octal = digits.lstrip("0")
+        return (
+            f"{hint}, or {sign}0o{octal} for octal"
+            if octal and not sign and set(octal) <= set("01234567")
+            else hint
+        )
+    if "_" in text and _FLOAT.fullmatch(text.replace("_", "")):
+        return f"YAML 1.2 has no _ in numbers: write {text.replace('_', '')}"
+    if re.fullmatch(r"[0-9]+(:[0-9]+)+", text):
+        return "YAML 1.2 has no base-60 numbers: write the number itself"
+    if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", text):
+        return f"the decimal sign is a point: write {text.replace(',', '.')}"
+    return None
+
+
+def bool_hint(text: str, *, quoted: bool) -> str | None:
+    """What to write instead of a string that was meant to be a boolean; None if it does not look like one."""
+    lower = text.lower()
+    if quoted and lower in ("true", "false"):
+        return f"the quotes make it a string: write {lower}"
+    if lower in ("yes", "on", "y", "true"):
+        return f"{lower} is a string in YAML 1.2: write true" if lower != "true" else "write true"
+    if lower in ("no", "off", "n", "false"):
+        return f"{lower} is a string in YAML 1.2: write false" if lower != "false" else "write false"
+    return None
+
+
+def write(value: Scalar) -> str:
+    """The value as YAML that reads back as exactly this value, under YAML 1.1 readers too where possible."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return _write_float(value)
+    if (
+        _PLAIN.fullmatch(value)
+        and not value.startswith("...")
+        and resolve(value) == value
+        and bool_hint(value, quoted=False) is None
+    ):
+        return value
+    return quote(value)
+
+
+def quote(text: str) -> str:
+    """The text in double quotes, with everything escaped that a reader may refuse or fold."""
+    escaped = json.dumps(text, ensure_ascii=False)
+    return re.sub(
+        "[\x7f-\xa0\xad\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]",
+        lambda match: f"\\u{ord(match.group()):04x}",
+        escaped,
+    )
+
+
+def _write_float(value: float) -> str:
+    if math.isnan(value):
+        return ".nan"
+    if math.isinf(value):
+        return ".inf" if value > 0 else "-.inf"
+    text = repr(value)
+    mantissa, e, exponent = text.partition("e")
+    return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else text

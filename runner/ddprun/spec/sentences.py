@@ -1,0 +1,181 @@
+"""Pydantic's errors in plain sentences, each at its place in the file."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+
+from ddprun.spec.choices import KINDS, names
+from ddprun.spec.faults import Fault, listing, suggest
+from ddprun.spec.problems import TOLD
+from ddprun.spec.scalars import bool_hint, number_hint, write
+from ddprun.spec.tree import Found, KeyPath, Node, find, show
+
+Sentence = tuple[str, str | None, str | None]
+"""Problem, allowed, suggestion."""
+
+_REASONS = {
+    ("ddp", "bucket_cap_mb"): "DDP's first bucket is 1 MiB and must not be larger than the others",
+}
+_PATTERNS = {
+    "name": 'letters, digits, ".", "_" and "-" only',
+    "to": 'a file name that ends in ".safetensors"',
+}
+
+
+def faults(error: ValidationError, root: Node) -> list[Fault]:
+    """Every error of a validation as a fault of the file; mere consequences of another are left out."""
+    told = []
+    for item in error.errors(include_url=False):
+        path: KeyPath = item["loc"]
+        found = find(root, path)
+        if not found.broken and not _counts_faulty_items(item, found):
+            told.append(_fault(item, path, found))
+    return told
+
+
+def _counts_faulty_items(item: Any, found: Found) -> bool:
+    """Pydantic finds a list too short if its items are faulty; those are told already."""
+    return (
+        item["type"] == "too_short"
+        and isinstance(found.node.value, list)
+        and not found.rest
+        and (len(found.node.value) >= item["ctx"]["min_length"])
+    )
+
+
+def describe(node: Node | None, value: Any) -> str:
+    """A value as a message shows it, in the file's own words where there are any."""
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    if value is None:
+        return (node.text if node and node.text else "nothing") if node else "null"
+    if isinstance(value, str):
+        shown = value if len(value) <= 40 else f"{value[:38]}…"
+        return f'"{shown}" (a string)'
+    text = node.text if node and node.text else write(value)
+    return f"{text} (a boolean)" if isinstance(value, bool) else text
+
+
+def _fault(item: Any, path: KeyPath, found: Found) -> Fault:
+    kind: str = item["type"]
+    context: dict[str, Any] = item.get("ctx", {})
+    exact = not found.rest
+    node = found.node if exact else None
+    value = found.node.data() if exact else item["input"]
+    at_key = kind == "missing" or context.get("where") == "key"
+    if at_key and (exact or isinstance(found.node.value, dict) or found.node.value is None):
+        place = found.key
+    else:
+        place = found.node.place
+    problem, allowed, suggestion = _sentence(kind, item["msg"], context, path, node, value)
+    return place.fault(show(path), problem, allowed, suggestion)
+
+
+def _sentence(
+    kind: str, message: str, context: dict[str, Any], path: KeyPath, node: Node | None, value: Any
+) -> Sentence:
+    if kind == TOLD and "problem" in context:
+        return context["problem"], context["allowed"], context["suggestion"]
+    if kind == TOLD:
+        return _expected(context["wanted"], node, value, context["allowed"])
+    if kind in _WANTED:
+        return _expected(_WANTED[kind], node, value)
+    if kind in _TELLERS:
+        return _TELLERS[kind](context, path, describe(node, value))
+    return message[:1].lower() + message[1:], None, None
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "model_type": "a mapping",
+}
+"""Types of error that only say which type was wanted."""
+
+
+def _expected(wanted: str, node: Node | None, value: Any, allowed: str | None = None) -> Sentence:
+    """`expected …, got …`, with a hint where the value almost is what was wanted."""
+    hint = allowed
+    text = node.text if node else None
+    if text is not None and isinstance(value, str) and node:
+        if "number" in wanted:
+            hint = number_hint(text, quoted=node.quoted) or hint
+        if "true or false" in wanted:
+            hint = bool_hint(text, quoted=node.quoted) or hint
+    elif wanted == "a whole number" and isinstance(value, float) and value.is_integer():
+        hint = f"write {int(value)}"
+    elif wanted == "a string" and text and value is not None:
+        hint = f'quote it: "{text}"'
+    if wanted == "a list" and value is not None and text:
+        hint = f"write [{text}]"
+    return f"expected {wanted}, got {describe(node, value)}", hint, None
+
+
+def _bound(words: str, key: str) -> Callable[[dict[str, Any], KeyPath, str], Sentence]:
+    def tell(context: dict[str, Any], path: KeyPath, got: str) -> Sentence:
+        reason = _REASONS.get((str(path[-2]), str(path[-1]))) if len(path) > 1 else None
+        bound = context[key]
+        shown = int(bound) if isinstance(bound, float) and bound.is_integer() else bound
+        return f"must be {words} {shown}, got {got}", reason, None
+
+    return tell
+
+
+def _items(words: str, key: str) -> Callable[[dict[str, Any], KeyPath, str], Sentence]:
+    def tell(context: dict[str, Any], path: KeyPath, got: str) -> Sentence:
+        count = context[key]
+        plural = "" if count == 1 else "s"
+        return f"must hold {words} {count} item{plural}, got {context['actual_length']}", None, None
+
+    return tell
+
+
+def _literal(context: dict[str, Any], path: KeyPath, got: str) -> Sentence:
+    known = re.findall(r"'([^']*)'", context["expected"])
+    word = got.removesuffix(" (a string)").strip('"')
+    return f"unknown value {got.removesuffix(' (a string)')}", listing(known), suggest(word, known)
+
+
+def _missing(context: dict[str, Any], path: KeyPath, got: str) -> Sentence:
+    kind = KINDS.get(str(path[-1]))
+    if kind is None:
+        return "is required", None, None
+    return "is required", listing([*names(kind), "or a dotted name such as package.module.name"]), None
+
+
+def _pattern(context: dict[str, Any], path: KeyPath, got: str) -> Sentence:
+    return (
+        f"cannot be {got.removesuffix(' (a string)')}",
+        _PATTERNS.get(str(path[-1]), context["pattern"]),
+        None,
+    )
+
+
+def _empty(context: dict[str, Any], path: KeyPath, got: str) -> Sentence:
+    return "must not be empty", None, None
+
+
+_TELLERS: dict[str, Callable[[dict[str, Any], KeyPath, str], Sentence]] = {
+    "greater_than": _bound("greater than", "gt"),
+    "greater_than_equal": _bound("at least", "ge"),
+    "less_than": _bound("less than", "lt"),
+    "less_than_equal": _bound("at most", "le"),
+    "too_short": _items("at least", "min_length"),
+    "too_long": _items("at most", "max_length"),
+    "literal_error": _literal,
+    "missing": _missing,
+    "string_pattern_mismatch": _pattern,
+    "string_too_short": _empty,
+}
+
+MAPPED = frozenset(_WANTED) | frozenset(_TELLERS) | {TOLD}
+"""Every type of error that has a sentence of its own; a test holds this against what the schema can raise."""

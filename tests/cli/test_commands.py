@@ -1,0 +1,298 @@
+"""What the commands print and return, called in this process."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ddprun import __version__
+from ddprun.cli import main
+from ddprun.spec import Fault, Loaded, PipelineError, load
+
+GOOD = "model:\n  mlp: {inputs: 64, outputs: 10}\ndata: digits\noptimizer: sgd\n"
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    path = tmp_path / "bad.yaml"
+    path.write_text(GOOD + "sed: 1\nseed: x\n")
+    return path
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Calls of `launch.start`, which starts nothing here."""
+    calls: list[tuple[Any, ...]] = []
+    launch = ModuleType("ddprun.launch")
+
+    def start(
+        loaded: Loaded, flags: Mapping[str, str | bool], overrides: Sequence[str], run_dir: Path | None
+    ) -> int:
+        calls.append((loaded, dict(flags), tuple(overrides), run_dir))
+        return 0
+
+    launch.start = start  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ddprun.launch", launch)
+    monkeypatch.setattr("ddprun.launch", launch, raising=False)
+    return calls
+
+
+def test_help_names_every_command(capsys: Out) -> None:
+    """`--help` shows what there is."""
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for command in ("run", "check", "init", "catalog", "schema"):
+        assert f"  {command} " in out
+
+
+def test_no_arguments_show_the_help(capsys: Out) -> None:
+    """`ddprun` alone is bad input, and shows what to do."""
+    assert main([]) == 2
+    assert "Commands:" in capsys.readouterr().err
+
+
+def test_version(capsys: Out) -> None:
+    """`--version` prints name and version."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ddprun {__version__}\n"
+
+
+def test_a_file_is_run(good: Path, started: list[Any]) -> None:
+    """`ddprun FILE` is `ddprun run FILE`."""
+    assert main([str(good)]) == 0
+    assert main(["run", str(good)]) == 0
+    assert [call[1:] for call in started] == [({}, (), None)] * 2
+    assert started[0][0].pipeline == load(good).pipeline
+
+
+def test_flags_of_torchrun_are_handed_on(good: Path, started: list[Any]) -> None:
+    """Torchrun's flags are taken before and after the path, with - and with _, and given on as strings."""
+    args = ["--nnodes", "2", "--nproc_per_node=3", "--rdzv-endpoint", "h:1", "--node_rank", "1"]
+    args += ["--standalone", "--set", "seed=4"]
+    assert main([*args, str(good)]) == 0
+    assert main([str(good), *args]) == 0
+    flags = {
+        "nnodes": "2",
+        "nproc_per_node": "3",
+        "rdzv_endpoint": "h:1",
+        "node_rank": "1",
+        "standalone": True,
+    }
+    for _, given, overrides, _ in started:
+        assert given == flags
+        assert overrides == ("seed=4",)
+    assert started[0][0].pipeline.seed == 4
+
+
+def test_the_run_folder_is_handed_on(good: Path, tmp_path: Path, started: list[Any]) -> None:
+    """`--run-dir` is a path."""
+    assert main([str(good), "--run-dir", str(tmp_path / "r")]) == 0
+    assert started[0][3] == tmp_path / "r"
+
+
+def test_a_bad_pipeline_starts_nothing(bad: Path, started: list[Any], capsys: Out) -> None:
+    """Faults go to stderr, stdout stays empty, the exit code is 2."""
+    assert main([str(bad)]) == 2
+    out, err = capsys.readouterr()
+    assert started == []
+    assert out == ""
+    assert f"{bad}:5:1: sed: unknown key" in err
+    assert f"{bad}:6:7: seed: expected a whole number" in err
+
+
+def test_a_fault_of_the_run_is_told_alike(good: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    """What only a run can see looks like any other fault, and the exit code is 2 too."""
+    launch = ModuleType("ddprun.launch")
+
+    def start(loaded: Loaded, *rest: object) -> int:
+        raise PipelineError([loaded.fault("model.mlp", "is too small")])
+
+    launch.start = start  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ddprun.launch", launch)
+    monkeypatch.setattr("ddprun.launch", launch, raising=False)
+    assert main([str(good)]) == 2
+    assert capsys.readouterr().err.startswith(f"{good}:2:8: model.mlp: is too small\n")
+
+
+def test_warnings_do_not_stop_a_run(good: Path, started: list[Any], capsys: Out) -> None:
+    """A warning goes to stderr, and the run starts."""
+    assert main([str(good), "--set", "stages=[save, {train: {steps: 1}}]"]) == 0
+    assert len(started) == 1
+    assert "warning: stages[0]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["chek"], '"chek" is neither a command nor a pipeline file (did you mean "check"?)'),
+        (["check"], "missing argument 'PIPELINE…'"),
+        (["x.yaml", "--nnode", "2"], "--nnodes"),
+        (["--nproc-per-node", "2"], "missing argument 'PIPELINE'"),
+        (["x.yaml", "--max-restarts", "2"], "no such option '--max-restarts'"),
+        (["x.yaml", "y.yaml"], "unexpected extra argument"),
+        (["x.yaml", "--master-port", "x"], "'x'"),
+        (["check", "x.yaml", "--format", "xml"], "'xml' is not one of"),
+        (["check", "x.yaml", "y.yaml", "--resolved"], "--resolved takes one pipeline"),
+        (["catalog", "hoook"], "'hoook' is not one of"),
+        (["schema", "--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
+    ],
+)
+def test_a_misuse_is_one_line(args: list[str], words: str, capsys: Out) -> None:
+    """A wrong command line gives one line that says what is wrong and where help is, and exit code 2."""
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert words in err
+    assert "--help`" in err
+
+
+def test_check_says_ok(good: Path, capsys: Out) -> None:
+    """A good file gives one line."""
+    assert main(["check", str(good)]) == 0
+    assert capsys.readouterr().out == f"{good}: ok\n"
+
+
+def test_check_tells_all_files(good: Path, bad: Path, capsys: Out) -> None:
+    """One bad file does not keep the others from being checked."""
+    assert main(["check", str(bad), str(good)]) == 2
+    out = capsys.readouterr().out
+    assert out.count("bad.yaml:") == 2
+    assert out.endswith(f"{good}: ok\n")
+
+
+def test_check_resolved_is_a_pipeline(good: Path, tmp_path: Path, capsys: Out) -> None:
+    """`--resolved` prints the pipeline alone, so that it can be redirected to a file."""
+    assert main(["check", str(good), "--resolved", "--set", "stages=[save, {train: {steps: 1}}]"]) == 0
+    out, err = capsys.readouterr()
+    assert "warning" in err
+    (tmp_path / "resolved.yaml").write_text(out)
+    assert load(tmp_path / "resolved.yaml").pipeline.stages[1].index == 1
+
+
+def test_check_as_json(good: Path, bad: Path, capsys: Out) -> None:
+    """`--format json` is one list of all faults."""
+    assert main(["check", str(bad), str(good), "--format", "json"]) == 2
+    faults = json.loads(capsys.readouterr().out)
+    assert [(fault["file"], fault["line"], fault["path"]) for fault in faults] == [
+        (str(bad), 5, "sed"),
+        (str(bad), 6, "seed"),
+    ]
+    assert faults[0]["suggestion"] == "seed"
+    assert main(["check", str(good), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_check_for_github(bad: Path, capsys: Out) -> None:
+    """`--format github` annotates the line."""
+    assert main(["check", str(bad), "--format", "github"]) == 2
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"::error title=ddprun,file={bad},line=5,col=1::sed: unknown key")
+    assert second.startswith(f"::error title=ddprun,file={bad},line=6,col=7::seed: expected")
+
+
+def test_github_annotations_are_escaped() -> None:
+    """Whatever a fault holds stays one annotation."""
+    from ddprun.cli.printing import github
+
+    fault = Fault(file="a,b:c%.yaml", line=1, column=2, path="x", problem="50% :: of\r\nit")
+    assert github(fault) == "::error title=ddprun,file=a%2Cb%3Ac%25.yaml,line=1,col=2::x: 50%25 :: of%0D it"
+    override = Fault(file="--set 1", line=1, column=2, path="x", problem="bad")
+    assert github(override) == "::error title=ddprun::--set 1: x: bad"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "colored"), [(True, "", True), (True, "1", False), (False, "", False)]
+)
+def test_colors(
+    terminal: bool, no_color: str, colored: bool, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    """There is color on a terminal only, and none with NO_COLOR."""
+    from ddprun.cli.printing import colored as decides
+    from ddprun.cli.printing import text
+
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    fault = Fault(file="a.yaml", line=1, column=2, path="x", problem="bad", source_line="x: 1")
+    assert ("\x1b[" in text([fault], decides(sys.stdout))) == colored
+
+
+def test_init_writes_a_good_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out, started: list[Any]
+) -> None:
+    """The starter file has neither faults nor warnings, and the command it shows runs it."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init"]) == 0
+    assert capsys.readouterr().out == "wrote pipeline.yaml; run it with `ddprun pipeline.yaml`\n"
+    assert load(Path("pipeline.yaml")).warnings == ()
+    assert main(["pipeline.yaml"]) == 0
+    assert len(started) == 1
+
+
+def test_init_overwrites_nothing(tmp_path: Path, capsys: Out) -> None:
+    """A file that is there stays as it is."""
+    path = tmp_path / "x.yaml"
+    path.write_text("mine")
+    assert main(["init", str(path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert path.read_text() == "mine"
+
+
+def test_the_catalog_has_every_kind(capsys: Out) -> None:
+    """All that can be chosen is listed, with options."""
+    assert main(["catalog"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "  mlp: ",
+        "  digits: ",
+        "  cross_entropy: ",
+        "  SGD: ",
+        "  CosineAnnealingLR: ",
+        "  fp16: ",
+        "  accuracy: ",
+    ):
+        assert words in out
+    assert "lr: a number; default 0.001" in out
+    assert "T_max: a whole number; default the stage's steps" in out
+
+
+def test_the_catalog_of_one_kind_as_json(capsys: Out) -> None:
+    """`catalog hook --format json` is data for other programs."""
+    assert main(["catalog", "hook", "--format", "json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert {"fp16", "bf16", "noop"} <= {entry["name"] for entry in entries}
+    assert all(entry["kind"] == "hook" for entry in entries)
+
+
+def test_the_schema_goes_to_a_file(tmp_path: Path, capsys: Out) -> None:
+    """`schema` prints, and `schema --output` writes, the same."""
+    assert main(["schema"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["schema", "--output", str(tmp_path / "s.json")]) == 0
+    assert (tmp_path / "s.json").read_text() == printed
+    assert json.loads(printed)["$schema"].endswith("2020-12/schema")
+
+
+def test_an_interrupt_is_130(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends with the code that shells know, without a traceback."""
+    launch = ModuleType("ddprun.launch")
+
+    def start(*rest: object) -> int:
+        raise KeyboardInterrupt
+
+    launch.start = start  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ddprun.launch", launch)
+    monkeypatch.setattr("ddprun.launch", launch, raising=False)
+    assert main([str(good)]) == 130

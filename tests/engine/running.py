@@ -1,0 +1,50 @@
+"""Running a pipeline on forked ranks, and reading what it left."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from ddprun.engine.worker import work
+from ddprun.spec import load
+from tests.ranks import as_processes
+
+
+def run_pipeline(folder: Path, text: str, ranks: int, name: str = "run") -> Path:
+    """Run a pipeline on `ranks` forked ranks in `folder`; gives the run's folder."""
+    file = folder / f"{name}.yaml"
+    file.write_text(text)
+    codes = as_processes(ranks, _work, file, folder / name, cwd=folder)
+    assert codes == [0] * ranks
+    return folder / name
+
+
+def _work(file: Path, run_dir: Path) -> int:
+    return work(load(file), run_dir)
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    """What the save stage wrote."""
+    return load_file(run_dir / "model.safetensors")
+
+
+def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """All records of a kind (`steps` or `buckets`), rank by rank."""
+    return [
+        json.loads(line)
+        for file in sorted((run_dir / kind).glob("rank-*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    """All events."""
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """The run's summary."""
+    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return found

@@ -1,0 +1,117 @@
+"""The control word, agreement between ranks, clocks, and broadcast."""
+
+import time
+
+import pytest
+import torch
+
+from ddprun_hooks import DisagreementError
+from ddprun_hooks.exchange import Control, Exchange
+from ddprun_hooks.flight import now_us
+from ddprun_hooks.lane import HostLane
+from ddprun_hooks.team import Team
+from tests.ranks import as_threads
+
+
+def control(team: Team) -> Control:
+    return Control(team.groups[0], team.rank, team.size)
+
+
+def test_a_word_reaches_every_rank_in_rank_order() -> None:
+    """Posting does not wait; reading gives every rank's numbers exactly."""
+
+    def body(team: Team) -> torch.Tensor:
+        posted = control(team).post([team.rank + 0.1, 2.0**52 + team.rank])
+        return posted.wait()
+
+    for words in as_threads(3, body):
+        assert words.tolist() == [[rank + 0.1, 2.0**52 + rank] for rank in range(3)]
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    """Rank 2 differs from rank 0: every rank gets an error that says so."""
+
+    def body(team: Team) -> str:
+        control(team).agree("the pipeline", "same")
+        with pytest.raises(DisagreementError) as caught:
+            control(team).agree("the buckets", "odd" if team.rank == 2 else "same")
+        return str(caught.value)
+
+    messages = as_threads(3, body)
+    assert messages[0] == "rank 2 and rank 0 disagree about the buckets; on rank 0 it is: same"
+    assert messages[2].endswith("on rank 2 it is: odd")
+
+
+def test_clock_offsets_are_within_their_own_error_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's clock is set 5 s ahead; what is measured differs from that by no more than the bound."""
+    ahead = 5_000_000
+
+    def body(team: Team) -> tuple[float, float]:
+        own = control(team)
+        if team.rank:  # this rank's clock
+            own_now = lambda: now_us() + ahead  # noqa: E731
+        else:
+            own_now = now_us
+        import ddprun_hooks.exchange as exchange
+
+        local.now = own_now
+        monkeypatch.setattr(exchange, "now_us", lambda: local.now())
+        return own.clock_offset()
+
+    import threading
+
+    local = threading.local()
+    (zero, _), (offset, bound) = as_threads(2, body)
+    assert zero == 0
+    assert abs(offset - ahead) <= bound
+    assert 0 < bound < 1_000_000
+
+
+def test_bytes_arrive_whole_and_none_is_fine() -> None:
+    """Records of another host, which may be empty."""
+
+    def body(team: Team) -> bytes:
+        own, sent = control(team), bytes(range(256)) * 1000
+        if team.rank == 1:
+            own.send_bytes(sent, 0)
+            own.send_bytes(b"", 0)
+            return sent
+        got = own.receive_bytes(1)
+        assert own.receive_bytes(1) == b""
+        return got
+
+    got, sent = as_threads(2, body)
+    assert got == sent
+
+
+def test_broadcast_overwrites_tensors_of_any_dtype_and_shape() -> None:
+    """One message for each dtype; scalars and strided tensors keep their shapes."""
+
+    def body(team: Team) -> list[torch.Tensor]:
+        exchange = Exchange(HostLane(team), team, control(team))
+        tensors = [
+            torch.full((2, 3), float(team.rank)).t(),
+            torch.tensor(team.rank),
+            torch.full((4,), team.rank + 0.5),
+        ]
+        exchange.broadcast(tensors, source=1)
+        return tensors
+
+    for tensors in as_threads(3, body):
+        assert torch.equal(tensors[0], torch.ones(3, 2))
+        assert tensors[1].item() == 1
+        assert torch.equal(tensors[2], torch.full((4,), 1.5))
+
+
+def test_a_barrier_lets_nobody_through_before_the_last() -> None:
+    """The rank that comes last is the first to know."""
+
+    def body(team: Team) -> tuple[float, float]:
+        time.sleep(0.1 * team.rank)
+        came = time.monotonic()
+        control(team).barrier()
+        return came, time.monotonic()
+
+    results = as_threads(3, body)
+    last_to_come = max(came for came, _ in results)
+    assert all(left >= last_to_come for _, left in results)

@@ -1,0 +1,156 @@
+"""Lanes: order between ranks, whatever the threads do, and no future that is never set."""
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddprun_hooks import ExchangeError, Hook, Link, Payload
+from ddprun_hooks.lane import HostLane
+from ddprun_hooks.stack import Stack
+from ddprun_hooks.team import Team
+from tests.ranks import as_threads
+
+BUCKETS, NUMEL = 12, 512
+
+
+class Dawdling(Hook):
+    """Sums in one all-reduce, or in an all-to-all and an all-gather, after delays that differ on each rank."""
+
+    role = "reducer"
+    rounds = 2
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    async def __call__(self, payload: Payload, link: Link) -> Tensor:
+        time.sleep(self.random.random() * 1e-3)
+        if payload.bucket % 3 == 1:  # buckets that need fewer collectives than their neighbours
+            return await link.world.all_reduce(payload.tensor)
+        parts = await link.world.all_to_all(payload.tensor)
+        time.sleep(self.random.random() * 1e-3)
+        share = parts.view(link.world.size, -1).sum(0)
+        return await link.world.all_gather(share)
+
+
+def contribution(rank: int, step: int, bucket: int) -> Tensor:
+    """A tensor that tells rank, step and bucket apart; sums of it are exact in fp32."""
+    return torch.arange(NUMEL, dtype=torch.float32) + 1000 * rank + 17 * bucket + 7 * step + 1
+
+
+def send_all(team: Team, stack: Stack, steps: int) -> int:
+    """Send BUCKETS equal buckets a step; gives how many came back wrong."""
+    lane, wrong = HostLane(team), 0
+    pauses = random.Random(team.rank)
+    for step in range(steps):
+        futures = []
+        for bucket in range(BUCKETS):
+            time.sleep(pauses.random() * 1e-3)
+            payload = Payload(contribution(team.rank, step, bucket), (), "gradient", bucket)
+            futures.append(lane.send(payload, stack, []))
+        for bucket, future in enumerate(futures):
+            wanted = sum(contribution(rank, step, bucket) for rank in range(team.size))
+            wrong += not torch.equal(future.wait(), wanted)
+    return wrong
+
+
+def test_buckets_with_different_numbers_of_collectives_never_mix() -> None:
+    """Four ranks with random delays sum every bucket right, though some buckets skip the second round."""
+    wrong = as_threads(4, lambda team: send_all(team, Stack([("d", Dawdling(team.rank))]), steps=15), rounds=2)
+    assert wrong == [0, 0, 0, 0]
+
+
+def test_collectives_of_one_round_start_in_bucket_order_on_every_rank() -> None:
+    """Within a round, no bucket starts before an earlier one has."""
+
+    def body(team: Team) -> list[Any]:
+        lane, flights = HostLane(team), []
+        stack = Stack([("d", Dawdling(team.rank))])
+        futures = [
+            lane.send(Payload(contribution(team.rank, 0, bucket), (), "gradient", bucket), stack, flights)
+            for bucket in range(BUCKETS)
+        ]
+        for future in futures:
+            future.wait()
+        return flights
+
+    for flights in as_threads(4, body, rounds=2):
+        for index in range(2):
+            starts = [flight.legs[index].start for flight in flights if len(flight.legs) > index]
+            assert starts == sorted(starts)
+        for flight in flights:
+            assert flight.ready <= flight.legs[0].start <= flight.done
+            assert all(leg.start <= leg.done <= flight.done for leg in flight.legs)
+            assert len(flight.legs) == (1 if flight.bucket % 3 == 1 else 2)
+
+
+class Broken(Hook):
+    """Fails on one bucket, after others have gone."""
+
+    async def __call__(self, payload: Payload, link: Link) -> Tensor:
+        if payload.bucket == 2:
+            raise ZeroDivisionError("the hook's own error")
+        return await link.hand_on(payload.tensor)
+
+
+def test_a_hook_that_raises_fails_every_future_and_hangs_nobody() -> None:
+    """The bucket's future and all later ones carry the error; the lane keeps it as it was raised."""
+
+    def body(team: Team) -> HostLane:
+        lane = HostLane(team)
+        futures = [
+            lane.send(Payload(torch.ones(4), (), "gradient", bucket), Stack([("b", Broken())]), [])
+            for bucket in range(5)
+        ]
+        for future in futures[2:]:
+            with pytest.raises((ZeroDivisionError, RuntimeError), match="the hook's own error"):
+                future.wait()
+        return lane
+
+    for lane in as_threads(2, body):
+        assert isinstance(lane.error, ZeroDivisionError)
+
+
+class Longer(Hook):
+    async def __call__(self, payload: Payload, link: Link) -> Tensor:
+        return torch.cat([await link.hand_on(payload.tensor), torch.zeros(1)])
+
+
+class Narrow(Hook):
+    async def __call__(self, payload: Payload, link: Link) -> Tensor:
+        return (await link.hand_on(payload.tensor)).half()
+
+
+@pytest.mark.parametrize(("hook", "what"), [(Longer(), r"\(5,\)"), (Narrow(), "float16")])
+def test_what_a_hook_returns_is_held_against_what_it_was_given(hook: Hook, what: str) -> None:
+    """DDP would take a longer tensor without a word; the lane refuses it and names the hook."""
+
+    def body(team: Team) -> None:
+        lane = HostLane(team)
+        future = lane.send(Payload(torch.ones(4), (), "gradient", 0), Stack([("mine", hook)]), [])
+        with pytest.raises((ExchangeError, RuntimeError), match=rf"\['mine'\] returned .*{what}"):
+            future.wait()
+
+    as_threads(2, body)
+
+
+class Greedy(Hook):
+    role = "reducer"  # but rounds is 1
+
+    async def __call__(self, payload: Payload, link: Link) -> Tensor:
+        await link.world.all_reduce(payload.tensor)
+        return await link.world.all_reduce(payload.tensor)
+
+
+def test_one_round_more_than_declared_is_an_error_that_says_what_to_set() -> None:
+    """No group was made for it, and none may be made in mid-step."""
+
+    def body(team: Team) -> None:
+        future = HostLane(team).send(Payload(torch.ones(4), (), "gradient", 0), Stack([("greedy", Greedy())]), [])
+        with pytest.raises((ExchangeError, RuntimeError), match="set `rounds`"):
+            future.wait()
+
+    as_threads(2, body)

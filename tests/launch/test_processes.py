@@ -1,0 +1,284 @@
+"""Real `ddprun` processes from the command line to the files they leave, and every way of ending."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.running import events, summary
+from tests.ranks import Running, ddprun, is_running
+
+QUICKSTART = Path(__file__).parents[2] / "pipelines" / "quickstart.yaml"
+SHORT = """
+model:
+  mlp: {inputs: 64, hidden: [32], outputs: 10}
+data: digits
+loader: {batch_size: 32}
+optimizer: {sgd: {lr: 0.1, momentum: 0.9}}
+hooks: [fp16]
+stages:
+  - train: {steps: 20}
+  - evaluate: {metrics: [accuracy]}
+  - save
+"""
+ENDLESS = SHORT.replace("steps: 20", "steps: 10000000")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ddprun")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "short.yaml").write_text(SHORT)
+    (tmp_path / "endless.yaml").write_text(ENDLESS)
+    return tmp_path
+
+
+def no_noise(text: str) -> None:
+    """Nothing on the screen that is not ddprun's own."""
+    for sign in ("Warning", "Traceback", "torch/distributed", "[rank", "W1", "E1"):
+        assert sign not in text, text
+
+
+def test_quickstart_learns_digits_and_shows_a_table(tmp_path: Path) -> None:
+    """Exit code 0, accuracy of at least 0.96 on held-out digits, the run's folder on stdout and nothing else."""
+    done = ddprun(QUICKSTART, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    run = tmp_path / done.run_dir
+    assert done.stdout == f"{done.run_dir}\n"
+    assert summary(run)["metrics"]["accuracy"] >= 0.96
+    assert summary(run)["world_size"] == 2
+    assert "held-out accuracy" in done.stderr
+    assert "mean loss" in done.stderr
+    assert "rank 0:" in done.stderr
+    no_noise(done.stderr)
+    assert {path.name for path in run.iterdir()} == {
+        "pipeline.yaml",
+        "events.jsonl",
+        "buckets",
+        "steps",
+        "summary.json",
+        "model.safetensors",
+        "model.yaml",
+    }
+
+
+def test_torchrun_gives_the_same_run(folder: Path) -> None:
+    """`torchrun -m ddprun` joins, and ends with the same loss and weights as `ddprun` alone."""
+    alone = ddprun("short.yaml", cwd=folder)
+    joined = ddprun("short.yaml", cwd=folder, module=TORCHRUN)
+    assert alone.code == joined.code == 0, joined.stderr
+    one, other = folder / alone.run_dir, folder / joined.run_dir
+    assert summary(one)["loss"] == summary(other)["loss"] is not None
+    for name, value in load_file(one / "model.safetensors").items():
+        assert torch.equal(value, load_file(other / "model.safetensors")[name])
+
+
+@pytest.mark.parametrize("module", [("-m", "ddprun"), TORCHRUN], ids=["ddprun", "torchrun"])
+def test_a_users_folder_shadows_nothing(folder: Path, module: tuple[str, ...]) -> None:
+    """Model and hook come from a folder that also holds hooks/, runner.py, yaml.py and click.py, in it and from it."""
+    for name in ("runner.py", "yaml.py", "click.py", "structlog.py", "pydantic.py"):
+        (folder / name).write_text("raise RuntimeError('shadowed ' + __name__)\n")
+    (folder / "hooks").mkdir()
+    (folder / "hooks" / "mine.py").write_text(
+        "from ddprun_hooks import Hook\n"
+        "class Scaled(Hook):\n"
+        "    def __init__(self, by):\n"
+        "        self.by = by\n"
+        "    async def __call__(self, payload, link):\n"
+        "        return (await link.hand_on(payload.tensor * self.by)) / self.by\n"
+    )
+    (folder / "nets.py").write_text(
+        "from torch import nn\n"
+        "def net(width):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))\n"
+    )
+    done = ddprun(
+        "short.yaml",
+        "--set",
+        "model={nets.net: {width: 24}}",
+        "--set",
+        "hooks=[{hooks.mine.Scaled: {by: 4.0}}, fp16]",
+        cwd=folder,
+        module=module,
+    )
+    assert done.code == 0, done.stderr
+    assert summary(folder / done.run_dir)["stages"][0]["hooks"] == ["hooks.mine.Scaled", "fp16"]
+    assert summary(folder / done.run_dir)["metrics"]["accuracy"] > 0.3
+
+
+def test_flags_and_overrides_go_before_the_file_and_a_line_says_so(folder: Path) -> None:
+    """Three ranks by torchrun's own flag, spelled its way; the file's two are named."""
+    (folder / "short.yaml").write_text(SHORT + "launch: {nproc_per_node: 2}\n")
+    done = ddprun(
+        "--set", "stages[0].train.steps=3", "short.yaml", "--nproc_per_node", "3", "--run-dir", "here", cwd=folder
+    )
+    assert done.code == 0, done.stderr
+    assert done.run_dir == Path("here")
+    found = summary(folder / "here")
+    assert (found["world_size"], found["steps"]) == (3, 3)
+    assert "launched with 3 ranks per host; the file's launch.nproc_per_node: 2 is not used" in done.stderr
+    assert "steps: 3" in (folder / "here" / "pipeline.yaml").read_text()
+
+
+def test_a_run_folder_in_use_is_refused(folder: Path) -> None:
+    """Nothing of an older run is written over."""
+    (folder / "old").mkdir()
+    (folder / "old" / "kept").write_text("precious")
+    done = ddprun("short.yaml", "--run-dir", "old", cwd=folder)
+    assert done.code == 2
+    assert "ddprun: the run folder old is not empty" in done.stderr
+    assert [path.name for path in (folder / "old").iterdir()] == ["kept"]
+
+
+FAILING = """
+import os
+import torch
+
+
+class Failing(torch.nn.Linear):
+    def __init__(self, after, how):
+        super().__init__(64, 10)
+        self.calls, self.after, self.how = 0, after, how
+
+    def forward(self, inputs):
+        self.calls += 1
+        if self.calls == self.after and os.environ["RANK"] == "1":
+            if self.how == "raise":
+                raise ValueError("out of ideas on rank 1")
+            if self.how == "exit":
+                raise SystemExit(7)
+            if self.how == "memory":
+                torch.empty(2**50)
+            os.kill(os.getpid(), 9)
+        return super().forward(inputs.flatten(1))
+"""
+
+
+@pytest.mark.parametrize("module", [("-m", "ddprun"), TORCHRUN], ids=["ddprun", "torchrun"])
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "ValueError: out of ideas on rank 1"),
+        ("exit", "SystemExit: 7"),
+        ("memory", "RuntimeError: "),
+        ("kill", None),
+    ],
+)
+def test_a_failing_rank_ends_the_run_with_its_own_error_once(
+    folder: Path, how: str, message: str | None, module: tuple[str, ...]
+) -> None:
+    """Exit code 1; the rank that failed speaks, the others do not; no process stays."""
+    if module == TORCHRUN and how != "raise":
+        pytest.skip("torchrun reports these in its own words")
+    (folder / "failing.py").write_text(FAILING)
+    with Running(
+        "endless.yaml",
+        "--set",
+        f"model={{failing.Failing: {{after: 12, how: {how}}}}}",
+        "--run-dir",
+        "run",
+        cwd=folder,
+        module=module,
+    ) as running:
+        ranks = wait_for_steps(running, folder / "run")
+        done = running.wait(60)
+    assert done.code == 1, done.stderr
+    if message is None:
+        assert "ddprun: rank 1 was killed by SIGKILL" in done.stderr
+    else:
+        assert done.stderr.count(f"ddprun: rank 1 failed (stages[0].train, step 10): {message}") == 1
+        failure = summary(folder / "run")
+        assert failure["status"] == "failed"
+        assert failure["error"]["rank"] == 1
+    assert "rank 0 failed" not in done.stderr
+    assert not any(map(is_running, ranks))
+
+
+def test_an_exception_while_building_is_shown_once_too(folder: Path) -> None:
+    """Both ranks fail alike; one of them speaks."""
+    (folder / "broken.py").write_text("def net():\n    raise KeyError('no weights here')\n")
+    done = ddprun("short.yaml", "--set", "model=broken.net", cwd=folder)
+    assert done.code == 1
+    assert done.stderr.count("KeyError: 'no weights here'\n") == 2  # the headline and the traceback's last line
+    assert done.stderr.count("Traceback") == 1
+
+
+def wait_for_steps(running: Running, run: Path) -> list[int]:
+    """Wait until ranks exist, and give their process ids; they are steps on their way."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        ranks = running.ranks()
+        if (run / "events.jsonl").exists() and "stage_started" in (run / "events.jsonl").read_text():
+            return ranks
+        if running.process.poll() is not None:
+            return ranks
+        time.sleep(0.05)
+    raise AssertionError("no step within a minute")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_and_every_process(folder: Path, number: signal.Signals, code: int) -> None:
+    """Ctrl-C: the ranks finish the same step, the summary says interrupted. SIGTERM: at once."""
+    with Running("endless.yaml", "--run-dir", "run", cwd=folder) as running:
+        ranks = wait_for_steps(running, folder / "run")
+        assert len(ranks) == 2
+        time.sleep(0.5)
+        os.kill(running.process.pid, number)
+        done = running.wait(30)
+    assert done.code == code, done.stderr
+    assert f"stopped by {number.name}" in done.stderr
+    no_noise(done.stderr)
+    assert not any(map(is_running, ranks))
+    if number == signal.SIGINT:
+        found = summary(folder / "run")
+        assert found["status"] == "interrupted"
+        assert found["steps"] > 0
+        assert [event["event"] for event in events(folder / "run")][-1] == "finished"
+        for rank in range(2):
+            last = (folder / "run" / "steps" / f"rank-{rank:05}.jsonl").read_text().splitlines()[-1]
+            assert json.loads(last)["step"] == found["steps"]
+
+
+def test_ranks_die_with_a_launcher_that_is_killed(folder: Path) -> None:
+    """SIGKILL leaves the launcher no time to end anything; the kernel does."""
+    with Running("endless.yaml", "--run-dir", "run", cwd=folder) as running:
+        ranks = wait_for_steps(running, folder / "run")
+        assert len(ranks) == 2
+        os.kill(running.process.pid, signal.SIGKILL)
+        running.wait(30)
+    end = time.monotonic() + 5
+    while any(map(is_running, ranks)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(is_running, ranks))
+
+
+def test_a_fault_that_only_a_run_sees_has_its_place_and_comes_before_any_step(folder: Path) -> None:
+    """A dotted name that leads nowhere, exit code 2, said once, no run folder with steps."""
+    done = ddprun("short.yaml", "--set", "model=os.path.nowhere", "--run-dir", "run", cwd=folder)
+    assert done.code == 2
+    assert done.stderr.startswith('--set 1:1:7: model: "os.path" has no "nowhere"')
+    assert done.stderr.count("nowhere") == 2
+    assert not (folder / "run" / "steps").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("launch.device=cuda", "launch.device: cuda is asked for, but torch sees no GPU here; write auto or cpu"),
+        ("launch.backend=nccl", "launch.backend: nccl needs GPUs, but torch sees none here; write auto or gloo"),
+    ],
+)
+@pytest.mark.parametrize("module", [("-m", "ddprun"), TORCHRUN], ids=["ddprun", "torchrun"])
+def test_a_gpu_that_is_not_there_is_told_with_its_place(
+    folder: Path, setting: str, message: str, module: tuple[str, ...]
+) -> None:
+    """From the launcher before it starts a rank, and from a rank under torchrun."""
+    done = ddprun("short.yaml", "--set", setting, cwd=folder, module=module)
+    assert done.code == (2 if module != TORCHRUN else 1)
+    assert done.stderr.count(message) == 1
+

@@ -1,0 +1,81 @@
+"""Hosts with a network of their own on this machine: network namespaces (Linux, root)."""
+
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+def _missing() -> str | None:
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for tool in ("ip", "unshare"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed"
+    probe = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, check=False
+    )
+    return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else None
+
+
+REASON = _missing()
+needs_namespaces = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace with an address, and the command prefix that runs something in it."""
+
+    name: str
+    address: str
+    namespace: str
+
+    def prefix(self, setup: str = "true") -> list[str]:
+        """Run what follows on this host, with its host name, after the shell command `setup`."""
+        script = f'hostname {self.name} && {setup} && exec "$@"'
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", "sh", "-ec", script, "sh"]
+
+    def tx_bytes(self, interface: str) -> int:
+        """Bytes sent over an interface since the namespace was made."""
+        path = f"/sys/class/net/{interface}/statistics/tx_bytes"
+        read = ["ip", "netns", "exec", self.namespace, "cat", path]
+        return int(subprocess.run(read, capture_output=True, text=True, check=True).stdout)
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """`count` hosts, node0 to node…; two of them are linked by interface e0, one stands alone with its loopback."""
+    assert count in (1, 2)
+    tag = uuid.uuid4().hex[:8]
+    made = [Host(f"node{i}", f"10.77.0.{i + 1}", f"ddprun-{tag}-{i}") for i in range(count)]
+    try:
+        for host in made:
+            _ip("netns", "add", host.namespace)
+            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            folder = Path("/etc/netns") / host.namespace  # `ip netns exec` puts these over /etc
+            folder.mkdir(parents=True, exist_ok=True)
+            names = "".join(f"{other.address} {other.name}\n" for other in made)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        if count == 2:
+            one, two = made
+            _ip("link", "add", "e0", "netns", one.namespace, "type", "veth", "peer", "name", "e0", "netns", two.namespace)
+            for host in made:
+                _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "e0")
+                _ip("-n", host.namespace, "link", "set", "e0", "up")
+        else:
+            _ip("-n", made[0].namespace, "addr", "add", f"{made[0].address}/32", "dev", "lo")
+        yield made
+    finally:
+        for host in made:
+            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
+            shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)

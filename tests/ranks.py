@@ -1,0 +1,205 @@
+"""Three speeds of ranks: threads over raw process groups, forked processes, real `ddprun` processes."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ddprun_hooks.team import Team
+
+TIMEOUT_S = 60
+
+# A group must not be freed by its own thread, which may still be in a callback when a test has its result:
+# the groups of the last test are kept until the next one makes its own.
+_kept: list[dist.ProcessGroup] = []
+
+
+def as_threads(size: int, body: Callable[[Team], Any], *, rounds: int = 1, hosts: Sequence[str] = ()) -> list[Any]:
+    """Run `body(team)` on `size` threads, each a rank with Gloo groups of its own; gives what they return."""
+    _kept.clear()
+    store = dist.HashStore()
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            groups = [
+                dist.ProcessGroupGloo(
+                    dist.PrefixStore(f"round {index}", store), rank, size, timedelta(seconds=TIMEOUT_S)
+                )
+                for index in range(rounds)
+            ]
+            _kept.extend(groups)
+            results[rank] = body(Team("world", rank, tuple(hosts or ["here"] * size), groups))
+        except BaseException as error:  # told by the caller's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "a rank hangs"
+    if errors:
+        raise errors[0]
+    return results
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def as_processes(size: int, body: Callable[..., Any], *arguments: Any, cwd: Path | None = None) -> list[Any]:
+    """Run `body(*arguments)` in `size` processes with torchrun's environment; gives what they return.
+
+    The processes come from a fork server that has torch imported already, so that they start in milliseconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ddprun.engine.worker", "tests.ranks"])
+    port = free_port()
+    pipes, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe(duplex=False)
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        process = context.Process(target=_child, args=(theirs, environment, cwd, body, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        outcomes = []
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(TIMEOUT_S), f"rank {rank} says nothing for {TIMEOUT_S} s"
+            try:
+                outcomes.append(pipe.recv())
+            except EOFError:
+                raise AssertionError(f"rank {rank} ended without a word; see what it printed") from None
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    for rank, (value, error) in enumerate(outcomes):
+        assert error is None, f"rank {rank}:\n{error}"
+        del value
+    return [value for value, _ in outcomes]
+
+
+def _child(
+    pipe: Connection,
+    environment: Mapping[str, str],
+    cwd: Path | None,
+    body: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.update(environment)
+    if cwd is not None:
+        os.chdir(cwd)
+    try:
+        outcome = (body(*arguments), None)
+    except BaseException:
+        outcome = (None, traceback.format_exc())
+    pipe.send(outcome)
+    pipe.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a real process left."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder, which `ddprun run` prints to stdout, relative to where it ran."""
+        return Path(self.stdout.strip().splitlines()[-1])
+
+
+def ddprun(
+    *arguments: str | Path,
+    cwd: Path,
+    module: Sequence[str] = ("-m", "ddprun"),
+    timeout_s: float = 120,
+    environment: Mapping[str, str] | None = None,
+) -> Finished:
+    """Run a real `ddprun` (or what `module` says) to its end."""
+    with Running(*arguments, cwd=cwd, module=module, environment=environment) as running:
+        return running.wait(timeout_s)
+
+
+class Running:
+    """A real `ddprun` process that is ended, with its ranks, when the block is left."""
+
+    def __init__(
+        self,
+        *arguments: str | Path,
+        cwd: Path,
+        module: Sequence[str] = ("-m", "ddprun"),
+        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, *module, *map(str, arguments)],
+            cwd=cwd,
+            env={**os.environ, "PYTHONWARNINGS": "default", "COLUMNS": "120", **(environment or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def wait(self, timeout_s: float = 120) -> Finished:
+        """Wait for the end."""
+        out, err = self.process.communicate(timeout=timeout_s)
+        return Finished(self.process.returncode, out, err)
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.communicate()
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks."""
+        listed = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
+        )
+        return [int(pid) for pid in listed.stdout.split()]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,40 @@
+"""How a step's exposed communication is divided: on made-up journeys whose answer is known."""
+
+import pytest
+
+from ddprun.telemetry.records import Backward, communication_us, exposed
+from ddprun_hooks.flight import Flight, Leg, Slice
+
+
+def flight(ready: int, handed_over: int, done: int, *slices: Slice[int]) -> Flight[int]:
+    leg = Leg("all_reduce", "world.0", "float32", 8, 8, 0, handed_over, done)
+    return Flight("gradient", 0, (), "float32", 2, 8, ready, done, handed_over, [leg], list(slices))
+
+
+def test_waiting_is_divided_where_the_last_rank_was_ready() -> None:
+    """20 µs in the hook; then 30 µs until the last rank was ready; then 50 µs on the wire."""
+    pass_ = Backward(end_us=200, flights=[flight(100, 120, 195)])
+    split = exposed(pass_, all_ready_us=150.0)
+    assert (split.hook_us, split.wait_us, split.wire_us) == (20, 30, 50)
+
+
+def test_hook_work_of_other_threads_counts_while_the_training_thread_waits() -> None:
+    """A decode of 10 µs on another thread in the tail is hook time, not wire; one before the tail is hidden."""
+    decode = Slice(180, 190, "decode", False)
+    hidden = Slice(105, 115, "encode", False)
+    mine = Slice(100, 118, "encode", True)
+    split = exposed(Backward(200, [flight(100, 120, 195, mine, hidden, decode)]), all_ready_us=150.0)
+    assert (split.hook_us, split.wait_us, split.wire_us) == (30, 30, 40)
+
+
+@pytest.mark.parametrize(("all_ready", "wait"), [(0.0, 0), (120.0, 0), (1e9, 80)])
+def test_a_rank_that_is_last_itself_waits_for_nobody(all_ready: float, wait: int) -> None:
+    """Ready times before the tail give no wait, ready times after it give all of it."""
+    split = exposed(Backward(200, [flight(100, 120, 195)]), all_ready)
+    assert (split.wait_us, split.wire_us) == (wait, 80 - wait)
+
+
+def test_overlapping_journeys_count_once() -> None:
+    """Communication time is a union: 100 to 160 and 200 to 210."""
+    flights = [flight(100, 101, 150), flight(120, 121, 140), flight(150, 151, 160), flight(200, 201, 210)]
+    assert communication_us(flights) == 70

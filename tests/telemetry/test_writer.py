@@ -1,0 +1,89 @@
+"""Records reach the disk beside the training thread, and a bad disk costs records, not the run."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+from ddprun.telemetry.events import event_log
+from ddprun.telemetry.writer import Writer
+
+
+def test_lines_are_made_and_written_on_the_writers_own_thread(tmp_path: Path) -> None:
+    """The caller hands over a function and goes on."""
+    made_on: list[str] = []
+
+    def line() -> list[dict[str, int]]:
+        made_on.append(threading.current_thread().name)
+        return [{"a": 1}]
+
+    writer = Writer(tmp_path)
+    writer.put("deep/records.jsonl", line)
+    writer.flush()
+    assert (tmp_path / "deep/records.jsonl").read_text() == '{"a":1}\n'
+    assert made_on == ["ddprun-writer"]
+    writer.close()
+
+
+def test_not_a_number_becomes_null(tmp_path: Path) -> None:
+    """JSON knows no NaN; readers in other languages stop at it."""
+    writer = Writer(tmp_path)
+    writer.put("x", lambda: [{"loss": float("nan"), "parts": [float("inf"), 1.5]}])
+    writer.close()
+    assert json.loads((tmp_path / "x").read_text()) == {"loss": None, "parts": [None, 1.5]}
+
+
+def test_a_disk_that_fails_is_noted_and_ends_only_the_writing(tmp_path: Path) -> None:
+    """The folder is a file: nothing can be written, and nothing is raised."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    writer = Writer(blocked)
+    for _ in range(3):
+        writer.put("x", "line\n")
+    writer.close()
+    assert writer.failure is not None
+    assert "Not a directory" in writer.failure or "File exists" in writer.failure
+
+
+def test_a_stalled_disk_drops_lines_and_counts_them(tmp_path: Path) -> None:
+    """The queue is bounded; `put` never waits."""
+    writer, stalled, go_on = Writer(tmp_path), threading.Event(), threading.Event()
+
+    def stall() -> list[dict[str, int]]:
+        stalled.set()
+        go_on.wait(30)
+        return []
+
+    writer.put("x", stall)
+    assert stalled.wait(30)
+    for _ in range(20_010):
+        writer.put("x", "line\n")
+    assert writer.dropped == 10
+    go_on.set()
+    writer.close()
+    assert (tmp_path / "x").read_text().count("line") == 20_000
+
+
+def test_events_are_one_json_object_a_line_through_the_writer(tmp_path: Path) -> None:
+    """With what the logger is bound to, the level and both clocks."""
+    writer = Writer(tmp_path)
+    log = event_log(writer, rank=0)
+    log.info("started", world_size=2)
+    log.warning("step_skipped", step=3)
+    event_log(None, rank=1).info("unheard")
+    writer.close()
+    first, second = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (first["event"], first["rank"], first["world_size"], first["level"]) == ("started", 0, 2, "info")
+    assert second["level"] == "warning"
+    assert first["monotonic_us"] <= second["monotonic_us"]
+    assert first["time"].endswith("Z")
+
+
+def test_lines_reach_the_file_while_more_keep_coming(tmp_path: Path) -> None:
+    """A run that records without a pause can be watched, and a crash loses half a second, not a buffer."""
+    writer, end = Writer(tmp_path), time.monotonic() + 20
+    while not ((tmp_path / "x").exists() and (tmp_path / "x").read_text()):
+        assert time.monotonic() < end, "nothing was flushed"
+        writer.put("x", "line\n")
+        time.sleep(0.001)
+    writer.close()
