@@ -39,7 +39,19 @@ class Host:
     def prefix(self, setup: str = "true") -> list[str]:
         """Run what follows on this host, with its host name, after the shell command `setup`."""
         script = f'hostname {self.name} && {setup} && exec "$@"'
-        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", "sh", "-ec", script, "sh"]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.namespace,
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-ec",
+            script,
+            "sh",
+        ]
 
     def tx_bytes(self, interface: str) -> int:
         """Bytes sent over an interface since the namespace was made."""
@@ -64,7 +76,20 @@ def hosts(count: int) -> Iterator[list[Host]]:
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
         if count == 2:
             one, two = made
-            _ip("link", "add", "e0", "netns", one.namespace, "type", "veth", "peer", "name", "e0", "netns", two.namespace)
+            _ip(
+                "link",
+                "add",
+                "e0",
+                "netns",
+                one.namespace,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "e0",
+                "netns",
+                two.namespace,
+            )
             for host in made:
                 _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "e0")
                 _ip("-n", host.namespace, "link", "set", "e0", "up")

@@ -26,7 +26,9 @@ TIMEOUT_S = 60
 _kept: list[dist.ProcessGroup] = []
 
 
-def as_threads(size: int, body: Callable[[Team], Any], *, rounds: int = 1, hosts: Sequence[str] = ()) -> list[Any]:
+def as_threads(
+    size: int, body: Callable[[Team], Any], *, rounds: int = 1, hosts: Sequence[str] = ()
+) -> list[Any]:
     """Run `body(team)` on `size` threads, each a rank with Gloo groups of its own; gives what they return."""
     _kept.clear()
     store = dist.HashStore()
@@ -84,7 +86,9 @@ def as_processes(size: int, body: Callable[..., Any], *arguments: Any, cwd: Path
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        process = context.Process(target=_child, args=(theirs, environment, cwd, body, arguments), daemon=True)
+        process = context.Process(
+            target=_child, args=(theirs, environment, cwd, body, arguments), daemon=True
+        )
         process.start()
         theirs.close()
         pipes.append(ours)

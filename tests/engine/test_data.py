@@ -156,7 +156,9 @@ def test_drop_last_leaves_out_the_smaller_batch() -> None:
         (1, {}, "1 samples are too few for 2 ranks"),
     ],
 )
-def test_too_little_data_is_told_before_the_first_step(size: int, changes: dict[str, Any], message: str) -> None:
+def test_too_little_data_is_told_before_the_first_step(
+    size: int, changes: dict[str, Any], message: str
+) -> None:
     """Not by a loop that never runs."""
     with pytest.raises(ValueError, match=message):
         feed(Ids(size), 0, 2, **changes)

@@ -116,7 +116,9 @@ def test_with_a_loss_scale_gradients_travel_and_are_clipped_unscaled(tmp_path: P
     """fp16's scale is 65,536: were it still in what the hook casts, every gradient above 1 would overflow;
     were it in what is clipped, clipping to a huge norm would change the weights.
     """
-    plain = on_digits(tmp_path / "a" if (tmp_path / "a").mkdir() is None else tmp_path, precision="fp16", epochs=2)
+    plain = on_digits(
+        tmp_path / "a" if (tmp_path / "a").mkdir() is None else tmp_path, precision="fp16", epochs=2
+    )
     (tmp_path / "b").mkdir()
     other = on_digits(tmp_path / "b", precision="fp16", hooks="[fp16]", clip=1e4, epochs=2)
     assert not [event for event in events(other) if event["event"] == "step_skipped"]
@@ -253,7 +255,9 @@ def test_learning_rates_follow_schedule_and_warmup_stage_by_stage(
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         made = scheduler(optimizer, steps) if scheduler else None
         for index in range(steps):
-            wanted.append(optimizer.param_groups[0]["lr"] * (min(1.0, (index + 1) / warmup) if warmup else 1.0))
+            wanted.append(
+                optimizer.param_groups[0]["lr"] * (min(1.0, (index + 1) / warmup) if warmup else 1.0)
+            )
             optimizer.step()
             if made:
                 made.step()

@@ -59,7 +59,9 @@ def send_all(team: Team, stack: Stack, steps: int) -> int:
 
 def test_buckets_with_different_numbers_of_collectives_never_mix() -> None:
     """Four ranks with random delays sum every bucket right, though some buckets skip the second round."""
-    wrong = as_threads(4, lambda team: send_all(team, Stack([("d", Dawdling(team.rank))]), steps=15), rounds=2)
+    wrong = as_threads(
+        4, lambda team: send_all(team, Stack([("d", Dawdling(team.rank))]), steps=15), rounds=2
+    )
     assert wrong == [0, 0, 0, 0]
 
 
@@ -149,7 +151,9 @@ def test_one_round_more_than_declared_is_an_error_that_says_what_to_set() -> Non
     """No group was made for it, and none may be made in mid-step."""
 
     def body(team: Team) -> None:
-        future = HostLane(team).send(Payload(torch.ones(4), (), "gradient", 0), Stack([("greedy", Greedy())]), [])
+        future = HostLane(team).send(
+            Payload(torch.ones(4), (), "gradient", 0), Stack([("greedy", Greedy())]), []
+        )
         with pytest.raises((ExchangeError, RuntimeError), match="set `rounds`"):
             future.wait()
 

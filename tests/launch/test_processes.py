@@ -114,7 +114,14 @@ def test_flags_and_overrides_go_before_the_file_and_a_line_says_so(folder: Path)
     """Three ranks by torchrun's own flag, spelled its way; the file's two are named."""
     (folder / "short.yaml").write_text(SHORT + "launch: {nproc_per_node: 2}\n")
     done = ddprun(
-        "--set", "stages[0].train.steps=3", "short.yaml", "--nproc_per_node", "3", "--run-dir", "here", cwd=folder
+        "--set",
+        "stages[0].train.steps=3",
+        "short.yaml",
+        "--nproc_per_node",
+        "3",
+        "--run-dir",
+        "here",
+        cwd=folder,
     )
     assert done.code == 0, done.stderr
     assert done.run_dir == Path("here")
@@ -203,7 +210,9 @@ def test_an_exception_while_building_is_shown_once_too(folder: Path) -> None:
     (folder / "broken.py").write_text("def net():\n    raise KeyError('no weights here')\n")
     done = ddprun("short.yaml", "--set", "model=broken.net", cwd=folder)
     assert done.code == 1
-    assert done.stderr.count("KeyError: 'no weights here'\n") == 2  # the headline and the traceback's last line
+    assert (
+        done.stderr.count("KeyError: 'no weights here'\n") == 2
+    )  # the headline and the traceback's last line
     assert done.stderr.count("Traceback") == 1
 
 
@@ -269,8 +278,14 @@ def test_a_fault_that_only_a_run_sees_has_its_place_and_comes_before_any_step(fo
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("launch.device=cuda", "launch.device: cuda is asked for, but torch sees no GPU here; write auto or cpu"),
-        ("launch.backend=nccl", "launch.backend: nccl needs GPUs, but torch sees none here; write auto or gloo"),
+        (
+            "launch.device=cuda",
+            "launch.device: cuda is asked for, but torch sees no GPU here; write auto or cpu",
+        ),
+        (
+            "launch.backend=nccl",
+            "launch.backend: nccl needs GPUs, but torch sees none here; write auto or gloo",
+        ),
     ],
 )
 @pytest.mark.parametrize("module", [("-m", "ddprun"), TORCHRUN], ids=["ddprun", "torchrun"])
@@ -281,4 +296,3 @@ def test_a_gpu_that_is_not_there_is_told_with_its_place(
     done = ddprun("short.yaml", "--set", setting, cwd=folder, module=module)
     assert done.code == (2 if module != TORCHRUN else 1)
     assert done.stderr.count(message) == 1
-

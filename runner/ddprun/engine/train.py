@@ -96,7 +96,7 @@ def _run(
         if batches is None:
             ledger.cancel()
             break
-        _step(session, settings, schedule, batches, session.step - first)
+        run_step(session, settings, schedule, batches, session.step - first)
         session.step += 1
         agreed = ledger.end(stop=session.stop.wanted, compare_clocks=session.clocks_are_old)
         if agreed is None:
@@ -113,7 +113,7 @@ def _run(
     return bool(session.exchange.control.gather([float(session.stop.wanted)]).any())
 
 
-def _step(
+def run_step(
     session: Session, settings: TrainSettings, schedule: LRScheduler | None, batches: StepBatches, index: int
 ) -> None:
     """One optimizer step; `index` counts from 0 in the stage."""

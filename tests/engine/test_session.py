@@ -1,0 +1,91 @@
+"""The state protocol: what is taken mid-run and given back goes on with the same bits."""
+
+import os
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ddprun.engine.place import place_of
+from ddprun.engine.ranks import Environment, Ranks
+from ddprun.engine.session import Session, StopRequest, open_session
+from ddprun.engine.train import run_step
+from ddprun.spec import load
+from tests.ranks import as_processes
+
+PIPELINE = """
+model:
+  transformer: {width: 16, layers: 1, heads: 2, context: 8, dropout: 0.3}
+data:
+  text: {files: "*.txt", context: 8}
+loader: {batch_size: 4}
+optimizer: {adamw: {lr: 0.01}}
+precision: fp16
+hooks: [bf16]
+stages: [{train: {steps: 100}}]
+"""
+
+
+def open_here(folder: Path, name: str) -> Session:
+    loaded = load(folder / "p.yaml")
+    ranks = Ranks(Environment.read(), timedelta(seconds=60))
+    ranks.connect()
+    place = place_of(loaded, 0, ranks.size)
+    ranks.join(place)
+    run_dir = folder / name
+    run_dir.mkdir(exist_ok=True)
+    return open_session(loaded, run_dir, ranks, place, StopRequest())
+
+
+def go(session: Session, steps: int) -> None:
+    stage: Any = session.loaded.pipeline.stages[0]
+    session.dispatcher.stack = session.stacks[0]
+    session.model.train()
+    settings = stage.effective(session.loaded.pipeline)
+    for batches in islice(session.feed.steps(1), steps):
+        session.ledger.start(session.step + 1, 0)
+        run_step(session, settings, None, batches, session.step)
+        session.step += 1
+        session.ledger.end(stop=False, compare_clocks=False)
+    session.ledger.flush()
+
+
+def bits(session: Session) -> list[bytes]:
+    return [value.numpy().tobytes() for value in session.model.state_dict().values()]
+
+
+def unbroken(folder: Path) -> list[bytes]:
+    session = open_here(folder, "unbroken")
+    go(session, 11)
+    return bits(session)
+
+
+def first_part(folder: Path) -> None:
+    import torch
+
+    session = open_here(folder, "first")
+    go(session, 6)
+    torch.save(session.state_dict(), folder / f"state-{os.environ['RANK']}")
+
+
+def second_part(folder: Path) -> list[bytes]:
+    import torch
+
+    session = open_here(folder, "second")
+    session.load_state_dict(torch.load(folder / f"state-{os.environ['RANK']}", weights_only=True))
+    assert session.step == 6
+    go(session, 5)
+    return bits(session)
+
+
+def test_a_state_taken_after_six_steps_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Model, optimizer, loss scale, data position and generators on 3 ranks, in new processes; nothing in the
+    state is more than tensors and plain values, so it loads with `weights_only`.
+    """
+    (tmp_path / "words.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    (tmp_path / "p.yaml").write_text(PIPELINE)
+    whole = as_processes(3, unbroken, tmp_path)
+    as_processes(3, first_part, tmp_path)
+    resumed = as_processes(3, second_part, tmp_path)
+    assert whole[0] == whole[1] == whole[2]
+    assert resumed == whole
