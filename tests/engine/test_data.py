@@ -83,7 +83,7 @@ def test_full_batches_are_those_of_torchs_distributed_sampler(ranks: int) -> Non
     """A plain DDP loop follows with DistributedSampler(seed=seed), set_epoch and drop_last."""
     data = Ids(4 * ranks * 3)
     for rank in range(ranks):
-        ours, sampler = feed(data, rank, ranks), DistributedSampler(data, ranks, rank, seed=3)
+        ours, sampler = feed(data, rank, ranks), DistributedSampler[Any](data, ranks, rank, seed=3)
         for number in range(2):
             sampler.set_epoch(number)
             theirs = list(sampler)

@@ -85,7 +85,7 @@ def test_without_hooks_it_is_bitwise_a_plain_ddp_loop(tmp_path: Path, ranks: int
 
 
 def test_fp16_follows_torchs_own_hook(tmp_path: Path) -> None:
-    """Dividing before the cast differs from torch's order only where fp16 is subnormal: weights stay together."""
+    """Dividing before the cast differs only where fp16 is subnormal: weights stay together."""
     ours = weights(run_pipeline(tmp_path, PIPELINE.format(hooks="[fp16]"), 2))
     theirs, exact = plain_weights(2, half=True), plain_weights(2, half=False)
     for name in theirs:
@@ -133,7 +133,7 @@ class Wave(torch.utils.data.Dataset):
 
 
 def one_process(folder: Path, batch: int, steps: int) -> dict[str, torch.Tensor]:
-    """One process, large batches, no DDP: global micro-batches in the documented order, the last one smaller."""
+    """One process, large batches, no DDP: the documented order of samples, the last batch smaller."""
     scope: dict[str, Any] = {}
     exec(compile(NETS, "nets", "exec"), scope)
     torch.manual_seed(1)
@@ -161,7 +161,7 @@ def one_process(folder: Path, batch: int, steps: int) -> dict[str, torch.Tensor]
     [
         (4, 16, 1),  # the issue in plain words: 4 ranks of 16 are one process of 64
         (3, 16, 1),  # 300 = 6 x 48 + 12: the last step of an epoch is smaller
-        (2, 8, 4),  # accumulated micro-batches, the epoch's last group shorter and its last batch smaller
+        (2, 8, 4),  # accumulated: the epoch's last group is shorter, its last batch smaller
         (4, 37, 1),  # 300 = 2 x 148 + 4: one sample for each rank
         (4, 33, 1),  # 300 = 2 x 132 + 36
         (4, 99, 1),  # a step larger than the data: every step is the whole of it
@@ -193,7 +193,7 @@ def test_a_rank_without_a_sample_computes_along_and_counts_nothing(tmp_path: Pat
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(2):
         order = torch.randperm(301, generator=torch.Generator().manual_seed(1 + epoch))
-        for ids in order.split(100):
+        for ids in torch.split(order, 100):
             inputs = data.inputs[ids]
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(inputs), inputs.sin().sum(1, keepdim=True))

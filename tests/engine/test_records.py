@@ -1,6 +1,7 @@
 """What a run leaves behind adds up."""
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_the_parts_of_a_step_add_up_and_none_is_negative(tmp_path: Path) -> None
         assert min(line[part] for part in PARTS) >= 0
         assert line["forward_us"] > 0
         assert line["optimizer_us"] > 0
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in pairwise(steps):
         if (before["rank"], before["stage"]) == (after["rank"], after["stage"]):
             assert before["start_us"] + before["step_us"] == after["start_us"]
 

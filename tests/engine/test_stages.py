@@ -116,10 +116,9 @@ def test_with_a_loss_scale_gradients_travel_and_are_clipped_unscaled(tmp_path: P
     """fp16's scale is 65,536: were it still in what the hook casts, every gradient above 1 would overflow;
     were it in what is clipped, clipping to a huge norm would change the weights.
     """
-    plain = on_digits(
-        tmp_path / "a" if (tmp_path / "a").mkdir() is None else tmp_path, precision="fp16", epochs=2
-    )
-    (tmp_path / "b").mkdir()
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    plain = on_digits(tmp_path / "a", precision="fp16", epochs=2)
     other = on_digits(tmp_path / "b", precision="fp16", hooks="[fp16]", clip=1e4, epochs=2)
     assert not [event for event in events(other) if event["event"] == "step_skipped"]
     for name, value in weights(plain).items():
@@ -246,7 +245,7 @@ class Noting(torch.optim.SGD):
 def test_learning_rates_follow_schedule_and_warmup_stage_by_stage(
     tmp_path: Path, schedule: str, scheduler: Any
 ) -> None:
-    """A length left out is the stage's steps; warm-up multiplies; the next stage starts from the file's rate."""
+    """A length left out is the stage's steps; warm-up multiplies; the next stage starts from the file."""
     (tmp_path / "mine2.py").write_text(NOTING)
     run(tmp_path, SCHEDULED.replace("SCHEDULE", schedule))
     rates = [json.loads(line) for line in (tmp_path / "rates.txt").read_text().splitlines()]

@@ -1,5 +1,6 @@
 """The control word, agreement between ranks, clocks, and broadcast."""
 
+import threading
 import time
 
 import pytest
@@ -44,26 +45,17 @@ def test_ranks_that_disagree_are_named() -> None:
 
 def test_clock_offsets_are_within_their_own_error_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's clock is set 5 s ahead; what is measured differs from that by no more than the bound."""
-    ahead = 5_000_000
+    ahead_us = 5_000_000
+    clock = threading.local()
+    monkeypatch.setattr("ddprun_hooks.exchange.now_us", lambda: now_us() + clock.ahead_us)
 
     def body(team: Team) -> tuple[float, float]:
-        own = control(team)
-        if team.rank:  # this rank's clock
-            own_now = lambda: now_us() + ahead  # noqa: E731
-        else:
-            own_now = now_us
-        import ddprun_hooks.exchange as exchange
+        clock.ahead_us = ahead_us * team.rank
+        return control(team).clock_offset()
 
-        local.now = own_now
-        monkeypatch.setattr(exchange, "now_us", lambda: local.now())
-        return own.clock_offset()
-
-    import threading
-
-    local = threading.local()
     (zero, _), (offset, bound) = as_threads(2, body)
     assert zero == 0
-    assert abs(offset - ahead) <= bound
+    assert abs(offset - ahead_us) <= bound
     assert 0 < bound < 1_000_000
 
 

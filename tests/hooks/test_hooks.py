@@ -61,7 +61,7 @@ def test_fp16_is_what_torchs_own_hook_computes_in_fp16s_normal_range() -> None:
 
 
 def test_casts_divide_before_they_sum_so_large_gradients_do_not_overflow() -> None:
-    """1e5 is beyond fp16, half of it is not: fp16 carries each rank's share of the mean."""
+    """1e5 is beyond fp16, half of it is not: it carries each rank's share of the mean."""
     results, _ = mean_by(["fp16"], 2, lambda rank: torch.full((8,), 1e5 if rank == 0 else -9e4))
     assert torch.isfinite(results[0]).all()
     assert results[0][0] == (torch.tensor(5e4).half() + torch.tensor(-4.5e4).half()).float()
@@ -69,7 +69,7 @@ def test_casts_divide_before_they_sum_so_large_gradients_do_not_overflow() -> No
 
 @pytest.mark.parametrize(("names", "share"), [([], 1.0), (["fp16"], 0.5), (["bf16"], 0.5), (["noop"], 0.0)])
 def test_wire_bytes_are_the_rings(names: list[str], share: float) -> None:
-    """A ring all-reduce sends 2(n-1)/n of the payload from each rank; a cast halves it, noop sends nothing."""
+    """A ring all-reduce sends 2(n-1)/n of the payload from each rank; a cast halves it, noop sends none."""
     _, flights = mean_by(names, 4)
     assert flights[0].bytes == 40_000
     assert flights[0].wire_bytes == 40_000 * 2 * 3 // 4 * share

@@ -18,7 +18,7 @@ BUCKETS, NUMEL = 12, 512
 
 
 class Dawdling(Hook):
-    """Sums in one all-reduce, or in an all-to-all and an all-gather, after delays that differ on each rank."""
+    """Sums by all-reduce, or by all-to-all and all-gather, after delays that differ on each rank."""
 
     role = "reducer"
     rounds = 2
@@ -52,7 +52,7 @@ def send_all(team: Team, stack: Stack, steps: int) -> int:
             payload = Payload(contribution(team.rank, step, bucket), (), "gradient", bucket)
             futures.append(lane.send(payload, stack, []))
         for bucket, future in enumerate(futures):
-            wanted = sum(contribution(rank, step, bucket) for rank in range(team.size))
+            wanted = torch.stack([contribution(rank, step, bucket) for rank in range(team.size)]).sum(0)
             wrong += not torch.equal(future.wait(), wanted)
     return wrong
 
@@ -69,7 +69,8 @@ def test_collectives_of_one_round_start_in_bucket_order_on_every_rank() -> None:
     """Within a round, no bucket starts before an earlier one has."""
 
     def body(team: Team) -> list[Any]:
-        lane, flights = HostLane(team), []
+        flights: list[Any] = []
+        lane = HostLane(team)
         stack = Stack([("d", Dawdling(team.rank))])
         futures = [
             lane.send(Payload(contribution(team.rank, 0, bucket), (), "gradient", bucket), stack, flights)

@@ -70,7 +70,7 @@ def test_a_stack_that_makes_no_sense_is_refused(specs: list[str], message: str) 
 
 
 def test_an_installed_package_adds_hooks_by_entry_point(tmp_path: Path) -> None:
-    """A distribution with an entry point in `ddprun.hooks` makes its name known, without being imported first."""
+    """A distribution with an entry point in `ddprun.hooks` makes its name known before it is imported."""
     (tmp_path / "wide_hooks.py").write_text(
         "from ddprun_hooks import Hook\n"
         "class Wide(Hook):\n"

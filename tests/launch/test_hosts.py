@@ -48,7 +48,7 @@ def on_two_hosts(folder: Path, *, setup: tuple[str, str] = ("true", "true")) -> 
 
 
 def test_two_hosts_end_with_the_loss_of_one(tmp_path: Path) -> None:
-    """2 hosts x 2 ranks and 1 host x 4 ranks: the same loss and metrics to the last bit; bytes between hosts are told."""
+    """2 hosts x 2 ranks and 1 host x 4 ranks: the same loss and metrics, to the last bit."""
     (tmp_path / "two.yaml").write_text(PIPELINE)
     for code, stderr in on_two_hosts(tmp_path):
         assert code == 0, stderr

@@ -44,7 +44,7 @@ def no_noise(text: str) -> None:
 
 
 def test_quickstart_learns_digits_and_shows_a_table(tmp_path: Path) -> None:
-    """Exit code 0, accuracy of at least 0.96 on held-out digits, the run's folder on stdout and nothing else."""
+    """Exit code 0, accuracy of at least 0.96 on held-out digits, the run's folder alone on stdout."""
     done = ddprun(QUICKSTART, cwd=tmp_path)
     assert done.code == 0, done.stderr
     run = tmp_path / done.run_dir
@@ -77,11 +77,16 @@ def test_torchrun_gives_the_same_run(folder: Path) -> None:
         assert torch.equal(value, load_file(other / "model.safetensors")[name])
 
 
-@pytest.mark.parametrize("module", [("-m", "ddprun"), TORCHRUN], ids=["ddprun", "torchrun"])
+@pytest.mark.parametrize(
+    "module", [(), ("-m", "ddprun"), TORCHRUN], ids=["ddprun", "python -m ddprun", "torchrun"]
+)
 def test_a_users_folder_shadows_nothing(folder: Path, module: tuple[str, ...]) -> None:
-    """Model and hook come from a folder that also holds hooks/, runner.py, yaml.py and click.py, in it and from it."""
+    """Model and hook come from a folder that also holds hooks/, runner.py, yaml.py and click.py."""
     for name in ("runner.py", "yaml.py", "click.py", "structlog.py", "pydantic.py"):
         (folder / name).write_text("raise RuntimeError('shadowed ' + __name__)\n")
+    if not module:  # with -m, Python itself looks for ddprun in the working directory first
+        (folder / "ddprun").mkdir()
+        (folder / "ddprun" / "__init__.py").write_text("raise RuntimeError('shadowed ddprun')\n")
     (folder / "hooks").mkdir()
     (folder / "hooks" / "mine.py").write_text(
         "from ddprun_hooks import Hook\n"
@@ -165,7 +170,7 @@ class Failing(torch.nn.Linear):
 """
 
 
-@pytest.mark.parametrize("module", [("-m", "ddprun"), TORCHRUN], ids=["ddprun", "torchrun"])
+@pytest.mark.parametrize("module", [(), TORCHRUN], ids=["ddprun", "torchrun"])
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -288,7 +293,7 @@ def test_a_fault_that_only_a_run_sees_has_its_place_and_comes_before_any_step(fo
         ),
     ],
 )
-@pytest.mark.parametrize("module", [("-m", "ddprun"), TORCHRUN], ids=["ddprun", "torchrun"])
+@pytest.mark.parametrize("module", [(), TORCHRUN], ids=["ddprun", "torchrun"])
 def test_a_gpu_that_is_not_there_is_told_with_its_place(
     folder: Path, setting: str, message: str, module: tuple[str, ...]
 ) -> None:

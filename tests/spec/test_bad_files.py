@@ -104,7 +104,7 @@ def test_an_unreadable_file_is_one_fault_whoever_asks(
 
 def test_a_nul_in_the_name_is_one_fault() -> None:
     """A name that no file can have is a fault too."""
-    assert faults_of(Path("a\0b")) == ["a\0b: a path cannot hold a NUL character"]
+    assert faults_of(Path("a\0b")) == ["a\\u0000b: a path cannot hold a NUL character"]
 
 
 @pytest.mark.parametrize(("size", "refused"), [(64 * 1024, False), (64 * 1024 + 1, True)])

@@ -43,3 +43,16 @@ def test_suggestions_ignore_case() -> None:
     """What differs in case only is the nearest of all; what is far away is not suggested."""
     assert suggest("ADAMW", ["SGD", "AdamW", "Adam"]) == "AdamW"
     assert suggest("xyzzy", ["SGD", "AdamW"]) is None
+
+
+def test_no_fault_moves_the_cursor() -> None:
+    """Whatever a file holds, or is called, reaches a terminal as text: no escape sequence, no line break."""
+    told = Fault(
+        file="a\x1b[2J.yaml",
+        line=1,
+        column=4,
+        path="x",
+        problem='got "\x1b[31m\n"',
+        source_line="x: \x1b[31m",
+    )
+    assert str(told) == 'a\\u001b[2J.yaml:1:4: x: got "\\u001b[31m\\u000a"\n    x: \ufffd[31m\n       ^'

@@ -241,6 +241,10 @@ def test_resolved_tells_where_values_come_from(loaded: Load) -> None:
     assert "lr: 0.5  # --set 2" in lines
     assert "hooks: [fp16, bf16]  # --set 3" in lines
     assert "name: p  # default" in lines
+    block = "model:\n  mlp:\n    inputs: 64\n    outputs: 10\ndata: digits\noptimizer: sgd\n"
+    lines = [line.strip() for line in loaded(block, base=False).resolved().splitlines()]
+    assert "mlp:  # line 2" in lines
+    assert "outputs: 10  # line 4" in lines
 
 
 def test_the_digest_is_of_what_is_said(loaded: Load) -> None:

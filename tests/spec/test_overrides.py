@@ -86,6 +86,9 @@ def test_an_override_leaves_aliases_of_its_target_alone(loaded: Load) -> None:
     text = "stages:\n  - train: &t {steps: 3}\n  - train: *t\n"
     pipeline = loaded(text, "stages[1].train.steps=4").pipeline
     assert [stage.steps for stage in pipeline.train_stages()] == [3, 4]
+    text = "hooks: &h [fp16]\nstages: [{train: {steps: 3, hooks: *h}}, {train: {steps: 3}}]\n"
+    pipeline = loaded(text, "hooks[0]=bf16").pipeline
+    assert [stage.effective(pipeline).hooks[0].name for stage in pipeline.train_stages()] == ["fp16", "bf16"]
 
 
 def test_a_fault_points_into_the_override(loaded: Load) -> None:

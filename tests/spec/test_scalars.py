@@ -110,3 +110,11 @@ def test_what_is_written_reads_back(value: Scalar) -> None:
     back = tree.root.data()["a"]
     assert type(back) is type(value)
     assert back == value or (str(back) == str(value) == "nan")
+
+
+@pytest.mark.parametrize(
+    "text", ["no", "Yes", "on", "y", "true", "null", "010", "1e3", "", "a: b", "a #b", "- a", "..."]
+)
+def test_what_some_yaml_reads_otherwise_is_quoted(text: str) -> None:
+    """A resolved pipeline means the same to readers of YAML 1.1."""
+    assert write(text) == f'"{text}"'

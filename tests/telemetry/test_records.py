@@ -19,7 +19,7 @@ def test_waiting_is_divided_where_the_last_rank_was_ready() -> None:
 
 
 def test_hook_work_of_other_threads_counts_while_the_training_thread_waits() -> None:
-    """A decode of 10 µs on another thread in the tail is hook time, not wire; one before the tail is hidden."""
+    """A decode of 10 µs elsewhere in the tail is hook time, not wire; one before the tail is hidden."""
     decode = Slice(180, 190, "decode", False)
     hidden = Slice(105, 115, "encode", False)
     mine = Slice(100, 118, "encode", True)

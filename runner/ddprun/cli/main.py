@@ -1,5 +1,6 @@
 """`ddprun`: the group of commands, and how its errors reach the terminal."""
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -91,6 +92,11 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # a terminal that knows few characters shows the others escaped
+            stream.reconfigure(errors="backslashreplace")
     try:
         result: Any = cli.main(
             args=None if args is None else list(args), prog_name="ddprun", standalone_mode=False
@@ -105,7 +111,4 @@ def main(args: Sequence[str] | None = None) -> int:
         return 2
     except click.Abort:
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     return result if isinstance(result, int) else 0

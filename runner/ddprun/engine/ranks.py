@@ -66,6 +66,12 @@ class Ranks:
         assert self._base is not None
         return dist.PrefixStore("ddprun", self._base)
 
+    @property
+    def holds_store(self) -> bool:
+        """Whether the store ends with this process: rank 0's, unless torchelastic's agent holds it."""
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return self.rank == 0 and self.size > 1 and not agents
+
     def connect(self) -> None:
         """Reach the store."""
         base, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=self._timeout)))

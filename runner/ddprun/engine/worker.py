@@ -32,6 +32,7 @@ _LOST_PEER = (
     "read error",
 )
 _LAUNCHER_NOTICES_S = 3.0
+_OTHERS_LOOK_S = 1.0
 
 
 @dataclass(slots=True)
@@ -182,6 +183,8 @@ def _report(error: BaseException, ranks: Ranks, known: _Work) -> int:
             detail = "".join(traceback.format_exception(error)).rstrip()
         print(f"{head}\n{detail}", file=sys.stderr, flush=True)
     _leave_trace(error, ranks, known)
+    if ranks.holds_store:
+        time.sleep(_OTHERS_LOOK_S)  # so that the others can still read whose failure was first
     return code
 
 

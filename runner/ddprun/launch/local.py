@@ -4,13 +4,16 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import elastic_launch
 
 from ddprun.engine.place import default_ranks, place_of
@@ -43,18 +46,23 @@ def launch(
         command += ["--set", override]
     if run_dir is not None:
         command += ["--run-dir", str(run_dir)]
-    try:
-        config, program, arguments = torchrun.config_from_args(_torchrun_arguments(flags, command))
-    except (ValueError, AssertionError) as error:
-        print(f"ddprun: {error}", file=sys.stderr)
-        return BAD_INPUT
-    try:
-        elastic_launch(config, program)(*arguments)
-    except ChildFailedError as error:
-        return _exit_code(*error.get_first_failure())
-    except SignalException as caught:
-        print(f"ddprun: stopped by {signal.Signals(caught.sigval).name}", file=sys.stderr)
-        return SIGNALLED + int(caught.sigval)
+    with tempfile.TemporaryDirectory(prefix="ddprun-") as scratch:  # torchelastic would leave its own behind
+        flags["log_dir"] = scratch
+        try:
+            config, program, arguments = torchrun.config_from_args(_torchrun_arguments(flags, command))
+        except (ValueError, AssertionError) as error:
+            print(f"ddprun: {error}", file=sys.stderr)
+            return BAD_INPUT
+        try:
+            elastic_launch(config, program)(*arguments)
+        except ChildFailedError as error:
+            return _exit_code(*error.get_first_failure())
+        except SignalException as caught:
+            print(f"ddprun: stopped by {signal.Signals(caught.sigval).name}", file=sys.stderr)
+            return SIGNALLED + int(caught.sigval)
+        except (DistError, RendezvousError, OSError) as error:
+            print(f"ddprun: cannot meet the other hosts at {config.rdzv_endpoint}: {error}", file=sys.stderr)
+            return FAILED
     return 0
 
 

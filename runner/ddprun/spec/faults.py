@@ -1,6 +1,7 @@
 """What is wrong with a pipeline file, told so that the reader can mend it without a manual."""
 
 import difflib
+import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ Severity = Literal["error", "warning"]
 
 _WINDOW = 110
 """Columns of a quoted line; a longer line is cut around the fault."""
+
+
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
+"""What moves a terminal's cursor, colors it or ends a line."""
 
 
 def suggest(word: str, candidates: Iterable[str]) -> str | None:
@@ -64,7 +69,7 @@ class Fault:
             text += f"; {self.allowed}"
         if self.suggestion:
             text += f' (did you mean "{self.suggestion}"?)'
-        return " ".join(text.split("\n"))
+        return _escaped(text)
 
     @property
     def headline(self) -> str:
@@ -72,7 +77,7 @@ class Fault:
         where = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
         kind = "warning: " if self.severity == "warning" else ""
         path = f"{self.path}: " if self.path else ""
-        return f"{where}: {kind}{path}{self.message}"
+        return _escaped(f"{where}: {kind}{path}{self.message}")
 
     def __str__(self) -> str:
         """The headline, and under it the quoted line with a caret at the column."""
@@ -83,6 +88,7 @@ class Fault:
 
 def _quote(line: str, column: int) -> str:
     """The line and a caret under `column`, both cut to a window if the line is long."""
+    line = _CONTROL.sub("\ufffd", line)
     start = max(0, column - 1 - _WINDOW // 2) if len(line) > _WINDOW else 0
     shown = line[start : start + _WINDOW]
     before = shown[: column - 1 - start]
@@ -90,6 +96,11 @@ def _quote(line: str, column: int) -> str:
     tail = " …" if start + _WINDOW < len(line) else ""
     pad = "".join("\t" if char == "\t" else " " * _cells(char) for char in before)
     return f"    {head}{shown}{tail}\n    {' ' * len(head)}{pad}^"
+
+
+def _escaped(text: str) -> str:
+    """The text on one line, and harmless to a terminal whatever a file or a file's name holds."""
+    return _CONTROL.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
 def _cells(char: str) -> int:

@@ -79,7 +79,7 @@ def _of_stage(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
             {"required": [key], "properties": {key: {"type": "integer"}}} for key in ("steps", "epochs")
         ]
         schema["oneOf"] = lengths
-        schema["required"] = []  # marks that a bare `train` is not enough
+        schema["required"] = []  # tells `_one_of_many` that a bare `train` is not enough
     return schema
 
 
@@ -124,6 +124,9 @@ def _one_of_many(options: dict[str, Schema], dotted: bool = False) -> Schema:
         "minProperties": 1,
         "maxProperties": 1,
     }
+    for schema in options.values():
+        if schema.get("required") == []:
+            del schema["required"]
     if dotted:
         mapping["patternProperties"] = {DOTTED: {"type": ["object", "null"]}}
     alternatives: list[Schema] = [{"enum": bare}] if bare else []

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 
 from ddprun.spec.faults import Fault
 from ddprun.spec.reader import MAX_BYTES, MAX_DEPTH, read_text
-from ddprun.spec.tree import Entry, KeyPath, Node, Place, Source, is_choice, parse_path, show, spelling
+from ddprun.spec.tree import (
+    Entry,
+    KeyPath,
+    Node,
+    Place,
+    Source,
+    is_choice,
+    parse_path,
+    part_of_pair,
+    show,
+    spelling,
+)
 
 _PATH = re.compile(r'(?:[^="]|"[^"]*")*')
 
@@ -113,7 +124,7 @@ def _set(node: Node | None, path: KeyPath, steps: list[_Step], value: Node) -> N
         return _set_item(node, path, step, step.segment, rest, value)
     mapping = _mapping(node, path, step, step.segment)
     key = step.segment
-    if is_choice(path) and len(mapping) == 1 and key not in mapping and not _part_of_pair(path, key):
+    if is_choice(path) and len(mapping) == 1 and key not in mapping and not part_of_pair(path, key):
         (chosen,) = mapping
         if spelling(chosen) != spelling(key):
             raise _two_choices(path, step, chosen)
@@ -151,15 +162,11 @@ def _mapping(node: Node | None, path: KeyPath, step: _Step, key: str) -> dict[st
             step.place.fault(show(path), "is a list in the file", f"name an item, as in {example}")
         )
     if is_choice(path) and isinstance(node.value, str):
-        if _part_of_pair(path, key):
+        if part_of_pair(path, key):
             return {}
         return {node.value: Entry(node.place, Node(node.place, None))}
     problem = f"is {node.text} in the file, which holds no keys"
     raise _RefusedError(step.place.fault(show(path), problem, "set the key itself"))
-
-
-def _part_of_pair(path: KeyPath, key: str) -> bool:
-    return path == ("data",) and key in ("train", "evaluate")
 
 
 def _two_choices(path: KeyPath, step: _Step, chosen: str) -> _RefusedError:

@@ -131,16 +131,16 @@ class Launch(Options):
     """Where the ranks run. The launcher's environment and flags go before these."""
 
     nproc_per_node: PositiveInt | None = None
-    """Ranks per host; null is one for each GPU, or one on a host without."""
+    """Ranks per host; null is one for each GPU, or two on a host without."""
 
     nnodes: PositiveInt = 1
     """Hosts."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` is cuda where every rank of the host has a GPU of its own."""
+    """`auto` is cuda where torch sees a GPU, else cpu."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """`auto` is nccl on cuda and gloo on the cpu."""
+    """`auto` is nccl where each rank of a host has a GPU of its own, else gloo."""
 
     timeout_s: PositiveFloat = 600.0
     """Seconds that a collective may take before the run fails."""

@@ -132,7 +132,8 @@ def find(root: Node, path: Sequence[str | int]) -> Found:
         if isinstance(value, dict) and isinstance(segment, str):
             entry = value.get(segment)
             if entry is None and len(value) == 1 and is_choice(path[:depth]):
-                entry = next(iter(value.values()))
+                ((name, only),) = value.items()
+                entry = None if part_of_pair(path[:depth], segment, name) else only
             if entry is None:
                 break
             found = Found(entry.node, entry.key, rest, found.broken or entry.node.broken)
@@ -163,6 +164,11 @@ def is_choice(path: Sequence[str | int]) -> bool:
         case (*_, str(key), int()):
             return key in _CHOICE_LISTS
     return False
+
+
+def part_of_pair(path: Sequence[str | int], *keys: str) -> bool:
+    """Whether a key below the path is one of `data: {train: …, evaluate: …}` and no name of a choice."""
+    return tuple(path) == ("data",) and not {"train", "evaluate"}.isdisjoint(keys)
 
 
 def show(path: Sequence[str | int]) -> str:
