@@ -1,5 +1,6 @@
 """Getting ranks to run: on this host with torchelastic, or as one that a launcher has started."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ def start(
     Raises:
         PipelineError: the pipeline cannot run on this machine.
     """
+    # Torch's C++ side warns about names it cannot look up, with a stack; what matters of it comes as an error.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if is_worker():
         from ddprun.engine.worker import work
 

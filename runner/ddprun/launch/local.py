@@ -79,6 +79,9 @@ def _torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str])
         arguments.rdzv_backend = "c10d"
         arguments.rdzv_endpoint = "localhost:0"
         arguments.rdzv_id = str(uuid.uuid4())
+        # The host's own name need not resolve (a container without a network, a laptop in a strange one).
+        arguments.local_addr = arguments.local_addr or "127.0.0.1"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if arguments.master_port is None:
         arguments.master_port = 29500
     return arguments
