@@ -22,7 +22,7 @@ def start(
     Raises:
         PipelineError: the pipeline cannot run on this machine.
     """
-    # Torch's C++ side warns about names it cannot look up, with a stack; what matters of it comes as an error.
+    # Torch's C++ side warns about names it cannot look up, stack and all; what matters comes as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if is_worker():
         from ddprun.engine.worker import work
