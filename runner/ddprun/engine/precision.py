@@ -44,7 +44,9 @@ class Precision:
         self.name = name
         self.device = device
         self.pure = name.startswith("pure_")
-        self.scaler = Scaler(device.type) if name in ("fp16", "pure_fp16") else None
+        # A half-precision loss passes its own scale on as a gradient, and fp16 ends below torch's 2^16.
+        first_scale = 2.0**15 if self.pure else 2.0**16
+        self.scaler = Scaler(device.type, first_scale) if name in ("fp16", "pure_fp16") else None
         self._half = HALF.get(name)
 
     @property

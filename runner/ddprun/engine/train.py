@@ -139,7 +139,7 @@ def run_step(
         else:
             ledger.lap("backward_us")
         mean = loss.detach() / micro.samples if session.objective.summed and micro.samples else loss.detach()
-        step.losses.append((mean, micro.samples))
+        ledger.note_loss(mean, micro.samples)
     dispatcher.flights = None
 
     precision.check_gradients(optimizer)

@@ -20,6 +20,7 @@ from ddprun.engine.place import default_ranks, place_of
 from ddprun.spec import Loaded
 
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128
+INTERRUPTED = SIGNALLED + signal.SIGINT
 _SHUTDOWN_TIMEOUT_S = "10"
 
 
@@ -81,7 +82,8 @@ def _torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str])
         arguments.rdzv_id = str(uuid.uuid4())
         # The host's own name need not resolve (a container without a network, a laptop in a strange one).
         arguments.local_addr = arguments.local_addr or "127.0.0.1"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if arguments.master_port is None:
         arguments.master_port = 29500
     return arguments
@@ -108,4 +110,5 @@ def _exit_code(rank: int, failure: ProcessFailure) -> int:
         hint = "; out of memory is the usual cause" if name == "SIGKILL" else ""
         print(f"ddprun: rank {rank} was killed by {name}{hint}; the run has failed", file=sys.stderr)
         return FAILED
-    return BAD_INPUT if failure.exitcode == BAD_INPUT else FAILED
+    # A rank ends with 130 by itself when a rank of another host was interrupted.
+    return failure.exitcode if failure.exitcode in (BAD_INPUT, INTERRUPTED) else FAILED

@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ddprun_hooks.flight import now_us
 
@@ -22,6 +23,9 @@ class Clock(Protocol):
     def rebase(self, mark: Any) -> None:
         """Measure later marks from this one, which has been read."""
 
+    def on_host(self, number: Tensor) -> Tensor:
+        """A number, shape (), where it can be read as soon as the step's last mark can."""
+
 
 class HostClock:
     """Marks on the CPU: the monotonic clock itself."""
@@ -38,6 +42,10 @@ class HostClock:
 
     def rebase(self, mark: int) -> None:
         """Nothing to do: every mark is absolute."""
+
+    def on_host(self, number: Tensor) -> Tensor:
+        """The number itself."""
+        return number
 
 
 class StreamClock:
@@ -77,6 +85,10 @@ class StreamClock:
         """Measure later events from this one."""
         self._base_us = self._exact(mark)
         self._base = mark
+
+    def on_host(self, number: Tensor) -> Tensor:
+        """A copy in page-locked memory; `.item()` would wait for all that is queued behind the number."""
+        return torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
 
     def _exact(self, mark: torch.cuda.Event) -> float:
         mark.synchronize()

@@ -40,7 +40,7 @@ class Step:
     flights: list[Flight[Any]] = field(default_factory=list)
     backward_end: Any = None
     losses: list[tuple[Tensor, int]] = field(default_factory=list)
-    """(mean loss of a micro-step, samples) of this rank."""
+    """(mean loss of a micro-batch, samples) of this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,10 @@ class Ledger:
     def cancel(self) -> None:
         """Forget the step that was started: there is no data for it."""
         self._step = None
+
+    def note_loss(self, mean: Tensor, samples: int) -> None:
+        """Note a micro-batch's mean loss, shape (), and how many samples it is of."""
+        self.current.losses.append((self._clock.on_host(mean), samples))
 
     def lap(self, part: str) -> None:
         """End a part of the step (one of `PARTS`); what follows belongs to the next."""
