@@ -65,6 +65,13 @@ def test_buckets_with_different_numbers_of_collectives_never_mix() -> None:
     assert wrong == [0, 0, 0, 0]
 
 
+@pytest.mark.slow
+def test_a_soak_of_four_ranks_sums_every_bucket_right() -> None:
+    """Hundreds of steps with random delays on each rank; with the rule switched off it fails within a few."""
+    wrong = as_threads(4, lambda team: send_all(team, Stack([("d", Dawdling(team.rank))]), 400), rounds=2)
+    assert wrong == [0, 0, 0, 0]
+
+
 def test_collectives_of_one_round_start_in_bucket_order_on_every_rank() -> None:
     """Within a round, no bucket starts before an earlier one has."""
 
