@@ -1,5 +1,6 @@
 """What each rank runs: join the others, build, run the stages, tell what came of it."""
 
+import gc
 import os
 import secrets
 import sys
@@ -63,6 +64,10 @@ def work(loaded: Loaded, run_dir: Path | None) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # threads may hang in collectives whose peers are gone
+    # Process groups have threads of their own. One that outlives this function would be taken down with the
+    # interpreter, and abort it if a thread is just then on its way back into Python.
+    known.session = None
+    gc.collect()
     ranks.leave()
     return code
 
