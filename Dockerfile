@@ -42,15 +42,15 @@ COPY pipelines pipelines
 RUN pip install --no-deps .
 
 FROM python
-# `docker run IMAGE pipelines/quickstart.yaml` finds the pipelines here; what a run leaves goes to /work/runs,
+# `docker run IMAGE pipelines/quickstart.yaml` finds the pipelines here; what a run leaves goes to /workspace/runs,
 # which any user may write, so that `--user` needs no more.
-RUN mkdir -p /work/runs && chown 1000:1000 /work /work/runs && chmod 1777 /work /work/runs
+RUN mkdir -p /workspace/runs && chown 1000:1000 /workspace /workspace/runs && chmod 1777 /workspace /workspace/runs
 COPY --from=build /opt/ddprun /opt/ddprun
-COPY pipelines /work/pipelines
+COPY pipelines /workspace/pipelines
 ENV PATH=/opt/ddprun/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp
 # A number, for which no image needs an account.
 USER 1000:1000
-WORKDIR /work
+WORKDIR /workspace
 # `docker stop` is Ctrl-C: the run writes its summary. Nor does SIGTERM reach process 1 before torch is imported.
 STOPSIGNAL SIGINT
 ENTRYPOINT ["ddprun"]
