@@ -299,3 +299,18 @@ def test_a_gpu_that_is_not_there_is_told_with_its_place(
     done = ddprun("short.yaml", "--set", setting, cwd=folder, module=module)
     assert done.code == (2 if module != TORCHRUN else 1)
     assert done.stderr.count(message) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_torch_is_imported_ends_it_at_once(
+    folder: Path, number: signal.Signals, code: int
+) -> None:
+    """Nothing is running yet, and nothing is printed."""
+    with Running("endless.yaml", cwd=folder) as running:
+        end = time.monotonic() + 30
+        while "libtorch" not in Path(f"/proc/{running.process.pid}/maps").read_text():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        os.kill(running.process.pid, number)
+        done = running.wait(20)
+    assert (done.code, done.stderr) == (code, "")

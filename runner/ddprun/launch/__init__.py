@@ -1,6 +1,7 @@
 """Getting ranks to run: on this host with torchelastic, or as one that a launcher has started."""
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,6 +29,11 @@ def start(
         from ddprun.engine.worker import work
 
         return work(loaded, run_dir)
+    # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
+    # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;
+    # torchelastic puts its own handlers in place of these.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: os._exit(128 + number))
     from ddprun.launch.local import launch
 
     return launch(loaded, flags, overrides, run_dir)
