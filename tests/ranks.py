@@ -1,5 +1,7 @@
 """Three speeds of ranks: threads over raw process groups, forked processes, real `ddprun` processes."""
 
+import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -7,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,35 +20,72 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddprun_hooks.hook import Need, Needs
+from ddprun_hooks.porter import Porter
 from ddprun_hooks.team import Team
+from ddprun_hooks.teams import Ground, Layout, open_teams
 
 TIMEOUT_S = 60
 
-# A group must not be freed by a thread of its own, which would then wait for itself: callbacks that are about
-# to be forgotten must hold no group, and somebody else must hold it until they are.
+# A group must not be freed by a thread of its own, which would then wait for itself and abort: groups are held
+# here until nothing else, such as a callback that is just being forgotten, refers to them.
 _kept: list[dist.ProcessGroup] = []
+_ONLY_KEPT = 2  # references: the list, and the argument of `getrefcount`
 
 
 def as_threads(
-    size: int, body: Callable[[Team], Any], *, rounds: int = 1, hosts: Sequence[str] = ()
+    size: int,
+    body: Callable[[Team], Any],
+    *,
+    rounds: int = 1,
+    hosts: Sequence[str] = (),
+    needs: Needs | None = None,
 ) -> list[Any]:
-    """Run `body(team)` on `size` threads, each a rank with Gloo groups of its own; gives what they return."""
-    _kept.clear()
+    """Run `body(team)` on `size` threads, each a rank with Gloo groups of its own; gives what they return.
+
+    Args:
+        size: number of ranks.
+        body: what each does with the team of all ranks.
+        rounds: collectives among all ranks that one payload may need.
+        hosts: name of each rank's host; all are on one host if left out.
+        needs: teams to make instead of that of all ranks.
+    """
+    wanted = {Need("world"): rounds} if needs is None else needs
+    _let_go()
     store = dist.HashStore()
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
     all_groups: list[list[dist.ProcessGroup]] = [[] for _ in range(size)]
 
     def run(rank: int) -> None:
-        groups = all_groups[rank]
+        names = tuple(hosts or ["here"] * size)
+        layout = Layout(rank, names, tuple(names.count(name) for name in names))
+        calls = itertools.count()
+
+        def make_group(name: str, ranks: list[int]) -> Any:
+            if rank not in ranks:
+                return None
+            prefix = dist.PrefixStore(name, store)
+            made: Any = dist.ProcessGroupGloo(
+                prefix, ranks.index(rank), len(ranks), timedelta(seconds=TIMEOUT_S)
+            )
+            all_groups[rank].append(made)
+            return made
+
+        def tell(data: bytes) -> list[bytes]:
+            call = next(calls)
+            store.set(f"told {call} {rank}", data.hex())
+            return [bytes.fromhex(store.get(f"told {call} {peer}").decode()) for peer in range(size)]
+
+        porter = Porter()
         try:
-            for index in range(rounds):
-                prefix = dist.PrefixStore(f"round {index}", store)
-                made: Any = dist.ProcessGroupGloo(prefix, rank, size, timedelta(seconds=TIMEOUT_S))
-                groups.append(made)
-            results[rank] = body(Team("world", rank, tuple(hosts or ["here"] * size), groups))
+            results[rank] = body(
+                open_teams("world", layout, wanted, Ground(make_group, tell, TIMEOUT_S, porter))
+            )
         except BaseException as error:  # told by the caller's thread
             errors.append(error)
+        else:
+            porter.close()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -59,6 +99,17 @@ def as_threads(
     if errors:
         raise errors[0]
     return results
+
+
+def _let_go() -> None:
+    """Free the groups of earlier calls that nobody uses any more."""
+    deadline = time.monotonic() + 0.5
+    while any(sys.getrefcount(_kept[i]) > _ONLY_KEPT for i in range(len(_kept))):
+        gc.collect()
+        if time.monotonic() > deadline:
+            break
+        time.sleep(1e-3)
+    _kept[:] = [_kept[i] for i in range(len(_kept)) if sys.getrefcount(_kept[i]) > _ONLY_KEPT]
 
 
 def free_port() -> int:

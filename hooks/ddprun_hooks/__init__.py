@@ -7,8 +7,9 @@ when they are first used.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddprun_hooks.channel import Channel
     from ddprun_hooks.errors import DisagreementError, ExchangeError, HooksError, HookSetupError
-    from ddprun_hooks.hook import Channel, Hook
+    from ddprun_hooks.hook import Hook
     from ddprun_hooks.payload import ParamSlice, Payload
     from ddprun_hooks.stack import Link, Stack
 
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "Channel": "hook",
+    "Channel": "channel",
     "DisagreementError": "errors",
     "ExchangeError": "errors",
     "Hook": "hook",

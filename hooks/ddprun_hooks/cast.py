@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks.hook import Hook
-from ddprun_hooks.payload import Payload
+from ddprun_hooks.payload import Finding, Payload
 from ddprun_hooks.stack import Link
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Cast(Hook):
@@ -13,21 +15,40 @@ class Cast(Hook):
 
     The payload comes divided by the world size, so the sum over ranks overflows only where the mean itself
     would. Rounding: once per rank in the cast and once per addition in the reduction.
+
+    Args:
+        name: `fp16` or `bf16`.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dtype = DTYPES[name]
 
     async def __call__(self, payload: Payload, link: Link) -> Tensor:
         total = await link.hand_on(payload.tensor.to(self.dtype))
+        note_overflow(self.name, payload, total)
         return payload.tensor.copy_(total)
 
 
 def fp16() -> Cast:
     """IEEE half precision: 11 bits of significand, largest value 65,504."""
-    return Cast(torch.float16)
+    return Cast("fp16")
 
 
 def bf16() -> Cast:
     """Brain floating point: 8 bits of significand, the range of fp32."""
-    return Cast(torch.bfloat16)
+    return Cast("bf16")
+
+
+def note_overflow(name: str, payload: Payload, total: Tensor) -> None:
+    """Leave a finding if what came back is not finite.
+
+    Args:
+        name: the cast.
+        payload: its tensor is still this rank's own.
+        total: the sum over ranks, in 16 bits, shape (numel,).
+    """
+    lost = ~torch.isfinite(total.sum(dtype=torch.float32))  # a sum of 16-bit values does not overflow fp32
+    if lost.is_cuda or bool(lost):
+        own = ~torch.isfinite(payload.tensor.sum(dtype=torch.float64))
+        payload.findings.append(Finding(name, "overflow", lost.int() * (1 + own.int())))

@@ -1,6 +1,6 @@
 """The one communication hook that DDP ever sees; stages switch the stack behind it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddprun_hooks.errors import ExchangeError
+from ddprun_hooks.fidelity import compare
 from ddprun_hooks.flight import Flight, dtype_name
 from ddprun_hooks.lane import Lane, fail
 from ddprun_hooks.payload import ParamSlice, Payload
@@ -24,6 +25,20 @@ class BucketLayout:
     index: int
     dtype: str
     numel: int
+    params: tuple[ParamSlice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A bucket whose mean is to be compared with the exact one."""
+
+    flight: Flight[Any]
+    own: Tensor
+    """This rank's contribution, before any hook changed it, at least fp32; shape (numel,)."""
+
+    mean: Tensor
+    """Where the hooks' mean comes to be; shape (numel,)."""
+
     params: tuple[ParamSlice, ...]
 
 
@@ -41,9 +56,6 @@ class Dispatcher:
 
     def __init__(self, model: DistributedDataParallel, lane: Lane, stack: Stack) -> None:
         self.stack = stack
-        self.scale: Tensor | None = None
-        """Loss scale to divide gradients by before the stack sees them (GradScaler); shape (), or None."""
-
         self.flights: list[Flight[Any]] | None = None
         """Takes the record of each bucket's journey; None: nobody wants them."""
 
@@ -51,6 +63,8 @@ class Dispatcher:
         self._names: Mapping[int, str] = {id(param): name for name, param in model.module.named_parameters()}
         self._layout: dict[int, BucketLayout] = {}
         self._frozen = False
+        self._scale: Tensor | None = None
+        self._samples: list[_Sample] | None = None
         self._share = 1.0 / lane.world.size
         model.register_comm_hook(None, self._on_bucket)
 
@@ -58,6 +72,11 @@ class Dispatcher:
     def layout(self) -> tuple[BucketLayout, ...]:
         """The buckets, in the order in which backward fills them; empty before they are known."""
         return tuple(self._layout[index] for index in sorted(self._layout))
+
+    @property
+    def signature(self) -> str:
+        """What all ranks must have alike: the buckets, and the hooks with their options."""
+        return repr((self.layout, self.stack.described))
 
     @property
     def error(self) -> BaseException | None:
@@ -73,6 +92,39 @@ class Dispatcher:
         finally:
             self._frozen = True
 
+    def begin_step(self, scale: Tensor | None = None, *, fidelity: bool = False) -> None:
+        """Prepare for a step's backward pass.
+
+        Args:
+            scale: loss scale to divide gradients by before the stack sees them (GradScaler), shape (); such
+                a step may be taken back by `end_step`.
+            fidelity: keep each bucket's input for `measure_fidelity`.
+        """
+        self._scale = scale
+        self._samples = [] if fidelity else None
+        if scale is not None:
+            self.stack.guard()
+
+    def measure_fidelity(self, exact_sum: Callable[[Tensor], tuple[Tensor, int]]) -> None:
+        """Compare each bucket of the backward pass with the exact mean; the flights take what comes out.
+
+        Called by all ranks together after a backward pass for which `begin_step` was told `fidelity`.
+
+        Args:
+            exact_sum: sums a tensor over the ranks, in place; gives it, and the bytes that this rank sent.
+        """
+        samples, self._samples = self._samples or [], None
+        for sample in samples:
+            names = [param.name for param in sample.params]
+            kept = self.stack.kept_norm(sample.flight.kind, names)
+            exact, wire_bytes = exact_sum(sample.own)
+            sample.flight.fidelity = compare(sample.mean, exact, kept, wire_bytes)
+
+    def end_step(self, *, applied: bool) -> None:
+        """The optimizer has taken the step, or skipped it: then the hooks' state is as before it."""
+        if self._scale is not None:
+            self.stack.settle(applied=applied)
+
     # DDP looks at this signature: a parameter named `bucket`, and annotations that are types, not strings.
     def _on_bucket(
         self,
@@ -82,7 +134,7 @@ class Dispatcher:
         buffer, index = bucket.buffer(), bucket.index()
         if not self._frozen:
             self._learn(bucket)
-            return _already(buffer)
+            return already(buffer)
         layout = self._layout.get(index)
         if layout is None or buffer.numel() != layout.numel:
             error = ExchangeError(
@@ -92,23 +144,35 @@ class Dispatcher:
             self._lane.error = self._lane.error or error
             return _failed(error)
         buffer.mul_(self._share)
-        if self.scale is not None:
-            buffer.div_(self.scale)
+        if self._scale is not None:
+            buffer.div_(self._scale)
+        own = None
+        if self._samples is not None:
+            own = buffer.to(torch.promote_types(buffer.dtype, torch.float32), copy=True)
         flights = self.flights if self.flights is not None else []
-        return self._lane.send(Payload(buffer, layout.params, "gradient", index), self.stack, flights)
+        future = self._lane.send(Payload(buffer, layout.params, "gradient", index), self.stack, flights)
+        if self._samples is not None and own is not None:
+            self._samples.append(_Sample(flights[-1], own, buffer, layout.params))
+        return future
 
     def _learn(self, bucket: dist.GradBucket) -> None:
-        index, offset, params = bucket.index(), 0, []
-        if index == 0:
+        if bucket.index() == 0:
             self._layout = {}
-        for param in bucket.parameters():
-            params.append(ParamSlice(self._names[id(param)], tuple(param.shape), offset, param.numel()))
-            offset += param.numel()
-        buffer = bucket.buffer()
-        self._layout[index] = BucketLayout(index, dtype_name(buffer.dtype), buffer.numel(), tuple(params))
+        self._layout[bucket.index()] = layout_of(bucket, self._names)
 
 
-def _already(tensor: Tensor) -> torch.futures.Future[Tensor]:
+def layout_of(bucket: dist.GradBucket, names: Mapping[int, str]) -> BucketLayout:
+    """What lies where in a bucket; `names`: of parameters by their id."""
+    offset, params = 0, []
+    for param in bucket.parameters():
+        params.append(ParamSlice(names[id(param)], tuple(param.shape), offset, param.numel()))
+        offset += param.numel()
+    buffer = bucket.buffer()
+    return BucketLayout(bucket.index(), dtype_name(buffer.dtype), buffer.numel(), tuple(params))
+
+
+def already(tensor: Tensor) -> torch.futures.Future[Tensor]:
+    """A future that holds `tensor` at once."""
     future: torch.futures.Future[Tensor] = torch.futures.Future(
         devices=[tensor.device] if tensor.device.type == "cuda" else None
     )

@@ -4,16 +4,23 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddprun_hooks.channel import Channel
 from ddprun_hooks.errors import DisagreementError
 from ddprun_hooks.flight import now_us
-from ddprun_hooks.hook import Collective
+from ddprun_hooks.hook import Need
 from ddprun_hooks.lane import HostLane, Lane, StreamLane
+from ddprun_hooks.porter import Porter
+from ddprun_hooks.stack import Stack
 from ddprun_hooks.team import Team
+from ddprun_hooks.teams import Ground, Layout, open_teams
+
+_TOLD_BYTES = 64
 
 
 class Posted:
@@ -54,6 +61,13 @@ class Control:
         """Every rank's numbers: shape (world size, len(word)), float64."""
         return self.post(word).wait()
 
+    def tell(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, at most 64, in rank order."""
+        if len(data) > _TOLD_BYTES:
+            raise ValueError(f"at most {_TOLD_BYTES} bytes can be told, got {len(data)}")
+        words = self.gather([float(len(data)), *map(float, data.ljust(_TOLD_BYTES))])
+        return [bytes(int(byte) for byte in word[1 : 1 + int(word[0])]) for word in words.tolist()]
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.gather([0.0])
@@ -64,9 +78,8 @@ class Control:
         Raises:
             DisagreementError: names the ranks that differ from rank 0.
         """
-        digest = hashlib.sha256(described.encode()).digest()
-        words = self.gather([float(byte) for byte in digest])
-        odd = [rank for rank in range(self.size) if not torch.equal(words[rank], words[0])]
+        digests = self.tell(hashlib.sha256(described.encode()).digest())
+        odd = [rank for rank in range(self.size) if digests[rank] != digests[0]]
         if odd:
             ranks = ", ".join(map(str, odd))
             raise DisagreementError(
@@ -121,6 +134,12 @@ class Control:
         return int(number.item())
 
 
+def open_control(timeout: timedelta) -> Control:
+    """Control among all ranks of the default group, each of which has to call this."""
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
+    return Control(group, dist.get_rank(), dist.get_world_size())
+
+
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """Everything over which the ranks exchange; made once, before the first step, by all ranks together."""
@@ -131,32 +150,55 @@ class Exchange:
     parameters: Team
     """For parameters and buffers: a lane of its own, so that it can never meet gradient traffic."""
 
+    exact: Team
+    """For the exact mean that fidelity compares with: what it carries is no stack's."""
+
     control: Control
 
     @classmethod
     def open(
-        cls, *, device: torch.device, backend: str, hosts: Sequence[str], rounds: int, timeout: timedelta
+        cls,
+        *,
+        control: Control,
+        device: torch.device,
+        backend: str,
+        hosts: Sequence[str],
+        local_sizes: Sequence[int],
+        stacks: Sequence[Stack],
+        timeout: timedelta,
     ) -> "Exchange":
         """Make all process groups. Every rank of the default group has to call this, with equal arguments.
 
         Args:
+            control: of all ranks.
             device: where this rank's gradients are.
             backend: "gloo" or "nccl".
             hosts: host of each rank, in rank order.
-            rounds: the most collectives that any stack of the run needs for one payload.
+            local_sizes: for each rank, how many ranks its launcher started on its host.
+            stacks: every stack that gradients will go through.
             timeout: how long a collective may take before it fails.
+
+        Raises:
+            HookSetupError: the ranks do not lie as a stack needs them.
         """
-        rank, size = dist.get_rank(), dist.get_world_size()
+        layout = Layout(dist.get_rank(), tuple(hosts), tuple(local_sizes))
+        everybody = list(range(layout.size))
 
-        def groups(count: int) -> list[dist.ProcessGroup]:
-            return [dist.new_group(backend=backend, timeout=timeout) for _ in range(count)]
+        def make_group(name: str, ranks: list[int]) -> Any:
+            return dist.new_group(ranks, backend=backend, timeout=timeout, group_desc=name)
 
+        ground = Ground(make_group, control.tell, timeout.total_seconds(), Porter())
         on_gpu = device.type == "cuda"
-        world = Team("world", rank, tuple(hosts), groups(1 if on_gpu else max(1, rounds)))
+        needs: dict[Need, int] = {}
+        for stack in stacks:
+            for need, rounds in stack.needs.items():
+                needs[need] = 1 if on_gpu else max(rounds, needs.get(need, 0))
+        world = open_teams("world", layout, needs, ground)
         return cls(
             gradients=StreamLane(world, device) if on_gpu else HostLane(world),
-            parameters=Team("parameters", rank, tuple(hosts), groups(1)),
-            control=Control(dist.new_group(backend="gloo", timeout=timeout), rank, size),
+            parameters=Team("parameters", layout.rank, layout.hosts, [make_group("parameters", everybody)]),
+            exact=Team("exact", layout.rank, layout.hosts, [make_group("exact", everybody)]),
+            control=control,
         )
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
@@ -164,10 +206,17 @@ class Exchange:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        channel = Channel(self.parameters)
         for group in by_dtype.values():
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            self.parameters.launch(Collective("broadcast", flat, flat, source), 0).wait()
+            self.parameters.launch(channel.broadcast(flat, source), 0).wait()
             start = 0
             for tensor in group:
                 tensor.detach().copy_(flat[start : start + tensor.numel()].view_as(tensor))
                 start += tensor.numel()
+
+    def exact_sum(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """Sum `tensor` over the ranks, in place, beside every stack; gives it, and the bytes sent."""
+        wanted = Channel(self.exact).all_reduce(tensor)
+        self.exact.launch(wanted, 0).wait()
+        return tensor, self.exact.wire_bytes(wanted)

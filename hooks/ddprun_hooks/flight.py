@@ -1,13 +1,14 @@
 """The record of one payload's journey over the ranks: when it was ready, what was sent, who worked when."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from ddprun_hooks.payload import Kind
+from ddprun_hooks.fidelity import Fidelity
+from ddprun_hooks.payload import Finding, Kind
 
 Mark = TypeVar("Mark")
 """A moment: microseconds of this rank's monotonic clock, or a CUDA event that becomes one later."""
@@ -71,6 +72,11 @@ class Flight(Generic[Mark]):
 
     legs: list[Leg[Mark]] = field(default_factory=list)
     slices: list[Slice[Mark]] = field(default_factory=list)
+    findings: Sequence[Finding] = ()
+    """What hooks found out on the way; complete when the flight is."""
+
+    fidelity: Fidelity | None = None
+    """How the mean that came back compares with the exact one, if somebody has looked."""
 
     def mapped(self, us: Callable[[Any], int]) -> "Flight[int]":
         """The same flight with every mark turned into microseconds."""
@@ -98,6 +104,8 @@ class Flight(Generic[Mark]):
                 for g in self.legs
             ],
             slices=[Slice(us(s.start), us(s.done), s.phase, s.on_training_thread) for s in self.slices],
+            findings=self.findings,
+            fidelity=self.fidelity,
         )
 
     @property

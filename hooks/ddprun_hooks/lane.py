@@ -1,9 +1,11 @@
 """Lanes: how the coroutines of many buckets travel at once without ever changing their order between ranks.
 
-The rule: *a bucket may issue its k-th collective only when every earlier bucket of the lane has issued its
-k-th or has finished*, and the k-th collectives travel on a process group of their own. Then each group sees
-the same collectives in the same order on every rank, however the ranks' threads are scheduled. Issuing the
-next leg "when the last one is done" breaks this, and Gloo then sums the wrong tensors without an error.
+The rule: *a bucket may issue its k-th collective among a team of ranks only when every earlier bucket of the
+lane has issued its k-th among that team or has finished*, and the k-th collectives of a team travel on a
+process group of their own. Then each group sees the same collectives in the same order on every rank of the
+team, however the ranks' threads are scheduled, and however many collectives a rank has with other teams in
+between. Issuing the next leg "when the last one is done" breaks this, and Gloo then sums the wrong tensors
+without an error.
 
 A lane in host memory (`HostLane`) is driven by whatever thread has news: the backward pass that brings a
 bucket, or the thread of the collective that has finished. On a GPU (`StreamLane`) the stream keeps the order,
@@ -11,20 +13,21 @@ so a coroutine is run through at once.
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from ddprun_hooks.channel import Channel, Collective
 from ddprun_hooks.errors import ExchangeError
 from ddprun_hooks.flight import Flight, Leg, Slice, dtype_name, now_us
-from ddprun_hooks.hook import Channel, Collective
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.stack import Stack
-from ddprun_hooks.team import Team, nbytes
+from ddprun_hooks.team import SharedWork, Team, nbytes
 
 Route = Generator[Collective, Tensor | None, Tensor]
 
@@ -113,22 +116,23 @@ class HostLane:
         """Issue every collective whose turn it is."""
         before: _Journey | None = None
         for journey in list(self._under_way):
-            turn = before is None or before.issued > journey.issued
-            if journey.wanted is not None and turn:
-                self._issue(journey, journey.wanted)
+            wanted = journey.wanted
+            if wanted is not None:
+                team = wanted.team.name
+                if before is None or before.issued[team] > journey.issued[team]:
+                    self._issue(journey, wanted)
             before = journey
             if self.error is not None:
                 return
 
     def _issue(self, journey: "_Journey", wanted: Collective) -> None:
         journey.wanted = None
-        leg = new_leg(wanted, self.world, journey.issued, now_us())
+        issued, team = journey.issued, wanted.team.name
+        leg = new_leg(wanted, issued[team], now_us())
         journey.flight.legs.append(leg)
         try:
-            if journey.issued >= len(self.world.groups):
-                raise too_many_rounds(journey.stack, len(self.world.groups))
-            work = self.world.launch(wanted, journey.issued)
-            journey.issued += 1
+            work = launch(wanted, issued[team], journey.stack)
+            issued[team] += 1
             done = work.get_future()
         except BaseException as error:
             self._break(error)
@@ -182,7 +186,7 @@ class _Journey:
         self.flight = flight
         self.route = route_of(payload, stack, world)
         self.future: Future[Tensor] = Future()
-        self.issued = 0  # collectives issued so far
+        self.issued: Counter[str] = Counter()  # collectives issued so far, by team
         self.wanted: Collective | None = None  # asked for, not yet issued
 
     def note_work(self, start: int, phase: str, on_training_thread: bool) -> None:
@@ -242,9 +246,9 @@ class StreamLane:
                 return
             launched = self._mark(self._stream)
             flight.slices.append(Slice(start, launched, "encode", False))
-            leg = new_leg(wanted, self.world, 0, launched)
+            leg = new_leg(wanted, 0, launched)
             flight.legs.append(leg)
-            self.world.launch(wanted, 0).wait()
+            launch(wanted, 0, stack).wait()
             leg.done = start = self._mark(self._stream)
             result = wanted.output
 
@@ -268,25 +272,44 @@ def new_flight(payload: Payload, stack: Stack, ready: Any) -> Flight[Any]:
         numel=tensor.numel(),
         bytes=nbytes(tensor),
         ready=ready,
+        findings=payload.findings,
     )
 
 
-def new_leg(wanted: Collective, team: Team, round_index: int, start: Any) -> Leg[Any]:
+def new_leg(wanted: Collective, round_index: int, start: Any) -> Leg[Any]:
     """The record of a collective that is about to start."""
+    team = wanted.team
     return Leg(
         op=wanted.op,
         group=f"{team.name}.{round_index}",
         dtype=dtype_name(wanted.tensor.dtype),
-        bytes=nbytes(wanted.output),
+        bytes=nbytes(wanted.tensor if wanted.op == "reduce_scatter" else wanted.output),
         wire_bytes=team.wire_bytes(wanted),
         between_hosts_bytes=team.between_hosts_bytes(wanted),
         start=start,
     )
 
 
+def launch(wanted: Collective, round_index: int, stack: Stack) -> dist.Work | SharedWork:
+    """Start a collective on its team.
+
+    Raises:
+        ExchangeError: the stack asks for more rounds than it declared.
+    """
+    team = wanted.team
+    available = len(team.arenas if wanted.shared else team.groups)
+    if round_index >= available:
+        raise ExchangeError(
+            f"hooks {list(stack.names)} asked for collective {round_index + 1} of one payload, but process "
+            f'groups were made for {available} (of the ranks "{team.name}"): set `rounds` on the class of '
+            "the hook to the most it needs"
+        )
+    return team.launch(wanted, round_index)
+
+
 def route_of(payload: Payload, stack: Stack, world: Team) -> Route:
     """The coroutine of one payload, seen as what it is: a generator of collectives."""
-    return cast(Route, stack.run(payload, Channel(world.rank, world.size)))
+    return cast(Route, stack.run(payload, Channel(world)))
 
 
 def put_back(mean: Tensor, payload: Payload, stack: Stack) -> None:
@@ -307,14 +330,6 @@ def put_back(mean: Tensor, payload: Payload, stack: Stack) -> None:
         )
     if mean.data_ptr() != target.data_ptr():
         target.copy_(mean)
-
-
-def too_many_rounds(stack: Stack, available: int) -> ExchangeError:
-    """A stack that needs more collectives than it declared."""
-    return ExchangeError(
-        f"hooks {list(stack.names)} asked for collective {available + 1} of one payload, but process "
-        f"groups were made for {available}: set `rounds` on the hook's class to the most it needs"
-    )
 
 
 def fail(future: Future[Tensor], error: BaseException) -> None:

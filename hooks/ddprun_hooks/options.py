@@ -3,13 +3,19 @@
 Nothing here imports torch, so `ddprun check` and `ddprun catalog` can read it in milliseconds.
 """
 
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Role = Literal["codec", "reducer", "alone"]
 """`codec`: changes the payload and hands it on. `reducer`: carries the payload over the ranks and ends the
 stack. `alone`: a reducer that stands in a stack by itself."""
+
+HookSpec = str | Mapping[str, Mapping[str, Any] | None]
+"""`"fp16"` or `{"topk": {"density": 0.01}}`: the same rule as in a pipeline file."""
 
 
 class HookOptions(BaseModel):
@@ -19,6 +25,63 @@ class HookOptions(BaseModel):
 
     role: ClassVar[Role]
     implementation: ClassVar[str]  # "module:factory", imported when a run uses the hook
+
+
+def read_stack(value: Any) -> tuple[HookSpec, ...]:
+    """Read the hooks of one leg, options of built-in ones checked.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    if not isinstance(value, list | tuple):
+        raise PydanticCustomError("stack", "a list of hooks is wanted")
+    for spec in value:
+        name, options = parse_spec(spec)
+        if name in BUILT_IN:
+            BUILT_IN[name].model_validate(options)
+    return tuple(value)
+
+
+def parse_spec(spec: Any) -> tuple[str, dict[str, Any]]:
+    """Name and options of `name` or `{name: options}`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(spec, str):
+        return spec, {}
+    if isinstance(spec, Mapping) and len(spec) == 1:
+        ((name, options),) = spec.items()
+        if isinstance(name, str) and (options is None or isinstance(options, Mapping)):
+            return name, dict(options or {})
+    raise ValueError(f"a hook is a name or {{name: {{options}}}}, got {spec!r}")
+
+
+@dataclass(frozen=True)
+class _Leg:
+    """Marks an option that is a stack of its own.
+
+    The reader of pipeline files brings its own function, as `stack` in the validation's context, so that a
+    fault in a leg is told at its place in the file.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def read(value: Any, info: core_schema.ValidationInfo) -> tuple[HookSpec, ...]:
+            reader: Callable[[Any], tuple[HookSpec, ...]] = (info.context or {}).get("stack", read_stack)
+            return reader(value)
+
+        return core_schema.with_info_plain_validator_function(
+            read, serialization=core_schema.plain_serializer_function_ser_schema(list)
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"type": "array", "items": {"definition": "hook"}}
+
+
+Leg = Annotated[tuple[HookSpec, ...], _Leg()]
+"""A stack for one leg of `hierarchical`."""
 
 
 class Fp16(HookOptions):
@@ -35,6 +98,59 @@ class Bf16(HookOptions):
     implementation: ClassVar[str] = "ddprun_hooks.cast:bf16"
 
 
+class PowerSgd(HookOptions):
+    """Send each matrix as two thin factors (PowerSGD), with warm start and error feedback."""
+
+    role: ClassVar[Role] = "codec"
+    implementation: ClassVar[str] = "ddprun_hooks.powersgd:PowerSgd"
+
+    rank: Annotated[int, Field(gt=0)] = 4
+    """Rank of the approximation: columns of each factor."""
+
+
+class Int8(HookOptions):
+    """Send 8-bit codes with a scale for each block of values, in two phases, with error feedback."""
+
+    role: ClassVar[Role] = "reducer"
+    implementation: ClassVar[str] = "ddprun_hooks.int8:Int8"
+
+    block: Annotated[int, Field(ge=256)] = 256
+    """Values that share one fp32 scale."""
+
+
+class TopK(HookOptions):
+    """Send the largest values only, with their places, and keep the rest for later (error feedback)."""
+
+    role: ClassVar[Role] = "reducer"
+    implementation: ClassVar[str] = "ddprun_hooks.topk:TopK"
+
+    density: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Share of a bucket's values that each rank sends."""
+
+
+class Hierarchical(HookOptions):
+    """Reduce inside each host first, then between hosts, then gather inside each host."""
+
+    role: ClassVar[Role] = "reducer"
+    implementation: ClassVar[str] = "ddprun_hooks.hierarchical:Hierarchical"
+
+    within: Leg = ()
+    """Hooks of the leg inside a host: casts and shared_memory."""
+
+    across: Leg = ()
+    """Hooks of the leg between hosts, on each rank's share of the bucket; none is plain all-reduce."""
+
+    hosts: Annotated[int, Field(gt=0)] | None = None
+    """Split the ranks into so many equal hosts, for trials on one machine; null: as they were launched."""
+
+
+class SharedMemory(HookOptions):
+    """Sum through POSIX shared memory: the ranks of one host, tensors on the CPU."""
+
+    role: ClassVar[Role] = "reducer"
+    implementation: ClassVar[str] = "ddprun_hooks.shared_memory:SharedMemory"
+
+
 class Noop(HookOptions):
     """Send nothing: the upper bound on what any hook could gain. Ranks train apart."""
 
@@ -42,8 +158,32 @@ class Noop(HookOptions):
     implementation: ClassVar[str] = "ddprun_hooks.noop:Noop"
 
 
-BUILT_IN: dict[str, type[HookOptions]] = {"fp16": Fp16, "bf16": Bf16, "noop": Noop}
+BUILT_IN: dict[str, type[HookOptions]] = {
+    "fp16": Fp16,
+    "bf16": Bf16,
+    "powersgd": PowerSgd,
+    "int8": Int8,
+    "topk": TopK,
+    "hierarchical": Hierarchical,
+    "shared_memory": SharedMemory,
+    "noop": Noop,
+}
 """Every built-in hook by its name in a pipeline. Plain all-reduce has no name: it ends every stack that
 names no reducer."""
 
 ENTRY_POINT_GROUP = "ddprun.hooks"
+
+
+def settings_of(name: str, options: Mapping[str, Any]) -> HookOptions:
+    """The checked options of a built-in hook.
+
+    Raises:
+        ValueError: each wrong option with what is wrong.
+    """
+    try:
+        return BUILT_IN[name].model_validate(dict(options))
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)
+        )
+        raise ValueError(f'options of hook "{name}": {faults}') from None

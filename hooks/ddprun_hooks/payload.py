@@ -1,6 +1,6 @@
 """What a hook sees: one flat tensor, and which parameters lie where in it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -10,14 +10,29 @@ Kind = Literal["gradient", "parameters", "delta"]
 
 @dataclass(frozen=True, slots=True)
 class ParamSlice:
-    """The place of one parameter in a flat tensor."""
+    """The place of one parameter, or of some of its rows, in a flat tensor."""
 
     name: str
     shape: tuple[int, ...]
+    """Of the slice: fewer rows than the parameter has, if the slice is a part of it."""
+
     offset: int
     """First element's index in the flat tensor."""
 
     numel: int
+    start: int = 0
+    """First element's index in the flattened parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something a hook found out about a payload that somebody should hear of."""
+
+    hook: str
+    what: Literal["overflow"]
+    code: Tensor
+    """Shape (), integer. 0: all is finite. 1: the result is not, though this rank's payload was. 2: this
+    rank's payload was not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,5 +43,12 @@ class Payload:
     """Shape (numel,). Already divided by the world size, so that the *sum* over ranks is the mean."""
 
     params: tuple[ParamSlice, ...]
+    """The parameters in it; empty if the tensor's elements are no parameters' (a codec has made them)."""
+
     kind: Kind
     bucket: int
+    unsent: Tensor | None = None
+    """Shape (numel,), zeros: where a lossy hook writes what it did not send of this payload. None: it keeps
+    that itself, by parameter, and adds it to the next payload."""
+
+    findings: list[Finding] = field(default_factory=list, compare=False)

@@ -5,16 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
-from pydantic import ValidationError
-
 from ddprun_hooks.dotted import DottedNameError, import_dotted
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.hook import FunctionHook, Hook
-from ddprun_hooks.options import BUILT_IN, ENTRY_POINT_GROUP
+from ddprun_hooks.options import BUILT_IN, ENTRY_POINT_GROUP, HookSpec, parse_spec, settings_of
 from ddprun_hooks.stack import Stack
-
-HookSpec = str | Mapping[str, Mapping[str, Any] | None]
-"""`"fp16"` or `{"topk": {"density": 0.01}}`: the same rule as in a pipeline file."""
 
 
 def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
@@ -31,10 +26,9 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
     options = dict(options or {})
     if name in BUILT_IN:
         try:
-            settings = BUILT_IN[name](**options)
-        except ValidationError as error:
-            faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise HookSetupError(f'options of hook "{name}": {faults}') from None
+            settings = settings_of(name, options)
+        except ValueError as error:
+            raise HookSetupError(str(error)) from None
         module, _, factory = settings.implementation.partition(":")
         made = import_dotted(f"{module}.{factory}")(**settings.model_dump())
         assert isinstance(made, Hook)
@@ -53,14 +47,12 @@ def make_stack(specs: Sequence[HookSpec]) -> Stack:
     """Make a stack from a list such as `["fp16", {"mylab.hooks.Mine": {"strength": 2}}]`."""
     named: list[tuple[str, Hook]] = []
     for spec in specs:
-        if isinstance(spec, str):
-            named.append((spec, make_hook(spec)))
-        elif isinstance(spec, Mapping) and len(spec) == 1:
-            ((name, options),) = spec.items()
-            named.append((name, make_hook(name, options)))
-        else:
-            raise HookSetupError(f"a hook is a name or {{name: {{options}}}}, got {spec!r}")
-    return Stack(named)
+        try:
+            name, options = parse_spec(spec)
+        except ValueError as error:
+            raise HookSetupError(str(error)) from None
+        named.append((name, make_hook(name, options)))
+    return Stack(named, described=repr(list(specs)))
 
 
 def installed_names() -> list[str]:

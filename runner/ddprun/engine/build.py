@@ -132,7 +132,7 @@ def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...]) -> Stack:
         except HookSetupError as error:
             raise _refused(loaded, _key(f"{path}[{place}]", choice), str(error)) from None
     try:
-        return Stack(named)
+        return Stack(named, described=repr([choice.plain() for choice in hooks]))
     except HookSetupError as error:
         raise _refused(loaded, path, str(error)) from None
 

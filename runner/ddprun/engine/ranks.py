@@ -57,6 +57,9 @@ class Ranks:
         self.hosts: tuple[str, ...] = ()
         """Host name of each rank, once joined."""
 
+        self.local_sizes: tuple[int, ...] = ()
+        """For each rank, how many ranks its launcher started on its host, once joined."""
+
         self._timeout = timeout
         self._base: dist.Store | None = None
 
@@ -86,11 +89,11 @@ class Ranks:
             place.backend, store=self._base, rank=self.rank, world_size=self.size, timeout=self._timeout
         )
         store = self.store
-        store.set(f"host/{self.rank}", socket.gethostname())
+        store.set(f"host/{self.rank}", json.dumps([socket.gethostname(), self.environment.local_world_size]))
         if self.rank == 0:
-            hosts = [store.get(f"host/{rank}").decode() for rank in range(self.size)]
-            store.set("hosts", json.dumps(hosts))
-        self.hosts = tuple(json.loads(store.get("hosts")))
+            places = [json.loads(store.get(f"host/{rank}")) for rank in range(self.size)]
+            store.set("hosts", json.dumps(places))
+        self.hosts, self.local_sizes = zip(*json.loads(store.get("hosts")), strict=True)
 
     def tell_all(self, key: str, make: Callable[[], str]) -> str:
         """What rank 0 makes, on every rank."""

@@ -26,7 +26,8 @@ from ddprun.telemetry.gather import Records
 from ddprun.telemetry.ledger import Ledger
 from ddprun.telemetry.progress import Screen, screen_for
 from ddprun_hooks.dispatcher import Dispatcher
-from ddprun_hooks.exchange import Exchange
+from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.exchange import Exchange, open_control
 from ddprun_hooks.stack import Stack
 
 _COMPARE_CLOCKS_EVERY_S = 60.0
@@ -167,14 +168,21 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
     }
     feed = _open_feed(loaded, data.train, ranks, device.type == "cuda")
 
-    exchange = Exchange.open(
-        device=device,
-        backend=place.backend,
-        hosts=ranks.hosts,
-        rounds=max((stack.rounds for stack in stacks.values()), default=1),
-        timeout=timedelta(seconds=pipeline.launch.timeout_s),
-    )
-    exchange.control.agree("the pipeline", loaded.digest())
+    timeout = timedelta(seconds=pipeline.launch.timeout_s)
+    control = open_control(timeout)
+    control.agree("the pipeline", loaded.digest())
+    try:
+        exchange = Exchange.open(
+            control=control,
+            device=device,
+            backend=place.backend,
+            hosts=ranks.hosts,
+            local_sizes=ranks.local_sizes,
+            stacks=list(stacks.values()) or [Stack([])],
+            timeout=timeout,
+        )
+    except HookSetupError as error:
+        raise PipelineError([loaded.fault("hooks", str(error))]) from None
     ddp = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,

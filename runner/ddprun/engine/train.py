@@ -9,6 +9,8 @@ for each optimizer step:
           hooks reduce each bucket as it fills
     look for non-finite gradients, clip,        optimizer_us
       optimizer step, schedule
+    every n-th step: compare with the exact   sync_us
+      mean gradient
     post the control word, read an older one    sync_us
 ```
 """
@@ -46,9 +48,7 @@ def train(session: Session, stage: Train) -> dict[str, Any]:
         session.loaded, _schedule_path(stage), settings.schedule, session.optimizer, steps
     )
     session.dispatcher.stack = session.stacks[stage.index]
-    session.exchange.control.agree(
-        "the buckets", repr((session.dispatcher.layout, session.dispatcher.stack.names))
-    )
+    session.exchange.control.agree("the buckets and the hooks", session.dispatcher.signature)
     session.events.info(
         "stage_started",
         stage=stage.index,
@@ -84,8 +84,14 @@ def _run(
     first, started = session.step, time.monotonic()
     ledger = session.ledger
 
+    overflows = 0
+
     def tell(agreed: Agreed) -> None:
+        nonlocal overflows
         session.loss = agreed.mean_loss
+        if agreed.overflow is not None:
+            overflows += 1
+            _tell_overflow(session, agreed, first=overflows == 1)
         done = agreed.step - first
         session.screen.step(done, agreed, done / (time.monotonic() - started))
 
@@ -113,6 +119,19 @@ def _run(
     return bool(session.exchange.control.gather([float(session.stop.wanted)]).any())
 
 
+def _tell_overflow(session: Session, agreed: Agreed, *, first: bool) -> None:
+    """A cast has made a mean gradient infinite: the event each time, a line on the screen the first time."""
+    assert agreed.overflow is not None
+    bucket, hook = agreed.overflow
+    names = [param.name for param in session.dispatcher.layout[bucket].params]
+    session.events.warning("overflow", step=agreed.step, hook=hook, bucket=bucket, params=names)
+    if first:
+        session.screen.note(
+            f"step {agreed.step}: bucket {bucket} ({names[0]} … {names[-1]}) overflowed in {hook}: "
+            "finite gradients came back as infinity; use bf16, or a smaller loss (clip_norm comes too late)"
+        )
+
+
 def run_step(
     session: Session, settings: TrainSettings, schedule: LRScheduler | None, batches: StepBatches, index: int
 ) -> None:
@@ -120,7 +139,10 @@ def run_step(
     ledger, precision, dispatcher = session.ledger, session.precision, session.dispatcher
     ddp, optimizer = session.ddp, session.optimizer
     step = ledger.current
-    dispatcher.scale = precision.loss_scale()
+    scale = precision.loss_scale()
+    fidelity_every = session.loaded.pipeline.timings.fidelity_every
+    look = bool(fidelity_every) and step.number % fidelity_every == 0
+    dispatcher.begin_step(scale, fidelity=look)
     for place, micro in enumerate(batches.micro_batches, start=1):
         last = place == batches.count
         content = precision.admit(micro.content)
@@ -129,8 +151,8 @@ def run_step(
             with precision.computing():
                 loss = session.objective(ddp, content).loss
             weighted = loss * _weight(session, micro.samples, batches.total)
-            if dispatcher.scale is not None:
-                weighted = weighted * dispatcher.scale
+            if scale is not None:
+                weighted = weighted * scale
             ledger.lap("forward_us")
             dispatcher.flights = step.flights
             _backward(session, weighted)
@@ -141,12 +163,16 @@ def run_step(
         mean = loss.detach() / micro.samples if session.objective.summed and micro.samples else loss.detach()
         ledger.note_loss(mean, micro.samples)
     dispatcher.flights = None
+    if look:
+        dispatcher.measure_fidelity(session.exchange.exact_sum)
+        ledger.lap("sync_us")
 
     precision.check_gradients(optimizer)
     if settings.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(session.model.parameters(), settings.clip_norm)
     with warmed_up(optimizer, index, settings.warmup_steps):
         stepped = precision.step(optimizer)
+    dispatcher.end_step(applied=stepped)
     if not stepped:
         session.events.warning("step_skipped", step=step.number, reason="a gradient is not finite")
     elif schedule is not None:

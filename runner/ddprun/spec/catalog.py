@@ -136,6 +136,8 @@ def _range_words(schema: dict[str, Any]) -> str:
         bounds.append(f"at least {low + 1}" if schema["type"] == "integer" else f"above {low:g}")
     if "minimum" in schema:
         bounds.append(f"at least {schema['minimum']:g}")
+    if "maximum" in schema:
+        bounds.append(f"at most {schema['maximum']:g}")
     if "exclusiveMaximum" in schema:
         bounds.append(f"below {schema['exclusiveMaximum']:g}")
     return ", " + " and ".join(bounds) if bounds else ""

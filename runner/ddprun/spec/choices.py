@@ -8,15 +8,15 @@ from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from ddprun.spec import options as built_in
 from ddprun.spec import signatures
 from ddprun.spec.faults import listing, suggest
-from ddprun.spec.problems import mismatch, problem, validate, within
+from ddprun.spec.problems import located, mismatch, problem, validate, within
 from ddprun.spec.signatures import TorchKind
 from ddprun_hooks.options import BUILT_IN as HOOKS
-from ddprun_hooks.options import ENTRY_POINT_GROUP
+from ddprun_hooks.options import ENTRY_POINT_GROUP, HookSpec
 
 Origin = Literal["built-in", "torch", "dotted", "installed"]
 
@@ -151,7 +151,8 @@ def _resolve(kind: Kind, name: str, options: dict[str, Any], path: tuple[str, ..
             raise within(problem(text, "write package.module.name", where=where), *path)
         return Choice(kind.name, name, options, "dotted")
     if name in kind.built_in:
-        settings = validate(kind.built_in[name], options, name, owner=name)
+        context = {"stack": _read_stack} if kind.name == "hook" else None
+        settings = validate(kind.built_in[name], options, name, owner=name, context=context)
         return Choice(kind.name, name, _plain(settings), "built-in", settings)
     if kind.torch and (found := signatures.find(kind.torch, name)):
         if reason := signatures.refusal(kind.torch, found):
@@ -162,6 +163,24 @@ def _resolve(kind: Kind, name: str, options: dict[str, Any], path: tuple[str, ..
     if kind.installed and name in installed_hooks():
         return Choice(kind.name, name, options, "installed")
     raise _refused(kind, name, path, where)
+
+
+def _read_stack(value: Any) -> tuple[HookSpec, ...]:
+    """The hooks of one leg of `hierarchical`, each with its defaults filled in."""
+    if not isinstance(value, list | tuple):
+        raise mismatch("a list")
+    read: list[HookSpec] = []
+    faults: list[InitErrorDetails] = []
+    for place, item in enumerate(value):
+        try:
+            read.append(choose("hook", item).plain())
+        except PydanticCustomError as error:
+            faults.append(InitErrorDetails(type=error, loc=(place,), input=item))
+        except ValidationError as error:
+            faults += located(error, place)
+    if faults:
+        raise ValidationError.from_exception_data("hooks", faults)
+    return tuple(read)
 
 
 def _refused(kind: Kind, name: str, path: tuple[str, ...], where: Literal["value", "key"]) -> ValidationError:

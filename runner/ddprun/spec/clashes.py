@@ -9,6 +9,7 @@ from ddprun.spec.faults import Severity
 from ddprun.spec.options import Cnn, Mlp, Synthetic, Text, Transformer
 from ddprun.spec.schema import OVERRIDABLE, DataPair, Evaluate, Pipeline, Save, Train
 from ddprun.spec.tree import KeyPath
+from ddprun_hooks import grammar
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,33 @@ def _nccl_on_cpu(pipeline: Pipeline) -> Iterator[Clash]:
             '"backend: nccl" clashes with "device: cpu": NCCL carries GPU tensors only',
             "use gloo, or device: cuda",
         )
+
+
+@reads("hooks", "stages", "launch")
+def _hooks(pipeline: Pipeline) -> Iterator[Clash]:
+    yield from _stack_clashes(pipeline, pipeline.hooks, ("hooks",))
+    for stage in pipeline.train_stages():
+        if "hooks" in stage.model_fields_set:
+            yield from _stack_clashes(pipeline, stage.hooks, ("stages", stage.index, "train", "hooks"))
+
+
+def _stack_clashes(pipeline: Pipeline, hooks: tuple[Choice, ...], path: KeyPath) -> Iterator[Clash]:
+    for wrong in grammar.problems([grammar.entry(hook.name, hook.options) for hook in hooks]):
+        if wrong.severity == "warning":
+            yield Clash((*path, *wrong.path), wrong.text, None, "warning")
+    launch = pipeline.launch
+    for place, hook in enumerate(hooks):
+        here = (*path, place)
+        within = hook.options.get("within", ()) if hook.name == "hierarchical" else ()
+        if launch.device == "cuda" and (hook.name == "shared_memory" or "shared_memory" in within):
+            text = '"shared_memory" clashes with "device: cuda" of "launch": it sums tensors on the CPU'
+            at = here if hook.name == "shared_memory" else (*here, "hierarchical", "within")
+            yield Clash(at, text, "remove it: NCCL uses shared memory by itself")
+        hosts = hook.options.get("hosts") if hook.name == "hierarchical" else None
+        ranks = (launch.nproc_per_node or 1) * launch.nnodes
+        if hosts and launch.nproc_per_node and ranks % hosts:
+            text = f'"hosts: {hosts}" clashes with "launch": it does not divide {ranks} ranks'
+            yield Clash((*here, "hierarchical", "hosts"), text, "hosts that hold equally many ranks")
 
 
 @reads("warmup_steps", "stages")

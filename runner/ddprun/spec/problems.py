@@ -41,7 +41,13 @@ def within(error: PydanticCustomError, *path: str | int) -> ValidationError:
     )
 
 
-def validate(model: type[Model], value: Any, *path: str | int, owner: str = "") -> Model:
+def validate(
+    model: type[Model],
+    value: Any,
+    *path: str | int,
+    owner: str = "",
+    context: dict[str, Any] | None = None,
+) -> Model:
     """Validate a part of the file that stands `path` below the value that is being validated.
 
     Args:
@@ -49,11 +55,24 @@ def validate(model: type[Model], value: Any, *path: str | int, owner: str = "") 
         value: its plain data.
         path: prefixed to the location of each error.
         owner: the name of a choice whose options these are; its unknown keys are told as options.
+        context: what the model's own validators ask for.
     """
     try:
-        return model.model_validate(value)
+        return model.model_validate(value, context=context)
     except ValidationError as error:
         raise told(error, model, path, owner) from None
+
+
+def located(error: ValidationError, *path: str | int) -> list[InitErrorDetails]:
+    """Every error of a validation that was told already, `path` further down."""
+    return [
+        InitErrorDetails(
+            type=_again(item),
+            loc=(*path, *item["loc"]),
+            input=item["input"],
+        )
+        for item in error.errors(include_url=False)
+    ]
 
 
 def told(
@@ -69,9 +88,14 @@ def told(
         elif kind == "missing" and len(location) == 1 and owner:
             custom = problem(f'{owner} needs "{location[0]}"', f"write {owner}: {{{location[0]}: …}}")
         else:
-            custom = PydanticCustomError(kind, "{message}", {"message": item["msg"], **item.get("ctx", {})})
+            custom = _again(item)
         details.append(InitErrorDetails(type=custom, loc=(*path, *location), input=item["input"]))
     return ValidationError.from_exception_data("pipeline", details)
+
+
+def _again(item: Any) -> PydanticCustomError:
+    """An error of a finished validation as one that can be raised anew."""
+    return PydanticCustomError(item["type"], "{message}", {"message": item["msg"], **item.get("ctx", {})})
 
 
 def _model_at(model: type[BaseModel], location: Sequence[str | int]) -> type[BaseModel]:

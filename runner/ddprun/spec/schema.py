@@ -25,9 +25,13 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 
 def _check_stack(hooks: tuple[Choice, ...]) -> tuple[Choice, ...]:
     """Refuse stacks that make no sense, each hook that is out of place with its reason."""
-    found = grammar.faults([(hook.name, grammar.role_of(hook.name)) for hook in hooks])
-    if found:
-        details = [InitErrorDetails(type=problem(text), loc=(place,), input=None) for place, text in found]
+    found = grammar.problems([grammar.entry(hook.name, hook.options) for hook in hooks])
+    details = [
+        InitErrorDetails(type=problem(wrong.text), loc=wrong.path, input=None)
+        for wrong in found
+        if wrong.severity == "error"
+    ]
+    if details:
         raise ValidationError.from_exception_data("hooks", details)
     return hooks
 
@@ -151,6 +155,9 @@ class Timings(Options):
 
     every: PositiveInt = 1
     """Record every n-th step."""
+
+    fidelity_every: NonNegativeInt = 0
+    """Compare each bucket of every n-th step with the exact mean gradient; 0 never does."""
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def spelling(name: str) -> str:
 
 
 _CHOICES = frozenset({"model", "data", "loss", "optimizer", "schedule", "sync"})
-_CHOICE_LISTS = frozenset({"hooks", "metrics", "stages"})
+_CHOICE_LISTS = frozenset({"hooks", "within", "across", "metrics", "stages"})
 
 
 def is_choice(path: Sequence[str | int]) -> bool:

@@ -60,6 +60,9 @@ class Agreed:
     compare_clocks: bool
     """Rank 0 wants the clocks compared again."""
 
+    overflow: tuple[int, str] | None = None
+    """The first bucket whose mean a hook's cast made infinite though no rank's gradient was, and the hook."""
+
 
 @dataclass(slots=True)
 class _Settled:
@@ -71,6 +74,9 @@ class _Settled:
     backward: Backward
     loss: float
     samples: int
+    finder: str
+    """The hook that has found something, if one has."""
+
     posted: Posted
 
 
@@ -161,14 +167,16 @@ class Ledger:
         loss_sum = sum(float(loss) * count for loss, count in step.losses if count)
         self._clock.rebase(step.laps[-1][1])
         ready = backward.last_ready_us - self.offset_us
-        word = [loss_sum, samples, ready, float(stop), float(compare_clocks)]
+        found, hook = _first_finding(backward.flights)
+        word = [loss_sum, samples, ready, float(stop), float(compare_clocks), float(found)]
         loss = loss_sum / samples if samples else math.nan
-        self._posted.append(_Settled(step, us, start, backward, loss, samples, self._control.post(word)))
+        posted = self._control.post(word)
+        self._posted.append(_Settled(step, us, start, backward, loss, samples, hook, posted))
 
     def _collect(self) -> Agreed:
         settled = self._posted.popleft()
-        words = settled.posted.wait()  # (ranks, 5)
-        losses, samples, ready, stop, clocks = words.unbind(1)
+        words = settled.posted.wait()  # (ranks, 6)
+        losses, samples, ready, stop, clocks, found = words.unbind(1)
         split = exposed(settled.backward, float(ready.max()) + self.offset_us)
         us = settled.us
         us["backward_us"] -= split.total_us
@@ -187,6 +195,7 @@ class Ledger:
             rank_losses=tuple((losses / samples).tolist()),
             stop=bool(stop.any()),
             compare_clocks=bool(clocks[0]),
+            overflow=_overflow(found.int().tolist(), settled.finder),
         )
 
     def _count(self, settled: _Settled) -> None:
@@ -225,3 +234,22 @@ class Ledger:
                 for f in flights
             ],
         )
+
+
+def _first_finding(flights: Sequence[Flight[int]]) -> tuple[int, str]:
+    """The first bucket that did not come back finite, as a number for the control word, and who noticed.
+
+    0: all did. 3 * bucket + 1: this rank's gradient was finite. 3 * bucket + 2: it was not.
+    """
+    for flight in sorted(flights, key=lambda flight: flight.bucket):
+        for finding in flight.findings:
+            if code := int(finding.code):
+                return 3 * flight.bucket + code, finding.hook
+    return 0, ""
+
+
+def _overflow(found: Sequence[int], hook: str) -> tuple[int, str] | None:
+    """What all ranks' numbers come to; the same on every rank, since all get the same mean."""
+    if not any(found) or any(number % 3 == 2 for number in found):
+        return None
+    return max(found) // 3, hook

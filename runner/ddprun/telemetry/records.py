@@ -1,7 +1,7 @@
 """Step and bucket records: the fields, and how a step's time is divided (`docs/records.md`)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ddprun_hooks.flight import Flight
@@ -101,6 +101,7 @@ def bucket_record(
     flight: Flight[int], params: Sequence[str], *, rank: int, stage: int, step: int
 ) -> dict[str, Any]:
     """One line of `buckets/rank-….jsonl`."""
+    fidelity = {"fidelity": asdict(flight.fidelity)} if flight.fidelity is not None else {}
     return {
         "v": VERSION,
         "rank": rank,
@@ -132,6 +133,7 @@ def bucket_record(
             }
             for leg in flight.legs
         ],
+        **fidelity,
     }
 
 

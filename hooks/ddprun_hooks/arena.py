@@ -1,0 +1,517 @@
+"""Arenas: collectives among the ranks of one host through memory that they share.
+
+Memory has a half for even and a half for odd phases, and in each half a slot for every rank. One rule covers
+every operation: *in phase i a rank writes to half i % 2, tells every peer, hears from every peer, and reads
+half i % 2 until it tells phase i + 1*. A half is written again in phase i + 2, which a rank enters once it
+has heard phase i + 1 from all, and each peer told that after it had read the half: two halves are enough, and
+one meeting a phase.
+
+Ranks meet by a byte on a socket between each two of them, not by flags in memory: a byte is heard after what
+was written before it was sent on every architecture, a rank can sleep until it comes, and the socket of a
+process that has died reads as ended.
+"""
+
+import itertools
+import math
+import mmap
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Final
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from ddprun_hooks.errors import ExchangeError
+
+SLOT_BYTES = 1 << 20
+"""Bytes that a rank puts into memory at a time: small enough for all slots to stay in a cache."""
+
+_LINE_BYTES: Final = 64  # no two ranks write to one cache line
+_HERE: Final = b"\1"
+_NOBODY: Final = b"-"  # shared in place of a name when rank 0 could make none
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED
+_RANK: Final = struct.Struct("I")
+
+
+class Link(socket.socket):
+    """This rank's end of the socket to one peer; closed when nothing refers to it any more."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, descriptor: int, name: int) -> None:
+        super().__init__(fileno=descriptor)
+        self.name = name
+        self.setblocking(False)
+        _links.add(self)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+Steps = Generator[Sequence[Link], None, None]
+"""An operation under way: runs until it has to wait and yields the links it then waits for. To be resumed
+when one of them is readable or the arena's deadline has passed; the next may begin when it has ended."""
+
+_links: "WeakSet[Link]" = WeakSet()
+
+
+def _let_go() -> None:
+    """Close the links in a forked child, which would keep them open when the rank itself has died."""
+    for link in list(_links):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+class Arena:
+    """Memory shared by the ranks of one host, and the links between them.
+
+    Every rank runs the same operations on an arena, one after the other and in the same order. Tensors are
+    contiguous, in host memory, and alike in length and dtype on all ranks. Every element is summed by one
+    rank, in rank order, and fp16 and bf16 in fp32: all ranks get the same bits.
+
+    Args:
+        rank: this rank's place among those of the arena.
+        memory: (2, size, slot_bytes), uint8, shared.
+        links: one to each other rank, in rank order.
+        timeout_s: how long an operation waits for a peer.
+    """
+
+    def __init__(self, rank: int, memory: Tensor, links: Sequence[Link], timeout_s: float) -> None:
+        self.rank = rank
+        self.size = len(links) + 1
+        self.error: ExchangeError | None = None
+        """Why the arena can be used no more."""
+
+        self.phase = 0
+        """Meetings that this rank has been through."""
+
+        self.deadline = math.inf
+        """When the operation under way gives up waiting, by `time.monotonic`."""
+
+        self._memory = memory
+        self._links = tuple(links)
+        self._timeout_s = timeout_s
+        self._plans: dict[tuple[torch.dtype, int | tuple[int, ...]], _Plan] = {}
+        self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def close(self) -> None:
+        """Let go of memory and links. What is under way, here and on the peers, fails."""
+        self.error = self.error or ExchangeError("the arena is closed")
+        links, self._links = self._links, ()
+        for link in links:
+            try:
+                link.shutdown(socket.SHUT_RDWR)
+            except OSError:  # the peer was faster
+                continue
+        self._memory = torch.empty((2, self.size, 0), dtype=torch.uint8)
+        self._plans.clear()
+        self._scratch.clear()
+
+    def all_reduce(self, tensor: Tensor) -> Steps:
+        """Sum `tensor` (any shape) over the ranks, in place."""
+        flat = tensor.detach().view(-1)
+        if self.size == 1:
+            return
+        plan = self._plan(flat.dtype, flat.numel())
+        chunks, rank = plan.cut(flat), self.rank
+        # A piece is summed in the phase in which the next is put in: one meeting more than there are pieces,
+        # not twice as many.
+        for turn in range(len(plan.pieces) + 1 if plan.pieces else 0):
+            half = self.phase & 1
+            if turn < len(plan.pieces):
+                for part, view in plan.pieces[turn].sent[half]:
+                    view.copy_(chunks[part][turn])
+            if turn:
+                piece = plan.pieces[turn - 1]
+                # Into the share of its slot that a rank does not fill, because nobody else sums it.
+                if piece.lengths[rank]:
+                    self._sum(piece.summed[1 - half], chunks[rank][turn - 1], piece.own[half])
+            yield from self._meet()
+            if turn:
+                for part, view in piece.results[half]:
+                    chunks[part][turn - 1].copy_(view)
+
+    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> Steps:
+        """Sum the parts of `tensor` (sum(sizes),) over the ranks and keep this rank's.
+
+        Args:
+            tensor: left as it is.
+            sizes: elements of each rank's part, in rank order.
+            output: takes the sum, (sizes[rank],); may be this rank's part of `tensor`.
+        """
+        tensor, output = tensor.detach(), output.detach()
+        if self.size == 1:
+            output.copy_(tensor)
+            return
+        plan = self._plan(tensor.dtype, tuple(sizes))
+        chunks, rank = plan.cut(tensor), self.rank
+        outputs = plan.cut_part(output, rank)
+        for turn, piece in enumerate(plan.pieces):
+            half = self.phase & 1
+            for part, view in piece.sent[half]:
+                view.copy_(chunks[part][turn])
+            yield from self._meet()
+            if piece.lengths[rank]:
+                self._sum(piece.summed[half], chunks[rank][turn], outputs[turn])
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> Steps:
+        """Gather the ranks' tensors in rank order.
+
+        Args:
+            tensor: this rank's, (sizes[rank],).
+            sizes: elements of each rank's, in rank order.
+            output: takes them all, (sum(sizes),); `tensor` may be this rank's part of it.
+        """
+        tensor, output = tensor.detach(), output.detach()
+        plan = self._plan(tensor.dtype, tuple(sizes))
+        rank = self.rank
+        start = sum(sizes[:rank])
+        output[start : start + sizes[rank]].copy_(tensor)
+        if self.size == 1:
+            return
+        chunks = plan.cut(output)
+        for turn, piece in enumerate(plan.pieces):
+            half = self.phase & 1
+            if piece.lengths[rank]:
+                piece.own[half].copy_(chunks[rank][turn])
+            yield from self._meet()
+            for part, view in piece.results[half]:
+                if part != rank:
+                    chunks[part][turn].copy_(view)
+
+    def _meet(self) -> Steps:
+        """Tell every peer that this rank is here, and hear the same from each.
+
+        Raises:
+            ExchangeError: names the peers that are gone, or that have not come in time.
+        """
+        missing: Sequence[Link] = self._links
+        for link in missing:
+            try:
+                link.send(_HERE)
+            except OSError:
+                continue  # it is told by name when it is listened to
+        self.deadline = math.inf
+        while missing := self._listen(missing):
+            now = time.monotonic()
+            if self.deadline == math.inf:
+                self.deadline = now + self._timeout_s
+            elif now >= self.deadline:
+                raise self._broken(missing, f"did not arrive within {self._timeout_s:g} s")
+            yield missing
+        self.phase += 1
+
+    def _listen(self, links: Sequence[Link]) -> Sequence[Link]:
+        """Those of `links` that have nothing to say yet."""
+        silent, gone = [], []
+        for link in links:
+            try:
+                if not link.recv(1):
+                    gone.append(link)
+            except BlockingIOError:
+                silent.append(link)
+            except OSError:
+                gone.append(link)
+        if gone:
+            raise self._broken(gone, "left the exchange: the process has ended or given up")
+        return silent
+
+    def _broken(self, links: Sequence[Link], what: str) -> ExchangeError:
+        names = ", ".join(str(link.name) for link in links)
+        self.error = self.error or ExchangeError(f"rank {names} {what}")
+        return self.error
+
+    def _sum(self, slots: Sequence[Tensor], own: Tensor, out: Tensor) -> None:
+        """Sum the peers' parts in `slots` and this rank's `own`, in rank order, into `out`, which may be
+        `own`; all of one length.
+        """
+        terms = [*slots[: self.rank], own, *slots[self.rank + 1 :]]
+        if self.size == 2:  # torch adds halves in fp32 and rounds once
+            torch.add(terms[0], terms[1], out=out)
+        elif out.dtype in (torch.float16, torch.bfloat16):
+            total = self._scratch_for(torch.float32, 0, out.numel()).copy_(terms[0])
+            term = self._scratch_for(torch.float32, 1, out.numel())
+            for other in terms[1:]:
+                total.add_(term.copy_(other))
+            out.copy_(total)
+        else:
+            total = self._scratch_for(out.dtype, 0, out.numel())
+            torch.add(terms[0], terms[1], out=total)
+            for other in terms[2:-1]:
+                total.add_(other)
+            torch.add(total, terms[-1], out=out)
+
+    def _scratch_for(self, dtype: torch.dtype, index: int, numel: int) -> Tensor:
+        scratch = self._scratch.get((dtype, index))
+        if scratch is None or scratch.numel() < numel:
+            scratch = self._scratch[dtype, index] = torch.empty(numel, dtype=dtype)
+        return scratch[:numel]
+
+    def _plan(self, dtype: torch.dtype, sizes: int | tuple[int, ...]) -> "_Plan":
+        """How to carry parts of `sizes`, or a tensor of that many elements in parts nearly equal."""
+        if self.error is not None:
+            raise self.error
+        plan = self._plans.get((dtype, sizes))
+        if plan is None:
+            if len(self._plans) >= 256:  # of tensors that are never of one length twice
+                self._plans.clear()
+            memory = self._memory.view(dtype)
+            parts = _even(sizes, self.size, memory.element_size()) if isinstance(sizes, int) else sizes
+            plan = self._plans[dtype, sizes] = _Plan(self.rank, parts, memory)
+        return plan
+
+
+class _Plan:
+    """How tensors of one length travel: each part is cut into chunks, and the i-th chunks of all parts are
+    piece i, which fits into a slot.
+
+    Args:
+        rank: this rank's place.
+        sizes: elements of each rank's part.
+        memory: (2, size, elements of a slot).
+    """
+
+    def __init__(self, rank: int, sizes: Sequence[int], memory: Tensor) -> None:
+        self.sizes = list(sizes)
+        align = _LINE_BYTES // memory.element_size()
+        room = memory.shape[2] - align * len(sizes)
+        count = -(-sum(sizes) // room)
+        self.chunks = [_round_up(-(-size // count), align) for size in sizes] if count else [0] * len(sizes)
+        """Elements of each part's chunks but the last."""
+
+        made: dict[tuple[int, ...], _Piece] = {}
+        self.pieces: list[_Piece] = []
+        for turn in range(count):
+            lengths = tuple(
+                max(0, min(chunk, size - turn * chunk))
+                for chunk, size in zip(self.chunks, sizes, strict=True)
+            )
+            if lengths not in made:
+                made[lengths] = _Piece(rank, self.chunks, lengths, memory)
+            self.pieces.append(made[lengths])
+
+    def cut(self, tensor: Tensor) -> list[Sequence[Tensor]]:
+        """The chunks of each part of `tensor` (sum(sizes),)."""
+        parts = tensor.split_with_sizes(self.sizes)
+        return [self.cut_part(part, index) for index, part in enumerate(parts)]
+
+    def cut_part(self, part: Tensor, index: int) -> Sequence[Tensor]:
+        """The chunks of part `index` (sizes[index],)."""
+        chunk = self.chunks[index]
+        return (part,) if part.numel() <= chunk else torch.split(part, chunk)
+
+
+class _Piece:
+    """Where a piece lies in memory; everything but `lengths` for each half."""
+
+    __slots__ = ("lengths", "own", "results", "sent", "summed")
+
+    def __init__(self, rank: int, chunks: Sequence[int], lengths: Sequence[int], memory: Tensor) -> None:
+        self.lengths = lengths
+        """Elements of each part, which begins where whole chunks of the parts before it would end."""
+
+        starts = [sum(chunks[:part]) for part in range(len(chunks))]
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        filled = [part for part, length in enumerate(lengths) if length]
+        self.sent = [
+            [(part, half[rank, starts[part] : ends[part]]) for part in filled if part != rank]
+            for half in memory
+        ]
+        """Other ranks' parts in this rank's slot."""
+
+        self.summed = [list(half[:, starts[rank] : ends[rank]]) for half in memory]
+        """This rank's part in every slot."""
+
+        self.results = [[(part, half[part, starts[part] : ends[part]]) for part in filled] for half in memory]
+        """Every part in the slot of its own rank."""
+
+        self.own = [slots[rank] for slots in self.summed]
+        """This rank's part in its own slot."""
+
+
+def open_arenas(
+    *,
+    rank: int,
+    size: int,
+    count: int,
+    share: Callable[[bytes], bytes],
+    timeout_s: float,
+    slot_bytes: int = SLOT_BYTES,
+    names: Sequence[int] | None = None,
+) -> list[Arena]:
+    """Make arenas among the ranks of one host. Every one of them has to call this, with equal arguments.
+
+    Nothing of an arena has a name in the file system: it is gone when the last of its ranks is.
+
+    Args:
+        rank: this rank's place among them.
+        size: how many they are.
+        count: how many arenas to make.
+        share: gives rank 0's argument (32 bytes at most) to every rank; called once on each.
+        timeout_s: how long making them, and then any one wait in an operation, may take.
+        slot_bytes: bytes that each rank puts into memory at a time, at least 128 for each rank.
+        names: what errors call the ranks, if not 0, 1, ….
+
+    Raises:
+        ExchangeError: ranks that did not arrive, belong to another user, or have no memory to share.
+    """
+    slot_bytes = _round_up(slot_bytes, mmap.PAGESIZE)
+    if slot_bytes < 2 * _LINE_BYTES * size:
+        raise ValueError(f"slots of {slot_bytes} bytes are too small for {size} ranks")
+    names = range(size) if names is None else names
+    if size == 1:
+        return [Arena(0, torch.empty((2, 1, 0), dtype=torch.uint8), (), timeout_s) for _ in range(count)]
+    nbytes = 2 * size * slot_bytes
+    setup = _Setup(names, time.monotonic() + timeout_s)
+    if rank == 0:
+        arenas = setup.hand_out(size, count, nbytes, share)
+    else:
+        arenas = setup.collect(rank, size, count, share(b""))
+    made = []
+    try:
+        for descriptors in arenas:
+            mapping = mmap.mmap(descriptors[0], nbytes)
+            memory = torch.frombuffer(mapping, dtype=torch.uint8).view(2, size, slot_bytes)
+            peers = [name for place, name in enumerate(names) if place != rank]
+            links = [Link(descriptors.pop(1), peer) for peer in peers]
+            made.append(Arena(rank, memory, links, timeout_s))
+    except OSError as error:
+        raise ExchangeError(f"rank {names[rank]} cannot map shared memory: {error}") from error
+    finally:
+        for descriptor in [descriptor for descriptors in arenas for descriptor in descriptors]:
+            os.close(descriptor)
+    return made
+
+
+class _Setup:
+    """How the ranks come by the descriptors of their arenas: for each, that of its memory and those of the
+    links to the other ranks, in rank order. All are made by rank 0 and sent over sockets in no folder.
+    """
+
+    def __init__(self, names: Sequence[int], deadline: float) -> None:
+        self._names = names
+        self._deadline = deadline
+        self._mine: list[list[int]] = []
+
+    def hand_out(
+        self, size: int, count: int, nbytes: int, share: Callable[[bytes], bytes]
+    ) -> list[list[int]]:
+        """Make everything, and give every other rank its own."""
+        # Whoever knows the name can connect, so it cannot be guessed; others of this user could do worse.
+        name = secrets.token_hex(16).encode()
+        peers: dict[int, socket.socket] = {}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(_address(name))
+                listener.listen(size)
+            except OSError as error:
+                share(_NOBODY)
+                raise ExchangeError(f"rank {self._names[0]} cannot listen: {error}") from error
+            share(name)
+            try:
+                while len(peers) < size - 1:
+                    peer, _ = self._in_time(listener).accept()
+                    self._refuse_strangers(peer)
+                    (rank,) = _RANK.unpack(self._in_time(peer).recv(_RANK.size))
+                    peers[rank] = peer
+                for _ in range(count):
+                    self._hand_out_one(peers, size, nbytes)
+            except (OSError, struct.error) as error:
+                self._give_up()
+                late = ", ".join(str(self._names[rank]) for rank in range(1, size) if rank not in peers)
+                what = f"rank {late} did not arrive" if late else "no memory could be shared"
+                raise ExchangeError(f"{what}: {error}") from error
+            except BaseException:
+                self._give_up()
+                raise
+            finally:
+                for peer in peers.values():
+                    peer.close()
+        return self._mine
+
+    def _hand_out_one(self, peers: dict[int, socket.socket], size: int, nbytes: int) -> None:
+        def give(rank: int, descriptor: int) -> None:
+            if rank == 0:
+                self._mine[-1].append(descriptor)
+                return
+            # Rank 0 must keep no copy of what is another's, or that rank's death would go unnoticed.
+            try:
+                socket.send_fds(self._in_time(peers[rank]), [_HERE], [descriptor])
+            finally:
+                os.close(descriptor)
+
+        self._mine.append([])
+        memory = os.memfd_create("ddprun")
+        give(0, memory)
+        os.posix_fallocate(memory, 0, nbytes)  # to run out of memory here, not at a write to it
+        for rank in range(1, size):
+            give(rank, os.dup(memory))
+        for low, high in itertools.combinations(range(size), 2):
+            ends = [end.detach() for end in socket.socketpair()]
+            give(low, ends[0])
+            give(high, ends[1])
+
+    def collect(self, rank: int, size: int, count: int, name: bytes) -> list[list[int]]:
+        """Take what rank 0 hands out."""
+        if name == _NOBODY:
+            raise ExchangeError(f"rank {self._names[0]} cannot listen")
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as host:
+                self._in_time(host).connect(_address(name))
+                self._refuse_strangers(host)
+                host.send(_RANK.pack(rank))
+                for _ in range(count):
+                    self._mine.append([])
+                    for _ in range(size):
+                        _, got, _, _ = socket.recv_fds(self._in_time(host), 1, 1, socket.MSG_CMSG_CLOEXEC)
+                        if not got:
+                            raise ConnectionError("it gave up")
+                        self._mine[-1].extend(got)
+        except OSError as error:
+            self._give_up()
+            raise ExchangeError(f"rank {self._names[0]} shares no memory: {error}") from error
+        except BaseException:
+            self._give_up()
+            raise
+        return self._mine
+
+    def _in_time(self, waiting: socket.socket) -> socket.socket:
+        """`waiting`, with what is left of the time."""
+        waiting.settimeout(max(self._deadline - time.monotonic(), 1e-3))
+        return waiting
+
+    def _refuse_strangers(self, peer: socket.socket) -> None:
+        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, _ = _CREDENTIALS.unpack(credentials)
+        if uid != os.geteuid():
+            peer.close()
+            raise ExchangeError(
+                f"refused to share memory with user {uid}: all ranks of a host must run as one user, "
+                f"and this one runs as {os.geteuid()}"
+            )
+
+    def _give_up(self) -> None:
+        for descriptor in [descriptor for descriptors in self._mine for descriptor in descriptors]:
+            os.close(descriptor)
+
+
+def _address(name: bytes) -> bytes:
+    """Of the abstract socket `name`, which is in no folder."""
+    return b"\0ddprun-" + name
+
+
+def _even(numel: int, count: int, element_bytes: int) -> list[int]:
+    """Sizes of `count` parts of whole cache lines, the last but for what is left."""
+    share = _round_up(-(-numel // count), _LINE_BYTES // element_bytes)
+    return [max(0, min(share, numel - part * share)) for part in range(count)]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

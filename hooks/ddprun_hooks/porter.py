@@ -1,0 +1,156 @@
+"""The porter: steps the operations of arenas, so that none waits for another arena's and no caller waits."""
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from torch.futures import Future
+
+from ddprun_hooks.arena import Arena, Link, Steps
+from ddprun_hooks.errors import ExchangeError
+
+SPIN_S = 50e-6
+"""How long to look out for a peer before doing something else: about what it takes to wake a thread."""
+
+
+class Porter:
+    """Runs operations: those of one arena in the order in which they are submitted, others independently.
+
+    An operation whose peers are there is done on the caller's thread, which is faster than to wake another.
+    When a peer keeps it waiting, the operation is handed to a thread that sleeps until there is news.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the five below; never held while anything else is called
+        self._lines: dict[Arena, deque[tuple[Steps, Future[None]]]] = {}
+        """Operations of the arenas that some thread sees to: of each arena one thread at a time, which alone
+        steps the first and takes it away, and which leaves when there is none."""
+
+        self._handed_over: list[Arena] = []
+        self._thread: threading.Thread | None = None
+        self._wake = -1
+        self._closed = False
+
+    def submit(self, arena: Arena, steps: Steps) -> "Future[None]":
+        """Run `steps`, an operation of `arena` of which nothing has run yet.
+
+        The future is set on whatever thread finishes the operation. What is called back may submit, but must
+        not wait for another operation of this arena. It fails with an `ExchangeError` when a peer is gone or
+        late, and so does every later operation of the arena.
+        """
+        future: Future[None] = Future()
+        with self._lock:
+            line = self._lines.get(arena)
+            if line is not None:
+                line.append((steps, future))
+                return future
+            self._lines[arena] = deque([(steps, future)])
+        since, phase = time.perf_counter(), arena.phase
+        while self._advance(arena) is not None:
+            now = time.perf_counter()
+            if arena.phase != phase:
+                since, phase = now, arena.phase
+            elif now - since > SPIN_S:
+                self._hand_over(arena)
+                break
+        return future
+
+    def close(self) -> None:
+        """End the thread. No operation may be under way."""
+        with self._lock:
+            self._closed = True
+            thread, self._thread = self._thread, None
+            if thread is None:
+                return
+            os.eventfd_write(self._wake, 1)
+        thread.join()
+        os.close(self._wake)
+
+    def _advance(self, arena: Arena) -> Sequence[Link] | None:
+        """Go on with an arena's operations, by the one thread that sees to it, up to where one has to wait.
+
+        Returns:
+            The links it waits for, or None when there are no more operations, and the arena is free.
+        """
+        line = self._lines[arena]
+        while True:
+            steps, future = line[0]
+            failure: BaseException | None = arena.error
+            try:
+                if failure is None:
+                    return next(steps)
+            except StopIteration:
+                pass
+            except BaseException as error:  # whatever it is, the arena is out of step and someone waits
+                failure = error
+                if arena.error is None:
+                    arena.error = ExchangeError(f"an operation has failed before: {error!r}")
+                    arena.error.__cause__ = error
+            steps.close()
+            # Set before the next begins, so that futures are set in order; and without the lock, since
+            # callbacks submit.
+            if failure is None:
+                future.set_result(None)
+            else:
+                wrapped = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
+                future.set_exception(wrapped)  # type: ignore[arg-type]  # as in `lane.fail`
+            with self._lock:
+                line.popleft()
+                if not line:
+                    del self._lines[arena]
+                    return None
+
+    def _hand_over(self, arena: Arena) -> None:
+        """Leave `arena` to the thread."""
+        with self._lock:
+            self._handed_over.append(arena)
+            if self._thread is None:
+                self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._thread = threading.Thread(target=self._carry, name="ddprun-porter", daemon=True)
+                self._thread.start()
+            os.eventfd_write(self._wake, 1)
+
+    def _carry(self) -> None:
+        waiting: dict[Arena, Sequence[Link]] = {}
+        since = time.perf_counter()
+        while not self._closed:
+            now = time.perf_counter()
+            if self._look_round(waiting):
+                since = now
+            elif not waiting or now - since > SPIN_S:
+                self._sleep(waiting)
+                since = time.perf_counter()
+
+    def _look_round(self, waiting: dict[Arena, Sequence[Link]]) -> bool:
+        """Go on with every arena left to the thread and note what each waits for; says if any went on."""
+        with self._lock:
+            handed_over, self._handed_over = self._handed_over, []
+        waiting.update((arena, ()) for arena in handed_over)
+        any_went_on = False
+        for arena in list(waiting):
+            phase, links = arena.phase, self._advance(arena)
+            if links is None:
+                del waiting[arena]
+            else:
+                waiting[arena] = links
+            any_went_on |= links is None or arena.phase != phase
+        return any_went_on
+
+    def _sleep(self, waiting: dict[Arena, Sequence[Link]]) -> None:
+        """Sleep until a peer is heard or gone, a deadline has passed, or there is something new."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        until = time.monotonic() + 3600  # poll takes no number of milliseconds beyond 32 bits
+        for arena, links in waiting.items():
+            until = min(until, arena.deadline)
+            # Not those that have been heard: one that is ahead would not let it sleep, and one that is
+            # through and has left is not to be missed.
+            for link in links:
+                poll.register(link, select.POLLIN)
+        poll.poll(max(0.0, until - time.monotonic()) * 1e3 + 1)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)

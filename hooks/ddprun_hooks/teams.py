@@ -1,0 +1,143 @@
+"""Who exchanges with whom: the teams that stacks need, made before the first step by all ranks together."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddprun_hooks.arena import open_arenas
+from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.hook import Needs
+from ddprun_hooks.porter import Porter
+from ddprun_hooks.team import Team
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the ranks are."""
+
+    rank: int
+    hosts: tuple[str, ...]
+    """Host name of each rank."""
+
+    local_sizes: tuple[int, ...]
+    """For each rank, how many ranks its launcher started on its host; they are neighbours in rank order."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.hosts)
+
+    def blocks(self, hosts: int | None) -> list[list[int]]:
+        """The ranks of each host.
+
+        Args:
+            hosts: how many to split the ranks into; None: as they were launched.
+
+        Raises:
+            HookSetupError: the hosts would not hold equally many ranks.
+        """
+        if hosts is not None:
+            if self.size % hosts:
+                raise HookSetupError(
+                    f'"hierarchical" with hosts: {hosts} needs equally many ranks on each host, but {hosts} '
+                    f"does not divide {self.size} ranks"
+                )
+            per_host = self.size // hosts
+        else:
+            per_host = self.local_sizes[0]
+            if len(set(self.local_sizes)) > 1 or self.size % per_host:
+                counts = ", ".join(f"{host}: {count}" for host, count in Counter(self.hosts).items())
+                raise HookSetupError(
+                    f'"hierarchical" needs equally many ranks on each host; here they are {counts}'
+                )
+        return [list(range(start, start + per_host)) for start in range(0, self.size, per_host)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """How teams come by what they exchange over. Every rank calls each of the two alike."""
+
+    make_group: Callable[[str, list[int]], Any]
+    """A new process group of these ranks; called for each group of ranks, also by ranks outside it, whose
+    result is dropped. The name is unique."""
+
+    tell: Callable[[bytes], Sequence[bytes]]
+    """Gives every rank's bytes (at most 64)."""
+
+    timeout_s: float
+    porter: Porter
+
+
+def open_teams(name: str, layout: Layout, needs: Needs, ground: Ground) -> Team:
+    """Make the team of all ranks, and those into which the stacks' hooks split it.
+
+    Args:
+        name: of the team of all ranks.
+        layout: where the ranks are.
+        needs: of all stacks that will use the team.
+        ground: makes process groups.
+
+    Raises:
+        HookSetupError: the ranks do not lie as a hook needs them; on all ranks alike.
+    """
+    everybody = [list(range(layout.size))]
+    splits = {}
+    for hosts in sorted({need.hosts for need in needs if need.leg != "world"}, key=lambda hosts: hosts or 0):
+        blocks = layout.blocks(hosts)
+        places = [list(ranks) for ranks in zip(*blocks, strict=True)]
+        tag = "" if hosts is None else f"/{hosts}"
+        made = []
+        for leg, parts in (("within", blocks), ("across", places)):
+            made.append(_team(f"{leg}{tag}", layout, parts, _of(needs, leg, hosts), ground))
+        splits[hosts] = (made[0], made[1])
+    return _team(name, layout, everybody, _of(needs, "world"), ground, splits)
+
+
+def _of(needs: Needs, leg: str, hosts: int | None = None) -> dict[bool, int]:
+    """Rounds through shared memory (True) and over the network (False)."""
+    return {need.shared: rounds for need, rounds in needs.items() if (need.leg, need.hosts) == (leg, hosts)}
+
+
+def _team(
+    name: str,
+    layout: Layout,
+    parts: list[list[int]],
+    rounds: dict[bool, int],
+    ground: Ground,
+    splits: dict[int | None, tuple[Team, Team]] | None = None,
+) -> Team:
+    """This rank's team of those whose ranks `parts` lists."""
+    mine = next(ranks for ranks in parts if layout.rank in ranks)
+    groups, arenas = [], []
+    for index in range(rounds.get(False, 0)):
+        made = {ranks[0]: ground.make_group(f"{name}.{index} of {ranks[0]}", ranks) for ranks in parts}
+        groups.append(made[mine[0]])
+    if True in rounds:
+        _check_one_host(layout, parts)
+        arenas = open_arenas(
+            rank=mine.index(layout.rank),
+            size=len(mine),
+            count=rounds[True],
+            share=lambda data: ground.tell(data)[mine[0]],
+            timeout_s=ground.timeout_s,
+        )
+    return Team(
+        name,
+        mine.index(layout.rank),
+        tuple(layout.hosts[rank] for rank in mine),
+        groups,
+        arenas,
+        ground.porter if arenas else None,
+        splits or {},
+    )
+
+
+def _check_one_host(layout: Layout, parts: list[list[int]]) -> None:
+    for ranks in parts:
+        hosts = list(dict.fromkeys(layout.hosts[rank] for rank in ranks))
+        if len(hosts) > 1:
+            raise HookSetupError(
+                f'"shared_memory" sums over the ranks of one host, but these are on {", ".join(hosts)}: '
+                "write hierarchical: {within: [shared_memory]}"
+            )

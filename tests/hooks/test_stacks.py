@@ -1,0 +1,232 @@
+"""Every stack: one result on all ranks, the mean to what it promises, nothing lost, nothing poisoned."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddprun_hooks import grammar
+from ddprun_hooks.options import HookSpec, parse_spec
+from ddprun_hooks.registry import make_stack
+from tests.hooks.carry import NUMEL, PARAMS, Carrier, carry, contribution, kept_total
+
+Specs = list[HookSpec]
+
+
+def two_level(within: Specs | None = None, across: Specs | None = None) -> HookSpec:
+    return {"hierarchical": {"hosts": 2, "within": within or [], "across": across or []}}
+
+
+TOPK: HookSpec = {"topk": {"density": 0.1}}
+MANY: HookSpec = {"topk": {"density": 0.6}}
+POWERSGD: HookSpec = {"powersgd": {"rank": 2}}
+EXACT: list[Specs] = [[], ["shared_memory"], [two_level()], [two_level(within=["shared_memory"])]]
+LOSSY: list[Specs] = [
+    ["int8"],
+    [TOPK],
+    [POWERSGD],
+    [POWERSGD, "int8"],
+    [POWERSGD, MANY],
+    [POWERSGD, "shared_memory"],
+    [POWERSGD, two_level()],
+    [POWERSGD, two_level(across=["int8"])],
+    [POWERSGD, two_level(across=[MANY])],
+    [two_level(across=["int8"])],
+    [two_level(across=[TOPK])],
+    [two_level(within=["shared_memory"], across=[POWERSGD])],
+    [two_level(across=[POWERSGD, "int8"])],
+]
+CASTS: list[Specs] = [
+    ["fp16"],
+    ["bf16"],
+    ["fp16", TOPK],
+    ["bf16", "int8"],
+    ["fp16", POWERSGD],
+    [POWERSGD, "fp16"],
+    ["fp16", "shared_memory"],
+    ["fp16", two_level()],
+    ["bf16", two_level(within=["shared_memory"], across=["int8"])],
+    [two_level(within=["fp16"], across=["bf16"])],
+    [two_level(within=["bf16", "shared_memory"], across=[POWERSGD, "fp16"])],
+    [POWERSGD, "fp16", two_level(within=["shared_memory"])],
+]
+ALL = [*EXACT, *LOSSY, *CASTS]
+
+
+def ranks_of(specs: Specs) -> int:
+    return 4 if "hierarchical" in str(specs) else 3
+
+
+def exact_mean(step: int, ranks: int) -> Tensor:
+    return torch.stack([contribution(rank, step, ranks, torch.float64) for rank in range(ranks)]).sum(0)
+
+
+@pytest.mark.parametrize("specs", ALL, ids=str)
+def test_every_rank_gets_the_same_bits_step_after_step(specs: Specs) -> None:
+    """Whatever a stack does; and it is not zero, and of the mean's direction."""
+    ranks = ranks_of(specs)
+    results = carry(specs, ranks, lambda c: [c.step(step) for step in range(3)])
+    for step in range(3):
+        first = results[0][step]
+        assert all(torch.equal(first, other[step]) for other in results[1:])
+        cosine = torch.cosine_similarity(first.double(), exact_mean(step, ranks), dim=0)
+        assert cosine > 0.15
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("specs", [*EXACT, *LOSSY[:3], ["fp16", two_level()]], ids=str)
+def test_any_number_of_ranks_will_do(specs: Specs, ranks: int) -> None:
+    """One rank alone, two, four; two hosts need two ranks."""
+    if "hierarchical" in str(specs) and ranks == 1:
+        pytest.skip("one rank is no two hosts")
+    results = carry(specs, ranks, lambda c: c.step(0))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert results[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("specs", EXACT, ids=str)
+def test_stacks_that_lose_nothing_give_the_mean(specs: Specs) -> None:
+    """To the rounding of a sum in fp64."""
+    for ranks in (2, 4):
+        for result in carry(specs, ranks, lambda c: c.step(5, torch.float64)):
+            assert torch.allclose(result, exact_mean(5, ranks), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("specs", LOSSY, ids=str)
+def test_what_is_not_sent_is_kept(specs: Specs) -> None:
+    """After every step: all results so far, and what all ranks keep, add up to all that came in, in fp64."""
+    ranks, steps = ranks_of(specs), 4
+
+    def body(c: Carrier) -> list[tuple[Tensor, dict[str, Any]]]:
+        return [(c.step(step, torch.float64), c.stack.state_dict()) for step in range(steps)]
+
+    results = carry(specs, ranks, body)
+    came_in = torch.zeros(NUMEL, dtype=torch.float64)
+    went_out = torch.zeros(NUMEL, dtype=torch.float64)
+    for step in range(steps):
+        came_in += exact_mean(step, ranks)
+        went_out += results[0][step][0]
+        kept = kept_total(make_stack(specs), [result[step][1] for result in results])
+        assert kept.abs().max() > 1e-6  # something is lost, so something must be kept
+        assert torch.allclose(went_out + kept, came_in, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("specs", [specs for specs in LOSSY if specs[0] in ("int8", TOPK, POWERSGD)], ids=str)
+def test_a_rank_alone_has_sent_what_it_does_not_keep(specs: Specs) -> None:
+    """sent + kept == input, elementwise, on one rank."""
+    if "hierarchical" in str(specs):
+        pytest.skip("one rank is no two hosts")
+
+    def body(c: Carrier) -> tuple[Tensor, dict[str, Any]]:
+        return c.step(0, torch.float64), c.stack.state_dict()
+
+    ((sent, state),) = carry(specs, 1, body)
+    kept = kept_total(make_stack(specs), [state])
+    assert torch.allclose(sent + kept, contribution(0, 0, 1, torch.float64), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("specs", LOSSY, ids=str)
+def test_error_feedback_delivers_everything_in_the_end(specs: Specs) -> None:
+    """Of a gradient that comes once and then no more, all arrives within some steps."""
+    ranks = ranks_of(specs)
+
+    def body(c: Carrier) -> Tensor:
+        total = c.step(0)
+        for _ in range(60):
+            total += c.send(torch.zeros(NUMEL))
+        return total
+
+    result = carry(specs, ranks, body)[0]
+    wanted = exact_mean(0, ranks).float()
+    assert (result - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("specs", [*LOSSY, *CASTS], ids=str)
+def test_a_step_that_is_taken_back_leaves_no_trace(specs: Specs) -> None:
+    """With a loss scale: after a step that is skipped, state is bit for bit as before it."""
+
+    def body(c: Carrier) -> None:
+        c.step(0)
+        before = c.stack.state_dict()
+        c.stack.guard()
+        c.send(torch.full((NUMEL,), math.inf if c.rank == 0 else 1.0))
+        c.stack.settle(applied=False)
+        assert_same(c.stack.state_dict(), before)
+        c.stack.guard()
+        c.step(1)
+        c.stack.settle(applied=True)
+        if before:
+            with pytest.raises(AssertionError):
+                assert_same(c.stack.state_dict(), before)
+
+    carry(specs, ranks_of(specs), body)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("specs", ALL, ids=str)
+def test_what_is_not_finite_is_passed_on_and_not_kept(specs: Specs, value: float) -> None:
+    """One such value of one rank makes the mean not finite on all of them; the next steps are clean."""
+
+    def body(c: Carrier) -> list[Tensor]:
+        tensors = [contribution(c.rank, step, c.ranks) for step in range(4)]
+        if c.rank == 1:
+            tensors[1][700] = value
+        return [c.send(tensor) for tensor in tensors]
+
+    results = carry(specs, ranks_of(specs), body)
+    for result in results:
+        assert torch.isfinite(result[0]).all()
+        assert not torch.isfinite(result[1]).all()
+        assert torch.isfinite(result[2]).all()
+        assert torch.isfinite(result[3]).all()
+
+
+@pytest.mark.parametrize("specs", ALL, ids=str)
+def test_zero_comes_back_as_zero(specs: Specs) -> None:
+    """No hook invents a gradient, and none divides by nothing."""
+    for result in carry(specs, ranks_of(specs), lambda c: c.send(torch.zeros(NUMEL))):
+        assert torch.equal(result, torch.zeros(NUMEL))
+
+
+@pytest.mark.parametrize("specs", ALL, ids=str)
+def test_no_more_rounds_are_used_than_declared_and_bytes_go_down(specs: Specs) -> None:
+    """A stack that compresses sends less than plain all-reduce does."""
+    ranks = ranks_of(specs)
+    flight = carry(specs, ranks, lambda c: (c.step(0), c.flights[0])[1])[0]
+    assert len(flight.legs) <= sum(make_stack(specs).needs.values())
+    plain = 2 * (ranks - 1) / ranks * 4 * NUMEL
+    if specs in LOSSY or specs in CASTS:
+        assert flight.wire_bytes < 0.95 * plain
+    if "shared_memory" in specs and len(specs) == 1:
+        assert flight.wire_bytes == 0
+
+
+@pytest.mark.parametrize("specs", ALL, ids=str)
+def test_the_grammar_takes_every_stack_that_is_tested_here(specs: Specs) -> None:
+    """Without importing the hooks, as `ddprun check` does it."""
+    found = grammar.problems([grammar.entry(*parse_spec(spec)) for spec in specs])
+    assert [problem for problem in found if problem.severity == "error"] == []
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Two states are the same, bit for bit."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_same(value, other[key])
+    elif isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def test_a_payload_smaller_than_the_team_still_comes_through() -> None:
+    """A bucket of one element among four ranks: three of them have nothing to reduce."""
+    for specs in ALL:
+        param = next(param for param in PARAMS if param.name == "scale")
+        single = (type(param)("scale", (), 0, 1),)
+        results = carry(specs, 4, lambda c, single=single: c.send(torch.tensor([0.25]), single))  # type: ignore[misc]
+        for result in results:
+            assert result.item() == pytest.approx(1.0, rel=0.02), specs
