@@ -27,7 +27,7 @@ from ddprun_hooks.teams import Ground, Layout, open_teams
 
 TIMEOUT_S = 60
 
-# A group must not be freed by a thread of its own, which would then wait for itself and abort: groups are held
+# A group must not be freed by a thread of its own, which would then wait for itself and abort: groups stay
 # here until nothing else, such as a callback that is just being forgotten, refers to them.
 _kept: list[dist.ProcessGroup] = []
 _ONLY_KEPT = 2  # references: the list, and the argument of `getrefcount`

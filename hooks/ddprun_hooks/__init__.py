@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from ddprun_hooks.hook import Hook
     from ddprun_hooks.payload import ParamSlice, Payload
     from ddprun_hooks.stack import Link, Stack
+    from ddprun_hooks.standalone import Handle, register
 
 __all__ = [
     "Channel",
     "DisagreementError",
     "ExchangeError",
+    "Handle",
     "Hook",
     "HookSetupError",
     "HooksError",
@@ -24,12 +26,14 @@ __all__ = [
     "ParamSlice",
     "Payload",
     "Stack",
+    "register",
 ]
 
 _HOME = {
     "Channel": "channel",
     "DisagreementError": "errors",
     "ExchangeError": "errors",
+    "Handle": "standalone",
     "Hook": "hook",
     "HookSetupError": "errors",
     "HooksError": "errors",
@@ -37,6 +41,7 @@ _HOME = {
     "ParamSlice": "payload",
     "Payload": "payload",
     "Stack": "stack",
+    "register": "standalone",
 }
 
 

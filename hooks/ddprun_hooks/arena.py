@@ -170,12 +170,11 @@ class Arena:
             output: takes them all, (sum(sizes),); `tensor` may be this rank's part of it.
         """
         tensor, output = tensor.detach(), output.detach()
-        plan = self._plan(tensor.dtype, tuple(sizes))
-        rank = self.rank
-        start = sum(sizes[:rank])
+        rank, start = self.rank, sum(sizes[: self.rank])
         output[start : start + sizes[rank]].copy_(tensor)
         if self.size == 1:
             return
+        plan = self._plan(tensor.dtype, tuple(sizes))
         chunks = plan.cut(output)
         for turn, piece in enumerate(plan.pieces):
             half = self.phase & 1

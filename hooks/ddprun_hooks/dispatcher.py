@@ -133,8 +133,7 @@ class Dispatcher:
     ) -> torch.futures.Future[Tensor]:
         buffer, index = bucket.buffer(), bucket.index()
         if not self._frozen:
-            self._learn(bucket)
-            return already(buffer)
+            return self._before_layout(bucket)
         layout = self._layout.get(index)
         if layout is None or buffer.numel() != layout.numel:
             error = ExchangeError(
@@ -143,6 +142,10 @@ class Dispatcher:
             )
             self._lane.error = self._lane.error or error
             return _failed(error)
+        return self._send(buffer, layout, self.stack)
+
+    def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
+        """Carry one bucket through a stack."""
         buffer.mul_(self._share)
         if self._scale is not None:
             buffer.div_(self._scale)
@@ -150,10 +153,16 @@ class Dispatcher:
         if self._samples is not None:
             own = buffer.to(torch.promote_types(buffer.dtype, torch.float32), copy=True)
         flights = self.flights if self.flights is not None else []
-        future = self._lane.send(Payload(buffer, layout.params, "gradient", index), self.stack, flights)
+        payload = Payload(buffer, layout.params, "gradient", layout.index)
+        future = self._lane.send(payload, stack, flights)
         if self._samples is not None and own is not None:
             self._samples.append(_Sample(flights[-1], own, buffer, layout.params))
         return future
+
+    def _before_layout(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """What becomes of a bucket while the layout is being learned: this rank's gradient stays its own."""
+        self._learn(bucket)
+        return _already(bucket.buffer())
 
     def _learn(self, bucket: dist.GradBucket) -> None:
         if bucket.index() == 0:
@@ -171,8 +180,7 @@ def layout_of(bucket: dist.GradBucket, names: Mapping[int, str]) -> BucketLayout
     return BucketLayout(bucket.index(), dtype_name(buffer.dtype), buffer.numel(), tuple(params))
 
 
-def already(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """A future that holds `tensor` at once."""
+def _already(tensor: Tensor) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future(
         devices=[tensor.device] if tensor.device.type == "cuda" else None
     )

@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddprun_hooks import ExchangeError, Hook, Link, Payload
+from ddprun_hooks import ExchangeError, Hook, Link, ParamSlice, Payload
 from ddprun_hooks.lane import HostLane
+from ddprun_hooks.options import HookSpec
+from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
 from ddprun_hooks.team import Team
 from tests.ranks import as_threads
 
 BUCKETS, NUMEL = 12, 512
+PARAMS = (ParamSlice("p", (NUMEL,), 0, NUMEL),)
 
 
 class Dawdling(Hook):
@@ -49,7 +52,7 @@ def send_all(team: Team, stack: Stack, steps: int) -> int:
         futures = []
         for bucket in range(BUCKETS):
             time.sleep(pauses.random() * 1e-3)
-            payload = Payload(contribution(team.rank, step, bucket), (), "gradient", bucket)
+            payload = Payload(contribution(team.rank, step, bucket), PARAMS, "gradient", bucket)
             futures.append(lane.send(payload, stack, []))
         for bucket, future in enumerate(futures):
             wanted = torch.stack([contribution(rank, step, bucket) for rank in range(team.size)]).sum(0)
@@ -61,6 +64,39 @@ def test_buckets_with_different_numbers_of_collectives_never_mix() -> None:
     """Four ranks with random delays sum every bucket right, though some buckets skip the second round."""
     wrong = as_threads(
         4, lambda team: send_all(team, Stack([("d", Dawdling(team.rank))]), steps=15), rounds=2
+    )
+    assert wrong == [0, 0, 0, 0]
+
+
+class Halting(Hook):
+    """Waits before and after; for some buckets and shares it needs one collective more."""
+
+    rounds = 2
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    async def __call__(self, payload: Payload, link: Link) -> Tensor:
+        time.sleep(self.random.random() * 1e-3)
+        if (payload.bucket + (payload.params[0].start > 0)) % 3 == 1:
+            nothing = await link.hand_on(torch.zeros(3))
+            payload.tensor[:3] += nothing
+        total = await link.hand_on(payload.tensor)
+        time.sleep(self.random.random() * 1e-3)
+        return total
+
+
+def two_levels(seed: int) -> Stack:
+    """Hierarchical with delays, whose shares differ in how many collectives they need between hosts."""
+    across: list[HookSpec] = [{"tests.hooks.test_lane.Halting": {"seed": seed}}]
+    return make_stack([{"hierarchical": {"hosts": 2, "across": across}}])
+
+
+@pytest.mark.parametrize("steps", [15, pytest.param(400, marks=pytest.mark.slow)])
+def test_legs_of_two_levels_never_mix(steps: int) -> None:
+    """Four ranks on two hosts, random delays on each, legs of many buckets under way at once: none is wrong."""
+    wrong = as_threads(
+        4, lambda team: send_all(team, two_levels(team.rank), steps), needs=two_levels(0).needs
     )
     assert wrong == [0, 0, 0, 0]
 

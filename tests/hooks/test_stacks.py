@@ -75,12 +75,18 @@ def test_every_rank_gets_the_same_bits_step_after_step(specs: Specs) -> None:
         assert cosine > 0.15
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("specs", [*EXACT, *LOSSY[:3], ["fp16", two_level()]], ids=str)
+@pytest.mark.parametrize(
+    ("specs", "ranks"),
+    [
+        (specs, ranks)
+        for specs in [*EXACT, *LOSSY[:3], ["fp16", two_level()]]
+        for ranks in (1, 2, 4)
+        if ranks > 1 or "hierarchical" not in str(specs)
+    ],
+    ids=str,
+)
 def test_any_number_of_ranks_will_do(specs: Specs, ranks: int) -> None:
     """One rank alone, two, four; two hosts need two ranks."""
-    if "hierarchical" in str(specs) and ranks == 1:
-        pytest.skip("one rank is no two hosts")
     results = carry(specs, ranks, lambda c: c.step(0))
     assert all(torch.equal(results[0], other) for other in results[1:])
     assert results[0].abs().sum() > 0
@@ -113,11 +119,9 @@ def test_what_is_not_sent_is_kept(specs: Specs) -> None:
         assert torch.allclose(went_out + kept, came_in, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("specs", [specs for specs in LOSSY if specs[0] in ("int8", TOPK, POWERSGD)], ids=str)
+@pytest.mark.parametrize("specs", [specs for specs in LOSSY if "hierarchical" not in str(specs)], ids=str)
 def test_a_rank_alone_has_sent_what_it_does_not_keep(specs: Specs) -> None:
     """sent + kept == input, elementwise, on one rank."""
-    if "hierarchical" in str(specs):
-        pytest.skip("one rank is no two hosts")
 
     def body(c: Carrier) -> tuple[Tensor, dict[str, Any]]:
         return c.step(0, torch.float64), c.stack.state_dict()

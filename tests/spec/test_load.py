@@ -228,7 +228,7 @@ def test_pipelines_are_shipped() -> None:
 def test_resolved_tells_where_values_come_from(loaded: Load) -> None:
     """Each value of the resolved pipeline says its line, its override, or that it is a default."""
     text = loaded(
-        "seed: 3\nloss: mse_loss\n", "loader.workers=2", "optimizer.sgd.lr=0.5", "hooks=[fp16, bf16]"
+        "seed: 3\nloss: mse_loss\n", "loader.workers=2", "optimizer.sgd.lr=0.5", "hooks=[fp16, powersgd]"
     ).resolved()
     lines = [line.strip() for line in text.splitlines()]
     assert "seed: 3  # line 5" in lines
@@ -239,7 +239,7 @@ def test_resolved_tells_where_values_come_from(loaded: Load) -> None:
     assert "workers: 2  # --set 1" in lines
     assert "SGD:  # line 4" in lines
     assert "lr: 0.5  # --set 2" in lines
-    assert "hooks: [fp16, bf16]  # --set 3" in lines
+    assert "- fp16  # --set 3" in lines
     assert "name: p  # default" in lines
     block = "model:\n  mlp:\n    inputs: 64\n    outputs: 10\ndata: digits\noptimizer: sgd\n"
     lines = [line.strip() for line in loaded(block, base=False).resolved().splitlines()]
@@ -271,7 +271,14 @@ DOTTED = st.builds(
     lambda options: {"a.b.C": options}, st.dictionaries(st.text("abc", min_size=1), ANY, max_size=3)
 )
 STACKS = st.sampled_from(
-    [[], ["fp16"], ["bf16", "fp16"], ["noop"], [{"fp16": None}, {"x.y.Hook": {"a": [1, [2]]}}]]
+    [
+        [],
+        ["fp16"],
+        ["powersgd", "fp16"],
+        ["noop"],
+        [{"fp16": None}, {"x.y.Hook": {"a": [1, [2]]}}],
+        [{"hierarchical": {"within": ["shared_memory"], "across": [{"topk": {"density": 0.5}}]}}],
+    ]
 )
 SCHEDULES = st.sampled_from(
     [None, "PolynomialLR", {"OneCycleLR": {"max_lr": [0.1, 1]}}, {"cosineannealinglr": {"T_max": 5}}]

@@ -43,16 +43,16 @@ def test_what_the_file_lacks_is_made(loaded: Load) -> None:
 
 def test_items_of_lists_are_counted_from_0(loaded: Load) -> None:
     """Stages and hooks are reached by index, nested choices too."""
-    text = "stages:\n  - train: {steps: 3}\n  - evaluate\nhooks: [fp16, bf16]\n"
+    text = "stages:\n  - train: {steps: 3}\n  - evaluate\nhooks: [fp16, powersgd]\n"
     pipeline = loaded(
         text,
         "stages[0].train.steps=5",
         "stages[1].evaluate.metrics=[accuracy]",
         "hooks[0]=bf16",
-        "hooks[1]=fp16",
+        "hooks[1]=topk",
     ).pipeline
     assert pipeline.train_stages()[0].steps == 5
-    assert [hook.name for hook in pipeline.hooks] == ["bf16", "fp16"]
+    assert [hook.name for hook in pipeline.hooks] == ["bf16", "topk"]
 
 
 def test_data_may_be_given_apart(loaded: Load) -> None:

@@ -1,5 +1,6 @@
 """No word of the validation library reaches the reader."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
 from ddprun.spec import options, schema, sentences, signatures
-from ddprun.spec.choices import KINDS, choose
+from ddprun.spec.choices import CONTEXT, KINDS, choose
 from ddprun_hooks.options import HookOptions
 
 ODD: list[Any] = [
@@ -39,7 +40,8 @@ def test_every_error_has_a_sentence() -> None:
         for odd in ODD:
             seen |= errors_of(model.model_validate, odd)
             for key in [*model.model_fields, "unknown"]:
-                seen |= errors_of(model.model_validate, {key: odd})
+                validate = functools.partial(model.model_validate, context=CONTEXT)
+                seen |= errors_of(validate, {key: odd})
     assert schema.Pipeline in models()
     assert len(seen) > 10
     # `extra_forbidden` becomes a sentence of its own on the way, see `problems.told`.

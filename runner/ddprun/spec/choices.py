@@ -151,8 +151,7 @@ def _resolve(kind: Kind, name: str, options: dict[str, Any], path: tuple[str, ..
             raise within(problem(text, "write package.module.name", where=where), *path)
         return Choice(kind.name, name, options, "dotted")
     if name in kind.built_in:
-        context = {"stack": _read_stack} if kind.name == "hook" else None
-        settings = validate(kind.built_in[name], options, name, owner=name, context=context)
+        settings = validate(kind.built_in[name], options, name, owner=name, context=CONTEXT)
         return Choice(kind.name, name, _plain(settings), "built-in", settings)
     if kind.torch and (found := signatures.find(kind.torch, name)):
         if reason := signatures.refusal(kind.torch, found):
@@ -181,6 +180,10 @@ def _read_stack(value: Any) -> tuple[HookSpec, ...]:
     if faults:
         raise ValidationError.from_exception_data("hooks", faults)
     return tuple(read)
+
+
+CONTEXT: dict[str, Any] = {"stack": _read_stack}
+"""What the options of hooks ask for: how a stack inside one is read."""
 
 
 def _refused(kind: Kind, name: str, path: tuple[str, ...], where: Literal["value", "key"]) -> ValidationError:

@@ -1,0 +1,121 @@
+"""int8, topk, powersgd, each against arithmetic written down here."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddprun_hooks import ParamSlice
+from ddprun_hooks.int8 import dequantise, pack, quantise, unpack
+from tests.hooks.carry import NUMEL, PARAMS, Carrier, carry, contribution
+
+
+def test_int8_codes_are_the_nearest_multiples_of_a_127th_of_the_blocks_largest() -> None:
+    """No value is off by more than half a step of its block, and the largest is exact to fp32's rounding."""
+    x = torch.randn(3, 1024, dtype=torch.float64) * torch.logspace(-6, 6, 3, dtype=torch.float64).view(3, 1)
+    codes, scales = quantise(x, 256)
+    assert codes.dtype == torch.int8
+    assert scales.shape == (3, 4)
+    off = (dequantise(codes, scales, x.dtype) - x).abs().view(3, 4, 256)
+    step = x.abs().view(3, 4, 256).amax(-1) / 127
+    assert (off <= 0.5000001 * step.unsqueeze(-1)).all()
+    assert codes.view(3, 4, 256).abs().amax(-1).eq(127).all()
+    first, last = unpack(pack(codes, scales)[1], 1024)
+    assert torch.equal(first, codes[1])
+    assert torch.equal(last, scales[1])
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-44, 1e-300])
+def test_int8_survives_blocks_without_a_scale(value: float) -> None:
+    """Zeros, and values whose scale is no fp32 number, come out as zero."""
+    codes, scales = quantise(torch.full((256,), value, dtype=torch.float64), 256)
+    assert torch.equal(dequantise(codes, scales, torch.float64), torch.zeros(256, dtype=torch.float64))
+
+
+def test_int8_on_one_rank_is_two_quantisations() -> None:
+    """The second one of what the first one left is exact: codes of codes are the same codes."""
+    x = contribution(0, 0, 1)
+    result = carry(["int8"], 1, lambda c: c.send(x))[0]
+    padded = torch.cat([x, torch.zeros(-NUMEL % 256)])
+    assert torch.allclose(result, dequantise(*quantise(padded, 256), torch.float32)[:NUMEL], rtol=1e-6)
+
+
+def test_topk_sends_the_largest_of_each_rank_and_adds_them_up() -> None:
+    """Computed here by sorting."""
+    results = carry([{"topk": {"density": 0.05}}], 3, lambda c: c.step(0))
+    wanted = torch.zeros(NUMEL)
+    for rank in range(3):
+        x = contribution(rank, 0, 3)
+        largest = x.abs().sort(descending=True).indices[: math.ceil(0.05 * NUMEL)]
+        wanted[largest] += x[largest]
+    assert torch.equal(results[0], wanted)
+    assert int((wanted != 0).sum()) < NUMEL * 0.16
+
+
+def test_topk_of_everything_is_the_sum() -> None:
+    """density: 1 loses nothing."""
+    result = carry([{"topk": {"density": 1.0}}], 2, lambda c: c.step(0))[0]
+    assert torch.allclose(result, contribution(0, 0, 2) + contribution(1, 0, 2), rtol=0, atol=1e-7)
+
+
+def paper(gradients: list[list[Tensor]], rank: int, start: Tensor) -> list[Tensor]:
+    """PowerSGD of one matrix by the paper's algorithms 1 and 2, with the mean's Q in the error, in fp64."""
+    ranks, q, means = len(gradients[0]), start, []
+    errors = [torch.zeros_like(gradients[0][0]) for _ in range(ranks)]
+    for step in gradients:
+        matrices = [gradient + error for gradient, error in zip(step, errors, strict=True)]
+        p = torch.linalg.qr(sum(matrices, torch.zeros_like(matrices[0])) / ranks @ torch.linalg.qr(q).Q).Q
+        q = sum((matrix.T @ p for matrix in matrices), torch.zeros_like(q)) / ranks
+        mean = p @ q.T
+        errors = [matrix - mean for matrix in matrices]
+        means.append(mean)
+    return means
+
+
+def test_powersgd_gives_what_the_paper_does() -> None:
+    """Over several steps on three ranks, though each rank keeps its own error and not the mean's."""
+    shape, ranks, steps = (24, 18), 3, 6
+    param = (ParamSlice("w", shape, 0, 24 * 18),)
+    generator = torch.Generator().manual_seed(5)
+    gradients = [
+        [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(ranks)]
+        for _ in range(steps)
+    ]
+
+    def body(c: Carrier) -> tuple[Tensor, list[Tensor]]:
+        from ddprun_hooks.powersgd import PowerSgd
+
+        hook = c.stack.hooks[0]
+        assert isinstance(hook, PowerSgd)
+        start = hook._factor("gradient", param[0], torch.empty(0, dtype=torch.float64))
+        return start, [c.send(step[c.rank].reshape(-1) / ranks, param) for step in gradients]
+
+    results = carry([{"powersgd": {"rank": 3}}], ranks, body)
+    for given, wanted in zip(results[0][1], paper(gradients, 3, results[0][0]), strict=True):
+        assert torch.allclose(given.view(shape), wanted, rtol=0, atol=1e-10)
+
+
+def test_powersgd_is_exact_where_the_matrix_has_no_more_than_its_rank() -> None:
+    """A mean of rank two through factors of rank two, from the first step on."""
+    left, right = torch.randn(40, 2, dtype=torch.float64), torch.randn(2, 30, dtype=torch.float64)
+    param = (ParamSlice("w", (40, 30), 0, 1200),)
+    result = carry([{"powersgd": {"rank": 2}}], 2, lambda c: c.send((left @ right).reshape(-1) / 2, param))[0]
+    assert torch.allclose(result.view(40, 30), left @ right, rtol=0, atol=1e-12)
+
+
+def test_powersgd_leaves_alone_what_factors_would_not_make_smaller() -> None:
+    """Vectors, scalars and thin matrices are exact from the first step on."""
+    results = carry([{"powersgd": {"rank": 4}}], 2, lambda c: c.step(0, torch.float64))
+    wanted = contribution(0, 0, 2, torch.float64) + contribution(1, 0, 2, torch.float64)
+    for param in PARAMS:
+        part = slice(param.offset, param.offset + param.numel)
+        exact = torch.allclose(results[0][part], wanted[part], rtol=0, atol=1e-15)
+        assert exact == (param.name in ("first.bias", "scale"))
+
+
+def test_powersgd_reports_the_bytes_of_its_factors() -> None:
+    """rank * (rows + columns) numbers for a matrix, and the rest as it is."""
+    flights = carry([{"powersgd": {"rank": 2}}], 2, lambda c: (c.step(0), c.flights)[1])[0]
+    numbers = 2 * (40 + 30) + 2 * (12 + 36) + 2 * (7 + 40) + 40 + 1
+    assert flights[0].wire_bytes == 4 * numbers

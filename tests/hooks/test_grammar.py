@@ -1,0 +1,66 @@
+"""Which stacks are refused, where, and what is said."""
+
+import pytest
+
+from ddprun_hooks import HookSetupError, grammar
+from ddprun_hooks.options import HookSpec, parse_spec
+from ddprun_hooks.registry import make_stack
+
+CASES: list[tuple[list[HookSpec], tuple[object, ...], str]] = [
+    (["int8", "fp16"], (1,), '"fp16" comes after "int8", which ends the stack'),
+    (["topk", "int8"], (1,), '"int8" comes after "topk", which ends the stack'),
+    (["noop", "fp16"], (0,), '"noop" stands alone'),
+    (["fp16", "fp16"], (1,), '"fp16" stands in this stack twice'),
+    (["fp16", "bf16"], (1,), '"bf16" comes after "fp16": one cast is enough'),
+    (["powersgd", "powersgd"], (1,), "the second has no effect"),
+    (
+        ["fp16", {"hierarchical": {"across": ["fp16"]}}],
+        (1, "hierarchical", "across", 0),
+        '"fp16" stands in this stack twice',
+    ),
+    (
+        ["powersgd", {"hierarchical": {"across": ["powersgd"]}}],
+        (1, "hierarchical", "across", 0),
+        "the second has no effect",
+    ),
+    (
+        [{"hierarchical": {"within": ["int8"]}}],
+        (0, "hierarchical", "within", 0),
+        "takes fp16, bf16 and shared_memory only",
+    ),
+    (
+        [{"hierarchical": {"within": ["shared_memory", "bf16"]}}],
+        (0, "hierarchical", "within", 1),
+        "which ends the stack",
+    ),
+    (
+        [{"hierarchical": {"across": ["shared_memory"]}}],
+        (0, "hierarchical", "across", 0),
+        "share no memory",
+    ),
+    (
+        [{"hierarchical": {"across": ["hierarchical"]}}],
+        (0, "hierarchical", "across", 0),
+        "the levels are two",
+    ),
+]
+
+
+@pytest.mark.parametrize(("specs", "path", "text"), CASES, ids=[str(case[0]) for case in CASES])
+def test_a_stack_that_makes_no_sense_is_refused_with_its_reason(
+    specs: list[HookSpec], path: tuple[object, ...], text: str
+) -> None:
+    """By `check`, without torch, and once more where a stack is made."""
+    (problem,) = grammar.problems([grammar.entry(*parse_spec(spec)) for spec in specs])
+    assert problem.path == path
+    assert text in problem.text
+    assert problem.severity == "error"
+    with pytest.raises(HookSetupError, match=r".+"):
+        make_stack(specs)
+
+
+def test_what_has_no_effect_but_does_no_harm_is_a_warning() -> None:
+    """A cast before 8-bit codes."""
+    (problem,) = grammar.problems([grammar.entry("fp16"), grammar.entry("int8")])
+    assert problem.severity == "warning"
+    assert make_stack(["fp16", "int8"]).names == ("fp16", "int8")

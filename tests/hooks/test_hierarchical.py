@@ -1,0 +1,113 @@
+"""Two levels: where shares are cut, who exchanges with whom, and what is refused."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddprun_hooks import HookSetupError, ParamSlice
+from ddprun_hooks.hierarchical import cut_at_rows, slices_between
+from tests.hooks.carry import PARAMS, Carrier, carry, contribution
+
+
+def random_params(generator: random.Random) -> tuple[ParamSlice, ...]:
+    params, offset = [], 0
+    for index in range(generator.randrange(1, 12)):
+        shape = tuple(generator.randrange(1, 40) for _ in range(generator.randrange(0, 4)))
+        numel = int(torch.Size(shape).numel())
+        params.append(ParamSlice(f"p{index}", shape, offset, numel))
+        offset += numel
+    return tuple(params)
+
+
+def test_shares_hold_whole_rows_and_everything_once() -> None:
+    """Of any parameters, for any number of ranks; each share is even to within a row."""
+    generator = random.Random(3)
+    for _ in range(300):
+        params = random_params(generator)
+        numel, parts = params[-1].offset + params[-1].numel, generator.randrange(1, 6)
+        ends = cut_at_rows(params, numel, parts)
+        assert ends == sorted(ends)
+        assert (len(ends), ends[-1]) == (parts, numel)
+        row = max(param.numel // (param.shape[0] if param.shape else 1) for param in params)
+        for part, end in enumerate(ends, start=1):
+            assert abs(end - part * numel / parts) <= row / 2 + 1
+        seen: list[tuple[str, int]] = []
+        for low, high in itertools.pairwise([0, *ends]):
+            place = 0
+            for piece in slices_between(params, low, high):
+                whole = next(param for param in params if param.name == piece.name)
+                assert piece.offset == place
+                assert piece.numel == torch.Size(piece.shape).numel()
+                assert piece.shape[1:] == whole.shape[1:]
+                assert low + piece.offset == whole.offset + piece.start
+                place += piece.numel
+                seen += [(piece.name, piece.start + index) for index in range(piece.numel)]
+            assert place == high - low
+        assert seen == [(param.name, index) for param in params for index in range(param.numel)]
+
+
+def test_between_hosts_travels_once_what_plain_sends_for_every_rank() -> None:
+    """Two hosts of two ranks: 2(H-1)/H of each share, against 2(n-1)/n of the whole for one rank in two."""
+
+    def body(c: Carrier) -> tuple[int, list[str]]:
+        c.step(0)
+        return c.flights[0].between_hosts_bytes, [leg.group for leg in c.flights[0].legs]
+
+    hosts = ["a", "a", "b", "b"]
+    plain = carry([], 4, body, hosts)
+    numel = contribution(0, 0, 4).numel()
+    assert [sent for sent, _ in plain] == [0, 6 * numel, 0, 6 * numel]
+    two = carry(["hierarchical"], 4, body, hosts)
+    assert two[0][0] + two[1][0] == 4 * numel
+    assert two[2][0] + two[3][0] == 4 * numel
+    assert [groups for _, groups in two] == [["within.0", "across.0", "within.1"]] * 4
+
+
+def test_hosts_are_those_of_the_launcher_unless_the_option_splits_them() -> None:
+    """Four ranks of one host are two hosts for a trial."""
+    hooks = [{"hierarchical": {"hosts": 2}}]
+    groups = carry(hooks, 4, lambda c: (c.step(0), [leg.group for leg in c.flights[0].legs])[1])
+    assert groups[0] == ["within/2.0", "across/2.0", "within/2.1"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "option", "what"),
+    [
+        (["a", "a", "b"], None, "equally many ranks on each host; here they are a: 2, b: 1"),
+        (["a", "a", "a", "a"], 3, "3 does not divide 4 ranks"),
+    ],
+)
+def test_uneven_hosts_are_refused_on_every_rank(hosts: list[str], option: int | None, what: str) -> None:
+    """With the ranks of each host."""
+    with pytest.raises(HookSetupError, match=what):
+        carry([{"hierarchical": {"hosts": option}}], len(hosts), lambda c: None, hosts)
+
+
+def test_shared_memory_between_hosts_is_refused() -> None:
+    """With what to write instead."""
+    with pytest.raises(HookSetupError, match=r"these are on a, b: write hierarchical: \{within: \[shared"):
+        carry(["shared_memory"], 2, lambda c: None, ["a", "b"])
+
+
+def test_ranks_whose_shares_need_other_numbers_of_collectives_stay_in_step() -> None:
+    """A share of matrices takes two collectives between hosts, a share of vectors one; then all gather."""
+    matrix, vector = PARAMS[0], ParamSlice("vector", (1200,), 1200, 1200)
+
+    def body(c: Carrier) -> tuple[list[Tensor], list[int]]:
+        results = []
+        for step in range(20):
+            values = torch.full((2400,), float(step + c.rank))
+            values[1200:] += 0.5
+            results.append(c.send(values, (matrix, vector), bucket=step % 5))
+        return results, [len(flight.legs) for flight in c.flights]
+
+    ran = carry([{"hierarchical": {"hosts": 2, "across": ["powersgd"]}}], 4, body)
+    assert ran[0][1] == [4] * 20
+    assert ran[1][1] == [3] * 20
+    for results, _ in ran:
+        for step, result in enumerate(results):
+            assert torch.allclose(result[1200:], torch.tensor(4.0 * step + 6 + 2))
+            assert torch.equal(result, ran[0][0][step])

@@ -1,0 +1,201 @@
+"""`register`: the hooks in anyone's own DDP script."""
+
+import math
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddprun_hooks
+from ddprun_hooks.options import HookSpec
+from tests.ranks import as_processes, free_port
+
+DOCS = Path(__file__).parents[2] / "docs" / "hooks.md"
+STEPS = 6
+
+
+def start() -> tuple[DistributedDataParallel, Any]:
+    """A model with several buckets, the same on all ranks, and its optimizer."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(32, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 4))
+    model = DistributedDataParallel(net, bucket_cap_mb=1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def loss_of(model: nn.Module, step: int, scale: float = 1.0) -> Tensor:
+    """Another batch on each rank and in each step."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    loss: Tensor = model(torch.randn(16, 32, generator=generator)).square().mean() * scale
+    return loss
+
+
+def train(hooks: list[HookSpec] | None) -> list[Tensor]:
+    """Weights after some steps, with hooks or without any."""
+    model, optimizer = start()
+    if hooks is not None:
+        ddprun_hooks.register(model, hooks)
+    for step in range(STEPS):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def plain_and_registered() -> tuple[list[Tensor], list[Tensor]]:
+    return train(None), train([])
+
+
+def test_plain_all_reduce_gives_the_bits_of_ddp_without_a_hook() -> None:
+    """On two ranks, where dividing first and summing then is exact the same."""
+    for plain, registered in as_processes(2, plain_and_registered):
+        assert all(torch.equal(a, b) for a, b in zip(plain, registered, strict=True))
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        ["int8"],
+        ["powersgd", "fp16", "shared_memory"],
+        [{"hierarchical": {"hosts": 2, "within": ["shared_memory"], "across": [{"topk": {"density": 0.1}}]}}],
+    ],
+    ids=str,
+)
+def test_ranks_stay_bitwise_together_with_any_stack(hooks: list[HookSpec]) -> None:
+    """And the hooks really ran: plain all-reduce leaves other weights."""
+    results = as_processes(4, train, hooks)
+    for weights in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], weights, strict=True))
+    plain = as_processes(4, train, [])[0]
+    assert not all(torch.equal(a, b) for a, b in zip(results[0], plain, strict=True))
+
+
+def what_a_handle_knows() -> tuple[list[tuple[str, ...]], int, list[str]]:
+    model, _ = start()
+    handle = ddprun_hooks.register(model, [{"topk": {"density": 0.02}}])
+    hooks = []
+    for step in range(4):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+        hooks.append(handle.flights[0].hooks)
+    return hooks, sum(f.wire_bytes for f in handle.flights), sorted(handle.state_dict()["topk"]["gradient"])
+
+
+def test_hooks_begin_when_ddp_has_laid_its_buckets_out() -> None:
+    """Two steps of plain all-reduce; then bytes go down, and residuals are kept by parameter name."""
+    hooks, wire_bytes, kept = as_processes(2, what_a_handle_knows)[0]
+    assert hooks == [(), (), ("topk",), ("topk",)]
+    assert 0 < wire_bytes < 0.05 * 4 * 600 * 600
+    assert kept == ["0.bias", "0.weight", "2.bias", "2.weight", "4.bias", "4.weight"]
+
+
+def register_other_hooks() -> str:
+    model, _ = start()
+    try:
+        ddprun_hooks.register(model, ["fp16"] if dist.get_rank() == 1 else ["bf16"])
+    except ddprun_hooks.DisagreementError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_other_hooks_are_told_apart() -> None:
+    """Before anything is exchanged; every rank gets the error, and it names the odd ones."""
+    told = as_processes(3, register_other_hooks)
+    for message in told:
+        assert message.startswith("rank 1 and rank 0 disagree about the hooks")
+    assert "['fp16']" in told[1]
+    assert "['bf16']" in told[2]
+
+
+def other_buckets() -> str:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    net = nn.ModuleDict({"head" if dist.get_rank() == 1 else "tail": nn.Linear(500, 500)})
+    net.forward = lambda x: next(iter(net.values()))(x)
+    model = DistributedDataParallel(net)
+    ddprun_hooks.register(model, [])
+    try:
+        for _ in range(3):
+            model(torch.ones(2, 500)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_other_buckets_are_told_apart() -> None:
+    """Parameters of one shape and other names: DDP would sum what does not belong together."""
+    for message in as_processes(2, other_buckets):
+        assert "rank 1 and rank 0 disagree about bucket" in message
+
+
+def overflow() -> list[str]:
+    model, _ = start()
+    ddprun_hooks.register(model, ["fp16"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            loss_of(model, step, scale=1e9).backward()  # type: ignore[no-untyped-call]
+    return [str(warning.message) for warning in caught]
+
+
+def test_fp16_says_which_bucket_overflowed() -> None:
+    """Once; torch's own hook hands infinity on without a word."""
+    told = as_processes(2, overflow)[0]
+    assert len(told) == 1
+    assert re.match(r"bucket \d overflowed in fp16: finite gradients came back as infinity", told[0])
+
+
+def with_scaler() -> tuple[bool, bool, float]:
+    model, optimizer = start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    handle = ddprun_hooks.register(model, ["int8"], scaler=scaler)
+    states, scales = [], []
+    for step in range(6):
+        factor = math.inf if step == 4 else 1.0
+        scaler.scale(loss_of(model, step, factor)).backward()  # type: ignore[no-untyped-call]
+        states.append(handle.state_dict())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    kept = [state["int8"]["gradient"]["4.bias"]["kept"] for state in states[2:]]
+    largest = max(float(value.abs().max()) for value in kept)
+    handle.end_step(applied=False)  # the last one, too
+    before = handle.state_dict()["int8"]["gradient"]["4.bias"]["kept"]
+    return scales[4] < scales[3], torch.equal(before, kept[1]), largest
+
+
+def test_a_step_that_the_scaler_skips_leaves_the_hooks_state() -> None:
+    """What is kept is of true gradients, without the loss scale, and of applied steps only."""
+    for skipped, as_before, largest in as_processes(2, with_scaler):
+        assert skipped
+        assert as_before
+        assert 0 < largest < 1e-3
+
+
+def test_what_cannot_work_is_refused_at_once() -> None:
+    """With what is wanted instead."""
+    with pytest.raises(ddprun_hooks.HookSetupError, match="DistributedDataParallel, got Linear"):
+        ddprun_hooks.register(nn.Linear(1, 1), ["fp16"])  # type: ignore[arg-type]
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
+    """As it stands there, under torchrun, on two ranks."""
+    example = re.search(r"```python\n(# train\.py.*?)```", DOCS.read_text(), re.DOTALL)
+    assert example is not None
+    (tmp_path / "train.py").write_text(example[1])
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "train.py"),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"loss \d\.\d+", done.stdout)
