@@ -1,0 +1,156 @@
+"""`shared_memory` against Gloo over loopback, on the ranks of this machine.
+
+    python benchmarks/shared_memory.py [--ranks 2] [--rounds 30]
+
+Two tables. All-reduce of one fp32 tensor through a lane, from the hook's call until its future is done; and
+forward and backward of a DDP model on the CPU. Variants are interleaved within each round; Gloo runs twice in
+each, once as its own control. Prints medians, and ratios of Gloo's median to the others'.
+"""
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddprun_hooks
+from ddprun_hooks import Payload
+from ddprun_hooks.exchange import Exchange, open_control
+from ddprun_hooks.registry import make_stack
+from ddprun_hooks.stack import Stack
+
+KIB = (64, 1024, 16 * 1024, 64 * 1024)
+VARIANTS = {"gloo": [], "gloo again": [], "shared memory": ["shared_memory"]}
+Times = dict[str, list[float]]
+
+
+def join(rank: int, ranks: int, port: int) -> None:
+    """Make this process a rank."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    dist.init_process_group("gloo")
+
+
+def all_reduces(ranks: int, rounds: int) -> list[tuple[str, Times]]:
+    """Seconds for one all-reduce, by size and variant."""
+    stacks = {name: make_stack(hooks) for name, hooks in VARIANTS.items()}
+    timeout = timedelta(seconds=60)
+    control = open_control(timeout)
+    lane = Exchange.open(
+        control=control,
+        device=torch.device("cpu"),
+        backend="gloo",
+        hosts=["here"] * ranks,
+        local_sizes=[ranks] * ranks,
+        stacks=list(stacks.values()),
+        timeout=timeout,
+    ).gradients
+    found = []
+    for kib in KIB:
+        tensor = torch.ones(256 * kib)
+        times: Times = {name: [] for name in VARIANTS}
+
+        def once(stack: Stack, tensor: torch.Tensor = tensor) -> None:
+            lane.send(Payload(tensor, (), "gradient", 0), stack, []).wait()
+
+        repeats = max(1, 2048 // kib)
+        for round_index in range(rounds + 2):
+            for name, stack in stacks.items():
+                tensor.fill_(1.0)
+                took = timed(control.barrier, lambda stack=stack: once(stack), repeats)  # type: ignore[misc]
+                if round_index >= 2:
+                    times[name].append(took)
+        found.append((f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB", times))
+    return found
+
+
+def passes(rounds: int) -> list[tuple[str, Times]]:
+    """Seconds for one forward and backward of a DDP model, by variant."""
+    models = {}
+    for name, hooks in VARIANTS.items():
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 1024)
+        )
+        models[name] = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=8)
+        ddprun_hooks.register(models[name], hooks)
+    control = open_control(timedelta(seconds=60))
+    batch = torch.randn(32, 1024)
+    times: Times = {name: [] for name in VARIANTS}
+    for round_index in range(rounds + 3):
+        for name, model in models.items():
+            step: Callable[[], None] = lambda model=model: model(batch).square().mean().backward()  # type: ignore[misc]  # noqa: E731
+            took = timed(control.barrier, step, 1)
+            if round_index >= 3:
+                times[name].append(took)
+    return [("forward and backward, 32 MiB of gradients", times)]
+
+
+def timed(barrier: Callable[[], None], run: Callable[[], None], repeats: int) -> float:
+    """Seconds for one `run`, started together on all ranks."""
+    barrier()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    return (time.perf_counter() - started) / repeats
+
+
+def show(title: str, tables: list[tuple[str, Times]]) -> None:
+    """Print medians in milliseconds, and how many times faster than Gloo."""
+    print(f"\n| {title} | {' | '.join(f'{name}, ms' for name in VARIANTS)} | gloo again | shared memory |")
+    print("|---|" + "---|" * (len(VARIANTS) + 2))
+    for label, times in tables:
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        ratios = [medians["gloo"] / medians[name] for name in list(VARIANTS)[1:]]
+        cells = [f"{1e3 * median:.3f}" for median in medians.values()] + [f"{ratio:.2f}x" for ratio in ratios]
+        print(f"| {label} | {' | '.join(cells)} |", flush=True)
+
+
+def work(rank: int, ranks: int, rounds: int, port: int) -> None:
+    """One rank."""
+    join(rank, ranks, port)
+    reduced, passed = all_reduces(ranks, rounds), passes(rounds)
+    if rank == 0:
+        show(f"all-reduce, {ranks} ranks", reduced)
+        show(f"DDP, {ranks} ranks", passed)
+    dist.barrier()
+    os._exit(0)  # torch's threads may abort an interpreter that is being taken down
+
+
+def main() -> None:
+    """Start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=30)
+    chosen = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=work, args=(rank, chosen.ranks, chosen.rounds, port))
+        for rank in range(chosen.ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+if __name__ == "__main__":
+    main()

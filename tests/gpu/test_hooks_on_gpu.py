@@ -1,0 +1,68 @@
+"""The arithmetic of every hook on CUDA tensors is that on the CPU."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddprun_hooks import Payload
+from ddprun_hooks.exchange import Exchange, open_control
+from ddprun_hooks.registry import make_stack
+from tests.hooks.carry import PARAMS, contribution
+from tests.hooks.test_stacks import CASTS, EXACT, LOSSY, Specs
+from tests.ranks import as_processes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
+STACKS = [specs for specs in [*EXACT, *LOSSY, *CASTS] if "shared_memory" not in str(specs)]
+STEPS = 4
+
+
+def on_both(specs: Specs, backend: str) -> list[tuple[Tensor, Tensor]]:
+    """Results of some steps on the CPU over Gloo, and on the GPU over `backend`, in fp32."""
+    timeout = timedelta(seconds=60)
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    control = open_control(timeout)
+    results = []
+    for device, over in (("cpu", "gloo"), ("cuda:0", backend)):
+        stack = make_stack(specs)
+        exchange = Exchange.open(
+            control=control,
+            device=torch.device(device),
+            backend=over,
+            hosts=["here"] * ranks,
+            local_sizes=[int(os.environ["LOCAL_WORLD_SIZE"])] * ranks,
+            stacks=[stack],
+            timeout=timeout,
+        )
+        given = []
+        for step in range(STEPS):
+            tensor = contribution(rank, step, ranks).to(device)
+            payload = Payload(tensor, PARAMS, "gradient", 0)
+            given.append(exchange.gradients.send(payload, stack, []).wait().cpu().clone())
+        results.append(given)
+    return list(zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "nccl"), (2, "gloo"), (4, "gloo")])
+@pytest.mark.parametrize("specs", STACKS, ids=str)
+def test_a_gpu_computes_what_the_cpu_does(specs: Specs, ranks: int, backend: str) -> None:
+    """Bit for bit, but for factorisations, matrix products and the order in which a reduction adds."""
+    if "hierarchical" in str(specs) and ranks == 1:
+        specs = [{"hierarchical": {"hosts": 1, "across": ["int8"]}}]
+    for pairs in as_processes(ranks, on_both, specs, backend):
+        for cpu, gpu in pairs:
+            assert cpu.abs().sum() > 0
+            if "powersgd" in str(specs):
+                assert torch.allclose(gpu, cpu, rtol=1e-2, atol=1e-3)
+            elif ranks <= 2 or specs in (["int8"], LOSSY[1]):
+                assert torch.equal(gpu, cpu)
+            else:
+                assert torch.allclose(gpu, cpu, rtol=2e-2 if specs in CASTS else 1e-5, atol=1e-2)
