@@ -76,7 +76,7 @@ TASKS = {
 model:
   transformer: {width: 96, layers: 2, heads: 4, context: 64}   # 0.28 million parameters
 data:
-  text: {files: "{stdlib}/*.py", context: 64, held_out: 0.02}
+  text: {files: "{stdlib}/*.py", context: 64}   # a tenth is held out
 optimizer:
   adamw: {lr: 0.002}
 schedule: CosineAnnealingLR

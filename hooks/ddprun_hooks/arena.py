@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ddprun_hooks.errors import ExchangeError
 
-SLOT_BYTES = 1 << 20
+SLOT_BYTES = 1 << 21
 """Bytes that a rank puts into memory at a time: small enough for all slots to stay in a cache."""
 
 _LINE_BYTES: Final = 64  # no two ranks write to one cache line

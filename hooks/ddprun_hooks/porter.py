@@ -49,15 +49,17 @@ class Porter:
                 line.append((steps, future))
                 return future
             self._lines[arena] = deque([(steps, future)])
-        since, phase = time.perf_counter(), arena.phase
-        while self._advance(arena) is not None:
+        phase, until = -1, 0.0
+        while True:
+            began = time.perf_counter()
+            if self._advance(arena) is None:
+                return future
             now = time.perf_counter()
             if arena.phase != phase:
-                since, phase = now, arena.phase
-            elif now - since > SPIN_S:
+                phase, until = arena.phase, now + SPIN_S + (now - began)  # peers had as much to do
+            elif now > until:
                 self._hand_over(arena)
-                break
-        return future
+                return future
 
     def close(self) -> None:
         """End the thread. No operation may be under way."""

@@ -121,6 +121,7 @@ def _team(
             count=rounds[True],
             share=lambda data: ground.tell(data)[mine[0]],
             timeout_s=ground.timeout_s,
+            names=mine,
         )
     return Team(
         name,

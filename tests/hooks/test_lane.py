@@ -94,7 +94,7 @@ def two_levels(seed: int) -> Stack:
 
 @pytest.mark.parametrize("steps", [15, pytest.param(400, marks=pytest.mark.slow)])
 def test_legs_of_two_levels_never_mix(steps: int) -> None:
-    """Random delays on each rank, legs of many buckets under way at once, between two hosts: none is wrong."""
+    """Random delays on each rank, legs of many buckets under way at once, on two hosts: none is wrong."""
     wrong = as_threads(
         4, lambda team: send_all(team, two_levels(team.rank), steps), needs=two_levels(0).needs
     )
