@@ -135,10 +135,12 @@ class Dispatcher:
         if not self._frozen:
             return self._before_layout(bucket)
         layout = self._layout.get(index)
-        if layout is None or buffer.numel() != layout.numel:
+        now = f"{buffer.numel()} elements of {dtype_name(buffer.dtype)}"
+        frozen = f"{layout.numel} elements of {layout.dtype}" if layout else "that there is none"
+        if layout is None or now != frozen:
             error = ExchangeError(
-                f"bucket {index} has {buffer.numel()} elements, but the layout frozen before step 1 says "
-                f"{layout.numel if layout else 'that there is none'}: DDP has rebuilt its buckets in mid-run"
+                f"bucket {index} has {now}, but the layout frozen before step 1 says {frozen}: "
+                "DDP has rebuilt its buckets in mid-run"
             )
             self._lane.error = self._lane.error or error
             return _failed(error)

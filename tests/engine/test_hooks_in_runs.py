@@ -86,9 +86,9 @@ def test_fp16_says_in_which_bucket_it_overflowed(tmp_path: Path) -> None:
 
 
 def test_a_gradient_that_is_infinite_itself_is_no_overflow(tmp_path: Path) -> None:
-    """The step is skipped on all ranks, and what int8 keeps is not poisoned by it."""
+    """The step is skipped on all ranks, and what topk keeps is not poisoned by it."""
     (tmp_path / "losses.py").write_text(LOSSES)
-    text = HEAD + "loss: losses.sometimes_infinite\nprecision: fp16\nhooks: [int8]\n"
+    text = HEAD + "loss: losses.sometimes_infinite\nprecision: fp16\nhooks: [fp16, {topk: {density: 0.3}}]\n"
     folder = run_pipeline(tmp_path, text + "stages: [{train: {steps: 12}}]\n", 2)
     happened = [event["event"] for event in events(folder)]
     assert happened.count("step_skipped") == 1

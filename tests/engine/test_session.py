@@ -1,16 +1,20 @@
 """The state protocol: what is taken mid-run and given back goes on with the same bits."""
 
+import copy
 import os
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ddprun.engine.place import place_of
 from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.session import Session, StopRequest, open_session
 from ddprun.engine.train import run_step
 from ddprun.spec import load
+from tests.hooks.test_stacks import assert_same
 from tests.ranks import as_processes
 
 PIPELINE = """
@@ -21,7 +25,7 @@ data:
 loader: {batch_size: 4}
 optimizer: {adamw: {lr: 0.01}}
 precision: fp16
-hooks: [bf16]
+hooks: HOOKS
 stages: [{train: {steps: 100}}]
 """
 
@@ -78,14 +82,44 @@ def second_part(folder: Path) -> list[bytes]:
     return bits(session)
 
 
-def test_a_state_taken_after_six_steps_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    """Model, optimizer, loss scale, data position and generators on 3 ranks, in new processes; nothing in the
-    state is more than tensors and plain values, so it loads with `weights_only`.
+def prepare(folder: Path, hooks: str) -> None:
+    (folder / "words.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    (folder / "p.yaml").write_text(PIPELINE.replace("HOOKS", hooks))
+
+
+@pytest.mark.parametrize(
+    "hooks", ["[bf16]", "[{topk: {density: 0.1}}]", "[{powersgd: {rank: 2}}, int8]", "[shared_memory]"]
+)
+def test_a_state_taken_after_six_steps_goes_on_with_the_same_bits(tmp_path: Path, hooks: str) -> None:
+    """Model, optimizer, loss scale, hooks, data position and generators on 3 ranks, in new processes; nothing
+    in the state is more than tensors and plain values, so it loads with `weights_only`.
     """
-    (tmp_path / "words.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    (tmp_path / "p.yaml").write_text(PIPELINE)
+    prepare(tmp_path, hooks)
     whole = as_processes(3, unbroken, tmp_path)
     as_processes(3, first_part, tmp_path)
     resumed = as_processes(3, second_part, tmp_path)
     assert whole[0] == whole[1] == whole[2]
     assert resumed == whole
+
+
+def skipped(folder: Path) -> tuple[int, bool, bool]:
+    session = open_here(folder, "skipped")
+    go(session, 3)
+    before, weights = copy.deepcopy(session.stacks[0].state_dict()), bits(session)
+    assert session.precision.scaler is not None
+    state = session.precision.scaler.state_dict()
+    session.precision.scaler.load_state_dict({**state, "scale": 2.0**100})
+    go(session, 1)
+    same_weights = bits(session) == weights
+    try:
+        assert_same(session.stacks[0].state_dict(), before)
+    except AssertionError:
+        return session.step, same_weights, False
+    return session.step, same_weights, True
+
+
+@pytest.mark.parametrize("hooks", ["[int8]", "[{powersgd: {rank: 2}}, fp16]"])
+def test_a_step_that_the_loss_scale_skips_leaves_weights_and_hooks_alone(tmp_path: Path, hooks: str) -> None:
+    """A scale at which every gradient overflows: nothing has changed after the step, bit for bit."""
+    prepare(tmp_path, hooks)
+    assert as_processes(2, skipped, tmp_path) == [(4, True, True)] * 2

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ddprun_hooks import HookSetupError, ParamSlice
 from ddprun_hooks.hierarchical import cut_at_rows, slices_between
+from ddprun_hooks.options import HookSpec
 from tests.hooks.carry import PARAMS, Carrier, carry, contribution
 
 
@@ -111,3 +112,18 @@ def test_ranks_whose_shares_need_other_numbers_of_collectives_stay_in_step() -> 
         for step, result in enumerate(results):
             assert torch.allclose(result[1200:], torch.tensor(4.0 * step + 6 + 2))
             assert torch.equal(result, ran[0][0][step])
+
+
+def test_a_cast_inside_hosts_halves_those_legs_and_adds_in_fp32() -> None:
+    """`within: [fp16]`: legs inside a host travel in half; four ranks' halves are rounded once, as a sum."""
+    hooks: list[HookSpec] = [{"hierarchical": {"hosts": 1, "within": ["fp16"]}}]
+
+    def body(c: Carrier) -> tuple[Tensor, list[str]]:
+        return c.step(0), [leg.dtype for leg in c.flights[0].legs]
+
+    given, dtypes = carry(hooks, 4, body)[0]
+    assert dtypes == ["float16", "float16"]
+    halves = [contribution(rank, 0, 4).half().float() for rank in range(4)]
+    assert torch.equal(given, (halves[0] + halves[1] + halves[2] + halves[3]).half().float())
+    in_half = halves[0].half() + halves[1].half() + halves[2].half() + halves[3].half()
+    assert not torch.equal(given, in_half.float())

@@ -79,6 +79,39 @@ def test_records_of_a_host_without_the_runs_disk_come_to_rank_0(tmp_path: Path) 
         assert found == [(rank, step) for rank in range(4) for step in range(1, 31)] * per_step
 
 
+def test_hierarchical_takes_the_launchers_hosts(tmp_path: Path) -> None:
+    """2 hosts x 2 ranks: the same bits as one host split in two; between hosts goes what the formula says."""
+    hooks = "hooks: [{hierarchical: {HOSTS within: [shared_memory], across: [int8]}}]"
+    (tmp_path / "two.yaml").write_text(PIPELINE.replace("stages:", hooks.replace("HOSTS", "") + "\nstages:"))
+    for code, stderr in on_two_hosts(tmp_path):
+        assert code == 0, stderr
+    (tmp_path / "one.yaml").write_text(
+        PIPELINE.replace("stages:", hooks.replace("HOSTS", "hosts: 2,") + "\nstages:")
+    )
+    one = ddprun("one.yaml", "--nproc-per-node", "4", "--run-dir", "one", cwd=tmp_path)
+    assert one.code == 0, one.stderr
+    ours, theirs = summary(tmp_path / "two"), summary(tmp_path / "one")
+    assert ours["loss"] == theirs["loss"] is not None
+    assert ours["metrics"] == theirs["metrics"]
+    (bucket,) = {line["numel"] for line in lines(tmp_path / "two", "buckets")}
+    for line in lines(tmp_path / "two", "buckets"):
+        if line["hooks"] == ["hierarchical"]:
+            assert [leg["group"] for leg in line["legs"]] == ["within.0", "across.0", "across.1", "within.1"]
+            assert line["wire_bytes"] == line["between_hosts_bytes"]  # nothing is sent inside a host
+            assert abs(line["between_hosts_bytes"] / (bucket / 2 * 1.0156) - 1) < 0.1  # whole blocks
+
+
+def test_uneven_hosts_and_shared_memory_between_hosts_are_bad_input(tmp_path: Path) -> None:
+    """One message, on the screen of the first host, which says how the ranks lie."""
+    stack = "hooks: [shared_memory]\nstages:"
+    (tmp_path / "two.yaml").write_text(PIPELINE.replace("stages:", stack))
+    told = on_two_hosts(tmp_path)
+    assert [code for code, _ in told] == [2, 2]
+    text = "".join(stderr for _, stderr in told)
+    assert text.count("sums over the ranks of one host, but these are on node0, node1") == 1
+    assert "Traceback" not in text
+
+
 LARGE = """
 model:
   mlp: {inputs: 64, hidden: [1000, 1000], outputs: 10}   # 4.3 MB

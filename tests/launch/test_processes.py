@@ -27,6 +27,7 @@ stages:
   - save
 """
 ENDLESS = SHORT.replace("steps: 20", "steps: 10000000")
+SHARED = "[fp16, shared_memory]"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ddprun")
 
 
@@ -171,24 +172,29 @@ class Failing(torch.nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("how", "message", "module"),
+    ("how", "message", "module", "hooks"),
     [
-        pytest.param("raise", "ValueError: out of ideas on rank 1", (), id="exception"),
-        pytest.param("raise", "ValueError: out of ideas on rank 1", TORCHRUN, id="exception under torchrun"),
-        pytest.param("exit", "SystemExit: 7", (), id="sys.exit"),
-        pytest.param("memory", "RuntimeError: ", (), id="out of memory"),
-        pytest.param("kill", None, (), id="SIGKILL"),
+        pytest.param("raise", "ValueError: out of ideas on rank 1", (), "[]", id="exception"),
+        pytest.param("raise", "ValueError: out of ideas on rank 1", TORCHRUN, "[]", id="under torchrun"),
+        pytest.param("raise", "ValueError: out of ideas on rank 1", (), SHARED, id="in shared memory"),
+        pytest.param("exit", "SystemExit: 7", (), "[]", id="sys.exit"),
+        pytest.param("memory", "RuntimeError: ", (), "[]", id="out of memory"),
+        pytest.param("kill", None, (), "[]", id="SIGKILL"),
+        pytest.param("kill", None, (), SHARED, id="SIGKILL in shared memory"),
     ],
 )
 def test_a_failing_rank_ends_the_run_with_its_own_error_once(
-    folder: Path, how: str, message: str | None, module: tuple[str, ...]
+    folder: Path, how: str, message: str | None, module: tuple[str, ...], hooks: str
 ) -> None:
-    """Exit code 1; the rank that failed speaks, the others do not; no process stays."""
+    """Exit code 1; the rank that failed speaks, the others do not; no process stays, and no memory."""
+    before = set(Path("/dev/shm").iterdir())
     (folder / "failing.py").write_text(FAILING)
     with Running(
         "endless.yaml",
         "--set",
         f"model={{failing.Failing: {{after: 12, how: {how}}}}}",
+        "--set",
+        f"hooks={hooks}",
         "--run-dir",
         "run",
         cwd=folder,
@@ -206,6 +212,7 @@ def test_a_failing_rank_ends_the_run_with_its_own_error_once(
         assert failure["error"]["rank"] == 1
     assert "rank 0 failed" not in done.stderr
     assert not any(map(is_running, ranks))
+    assert set(Path("/dev/shm").iterdir()) <= before
 
 
 def test_an_exception_while_building_is_shown_once_too(folder: Path) -> None:

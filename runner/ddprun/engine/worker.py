@@ -31,6 +31,7 @@ _LOST_PEER = (
     "socket closed",
     "remote process exited",
     "read error",
+    "left the exchange",
 )
 _LAUNCHER_NOTICES_S = 3.0
 _OTHERS_LOOK_S = 1.0
