@@ -150,6 +150,12 @@ def _greet(session: Session) -> None:
         session.screen.note(
             f"launched on {environment.hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used"
         )
+    as_launched = session.exchange.gradients.world.splits.get(None)
+    if as_launched is not None and as_launched[1].size == 1:
+        session.screen.note(
+            "hierarchical: all ranks are on one host, so nothing goes between hosts; "
+            "hosts: n splits one machine for trials"
+        )
     session.events.info(
         "started",
         version=__version__,
