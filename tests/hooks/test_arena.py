@@ -213,11 +213,13 @@ def test_a_peer_that_is_late_is_named_and_the_arena_is_of_no_more_use() -> None:
     def body(rank: int, arenas: list[Arena]) -> list[str]:
         (arena,), porter, messages = arenas, Porter(), []
         if rank != 2:
+            start = time.monotonic()
             queued = [porter.submit(arena, arena.all_reduce(torch.ones(9))) for _ in range(2)]
             for future in queued:
                 with pytest.raises(ExchangeError) as caught:
                     future.wait()
                 messages.append(str(caught.value))
+            assert 0.3 <= time.monotonic() - start < 3
             later = porter.submit(arena, arena.all_reduce(torch.ones(9)))
             assert later.done()
             with pytest.raises(ExchangeError, match="rank 2"):

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,9 @@ from ddprun.spec import Loaded
 
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128
 INTERRUPTED = SIGNALLED + signal.SIGINT
+_OTHERS_LOOK_S = 4.0
+"""The store may end with this process; the other hosts' ranks still look there for who failed first."""
+
 _SHUTDOWN_TIMEOUT_S = "10"
 
 
@@ -57,6 +61,8 @@ def launch(
         try:
             elastic_launch(config, program)(*arguments)
         except ChildFailedError as error:
+            if config.max_nodes > 1:
+                time.sleep(_OTHERS_LOOK_S)
             return _exit_code(*error.get_first_failure())
         except SignalException as caught:
             print(f"ddprun: stopped by {signal.Signals(caught.sigval).name}", file=sys.stderr)
