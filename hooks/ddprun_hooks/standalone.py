@@ -143,7 +143,14 @@ def register(
         stacks=[stack, Stack([])],
         timeout=timeout,
     )
-    return Handle(model, exchange, stack, scaler)
+    try:
+        return Handle(model, exchange, stack, scaler)
+    except RuntimeError as error:
+        if "only be called once" not in str(error):
+            raise
+        raise HookSetupError(
+            "the model has a communication hook already: DDP takes one in its life"
+        ) from None
 
 
 def _overflow(flights: Sequence[Flight[Any]]) -> str | None:

@@ -171,23 +171,21 @@ def test_a_step_that_is_taken_back_leaves_no_trace(specs: Specs, value: float) -
     carry(specs, ranks_of(specs), body)
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("specs", ALL, ids=str)
-def test_what_is_not_finite_is_passed_on_and_not_kept(specs: Specs, value: float) -> None:
+def test_what_is_not_finite_is_passed_on_and_not_kept(specs: Specs) -> None:
     """One such value of one rank makes the mean not finite on all of them; the next steps are clean."""
+    odd = {1: math.inf, 4: -math.inf, 7: math.nan}
 
     def body(c: Carrier) -> list[Tensor]:
-        tensors = [contribution(c.rank, step, c.ranks) for step in range(4)]
-        if c.rank == 1:
-            tensors[1][700] = value
+        tensors = [contribution(c.rank, step, c.ranks) for step in range(10)]
+        for step, value in odd.items():
+            if c.rank == 1:
+                tensors[step][700] = value
         return [c.send(tensor) for tensor in tensors]
 
-    results = carry(specs, ranks_of(specs), body)
-    for result in results:
-        assert torch.isfinite(result[0]).all()
-        assert not torch.isfinite(result[1]).all()
-        assert torch.isfinite(result[2]).all()
-        assert torch.isfinite(result[3]).all()
+    for results in carry(specs, ranks_of(specs), body):
+        for step, result in enumerate(results):
+            assert bool(torch.isfinite(result).all()) == (step not in odd), step
 
 
 @pytest.mark.parametrize("specs", ALL, ids=str)

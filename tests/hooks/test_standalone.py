@@ -187,6 +187,21 @@ def test_what_cannot_work_is_refused_at_once() -> None:
         ddprun_hooks.register(nn.Linear(1, 1), ["fp16"])  # type: ignore[arg-type]
 
 
+def register_twice() -> str:
+    model, _ = start()
+    ddprun_hooks.register(model, ["fp16"])
+    try:
+        ddprun_hooks.register(model, ["bf16"])
+    except ddprun_hooks.HookSetupError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_second_hook_is_refused() -> None:
+    """DDP takes one in a model's life."""
+    assert "the model has a communication hook already" in as_processes(1, register_twice)[0]
+
+
 def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
     """As it stands there, under torchrun, on two ranks."""
     example = re.search(r"```python\n(# train\.py.*?)```", DOCS.read_text(), re.DOTALL)
