@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddprun_hooks.arena import open_arenas
+from ddprun_hooks.arena_setup import open_arenas
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.hook import Needs
 from ddprun_hooks.porter import Porter

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddprun_hooks import ExchangeError
-from ddprun_hooks.arena import Arena, Steps, open_arenas
+from ddprun_hooks.arena import Arena, Steps
+from ddprun_hooks.arena_setup import open_arenas
 from ddprun_hooks.porter import Porter
 from tests.ranks import as_processes, is_running
 
