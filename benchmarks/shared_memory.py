@@ -26,6 +26,7 @@ from ddprun_hooks import Payload
 from ddprun_hooks.exchange import Exchange, open_control
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
+from ddprun_hooks.teams import all_of
 
 KIB = (64, 1024, 16 * 1024, 64 * 1024)
 VARIANTS = {"gloo": [], "gloo again": [], "shared memory": ["shared_memory"]}
@@ -57,7 +58,7 @@ def all_reduces(ranks: int, rounds: int) -> list[tuple[str, Times]]:
         backend="gloo",
         hosts=["here"] * ranks,
         local_sizes=[ranks] * ranks,
-        stacks=list(stacks.values()),
+        gradients=all_of(stack.needs for stack in stacks.values()),
         timeout=timeout,
     ).gradients
     found = []

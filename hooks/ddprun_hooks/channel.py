@@ -21,7 +21,7 @@ class Collective:
     ranks issue collectives in one order.
     """
 
-    __slots__ = ("op", "output", "shared", "sizes", "source", "team", "tensor")
+    __slots__ = ("maximum", "op", "output", "shared", "sizes", "source", "team", "tensor")
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class Collective:
         sizes: Sequence[int] | None = None,
         source: int = 0,
         shared: bool = False,
+        maximum: bool = False,
     ) -> None:
         self.team = team
         self.op: Op = op
@@ -44,6 +45,9 @@ class Collective:
         self.source = source
         self.shared = shared
         """Through shared memory."""
+
+        self.maximum = maximum
+        """All-reduce to the largest value instead of the sum."""
 
     def __await__(self) -> Generator[Collective, Tensor, Tensor]:
         return (yield self)
@@ -76,6 +80,10 @@ class Channel:
     def all_reduce(self, tensor: Tensor) -> Collective:
         """Sum `tensor` (any shape) over the ranks, in place; gives `tensor`."""
         return Collective(self._team, "all_reduce", tensor, tensor, shared=self.shared)
+
+    def all_reduce_max(self, tensor: Tensor) -> Collective:
+        """The ranks' largest value at each place of `tensor` (any shape), in place; gives `tensor`."""
+        return Collective(self._team, "all_reduce", tensor, tensor, maximum=True)
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Collective:
         """Gather `tensor` of every rank, in rank order.

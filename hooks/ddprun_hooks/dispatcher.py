@@ -10,22 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.errors import ExchangeError
 from ddprun_hooks.fidelity import compare
 from ddprun_hooks.flight import Flight, dtype_name
 from ddprun_hooks.lane import Lane, fail
 from ddprun_hooks.payload import ParamSlice, Payload
 from ddprun_hooks.stack import Stack
-
-
-@dataclass(frozen=True, slots=True)
-class BucketLayout:
-    """Which parameters' gradients lie where in one bucket."""
-
-    index: int
-    dtype: str
-    numel: int
-    params: tuple[ParamSlice, ...]
+from ddprun_hooks.team import Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +57,9 @@ class Dispatcher:
         self._frozen = False
         self._scale: Tensor | None = None
         self._samples: list[_Sample] | None = None
-        self._share = 1.0 / lane.world.size
+        self.team: Team = lane.world
+        """The ranks whose gradients are averaged."""
+
         model.register_comm_hook(None, self._on_bucket)
 
     @property
@@ -76,7 +70,7 @@ class Dispatcher:
     @property
     def signature(self) -> str:
         """What all ranks must have alike: the buckets, and the hooks with their options."""
-        return repr((self.layout, self.stack.described))
+        return repr((self.layout, self.stack.described, self.team.size))
 
     @property
     def error(self) -> BaseException | None:
@@ -148,7 +142,7 @@ class Dispatcher:
 
     def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
         """Carry one bucket through a stack."""
-        buffer.mul_(self._share)
+        buffer.mul_(1.0 / self.team.size)
         if self._scale is not None:
             buffer.div_(self._scale)
         own = None
@@ -156,7 +150,7 @@ class Dispatcher:
             own = buffer.to(torch.promote_types(buffer.dtype, torch.float32), copy=True)
         flights = self.flights if self.flights is not None else []
         payload = Payload(buffer, layout.params, "gradient", layout.index)
-        future = self._lane.send(payload, stack, flights)
+        future = self._lane.send(payload, stack, flights, self.team)
         if self._samples is not None and own is not None:
             self._samples.append(_Sample(flights[-1], own, buffer, layout.params))
         return future

@@ -4,23 +4,29 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.channel import Channel
 from ddprun_hooks.errors import DisagreementError
 from ddprun_hooks.flight import now_us
-from ddprun_hooks.hook import Need
+from ddprun_hooks.hook import Need, Needs
 from ddprun_hooks.lane import HostLane, Lane, StreamLane
+from ddprun_hooks.payload import Payload
+from ddprun_hooks.plain import broadcast_from
 from ddprun_hooks.porter import Porter
-from ddprun_hooks.stack import Stack
 from ddprun_hooks.team import Team
 from ddprun_hooks.teams import Ground, Layout, open_teams
 
 _TOLD_BYTES = 64
+_MESSAGE_BYTES = 25 << 20
+_NOBODY: Needs = MappingProxyType({})
+_ALL_RANKS: Needs = MappingProxyType({Need("world"): 1})
 
 
 class Posted:
@@ -147,11 +153,15 @@ class Exchange:
     gradients: Lane
     """For gradient buckets."""
 
-    parameters: Team
-    """For parameters and buffers: a lane of its own, so that it can never meet gradient traffic."""
+    deltas: Lane
+    """For changes of parameters, through hooks: a lane of its own, so that it can never meet gradients."""
+
+    plain: Lane
+    """For parameters, buffers and optimizer state as they are. It has a lane of its own, too: what is sent
+    here never waits for an exchange of deltas that is still under way."""
 
     exact: Team
-    """For the exact mean that fidelity compares with: what it carries is no stack's."""
+    """For looking at the ranks from beside (fidelity, audit): what it carries is no stack's."""
 
     control: Control
 
@@ -164,7 +174,9 @@ class Exchange:
         backend: str,
         hosts: Sequence[str],
         local_sizes: Sequence[int],
-        stacks: Sequence[Stack],
+        gradients: Needs,
+        deltas: Needs = _NOBODY,
+        plain: Needs = _ALL_RANKS,
         timeout: timedelta,
     ) -> "Exchange":
         """Make all process groups. Every rank of the default group has to call this, with equal arguments.
@@ -175,48 +187,55 @@ class Exchange:
             backend: "gloo" or "nccl".
             hosts: host of each rank, in rank order.
             local_sizes: for each rank, how many ranks its launcher started on its host.
-            stacks: every stack that gradients will go through.
+            gradients: among which ranks that lane exchanges, and how many collectives one payload needs there
+                at most.
+            deltas: the same for that lane.
+            plain: the same for that lane.
             timeout: how long a collective may take before it fails.
 
         Raises:
             HookSetupError: the ranks do not lie as a stack needs them.
         """
         layout = Layout(dist.get_rank(), tuple(hosts), tuple(local_sizes))
-        everybody = list(range(layout.size))
+        on_gpu = device.type == "cuda"
 
         def make_group(name: str, ranks: list[int]) -> Any:
             return dist.new_group(ranks, backend=backend, timeout=timeout, group_desc=name)
 
         ground = Ground(make_group, control.tell, timeout.total_seconds(), Porter())
-        on_gpu = device.type == "cuda"
-        needs: dict[Need, int] = {}
-        for stack in stacks:
-            for need, rounds in stack.needs.items():
-                needs[need] = 1 if on_gpu else max(rounds, needs.get(need, 0))
-        world = open_teams("world", layout, needs, ground)
+
+        def lane(name: str, needs: Needs) -> Lane:
+            # A stream keeps collectives in order: there, one group serves every round.
+            rounds = dict.fromkeys(needs, 1) if on_gpu else needs
+            world = open_teams(name, layout, rounds, ground)
+            return StreamLane(world, device) if on_gpu else HostLane(world)
+
+        everybody = list(range(layout.size))
         return cls(
-            gradients=StreamLane(world, device) if on_gpu else HostLane(world),
-            parameters=Team("parameters", layout.rank, layout.hosts, [make_group("parameters", everybody)]),
+            gradients=lane("world", gradients),
+            deltas=lane("deltas", deltas),
+            plain=lane("plain", plain),
             exact=Team("exact", layout.rank, layout.hosts, [make_group("exact", everybody)]),
             control=control,
         )
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Overwrite `tensors`, in place, with those of rank `source`: one flat message for each dtype."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        channel = Channel(self.parameters)
-        for group in by_dtype.values():
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            self.parameters.launch(channel.broadcast(flat, source), 0).wait()
-            start = 0
-            for tensor in group:
-                tensor.detach().copy_(flat[start : start + tensor.numel()].view_as(tensor))
-                start += tensor.numel()
+        """Overwrite `tensors`, in place, with those of rank `source`, in flat messages of one dtype each."""
+        buckets = ParameterBuckets(
+            {str(place): tensor for place, tensor in enumerate(tensors)}, _MESSAGE_BYTES
+        )
+        stack = broadcast_from(source)
+        for place, layout in enumerate(buckets.layouts):
+            payload = Payload(buckets.flat(place), layout.params, "parameters", layout.index)
+            buckets.put(place, self.plain.send(payload, stack, []).wait())
 
     def exact_sum(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Sum `tensor` over the ranks, in place, beside every stack; gives it, and the bytes sent."""
         wanted = Channel(self.exact).all_reduce(tensor)
         self.exact.launch(wanted, 0).wait()
         return tensor, self.exact.wire_bytes(wanted)
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest of the ranks' values at each place of `tensor`, in place, beside every stack."""
+        self.exact.launch(Channel(self.exact).all_reduce_max(tensor), 0).wait()
+        return tensor

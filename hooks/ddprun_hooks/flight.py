@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ddprun_hooks.fidelity import Fidelity
-from ddprun_hooks.payload import Finding, Kind
+from ddprun_hooks.payload import Finding, Kind, ParamSlice
 
 Mark = TypeVar("Mark")
 """A moment: microseconds of this rank's monotonic clock, or a CUDA event that becomes one later."""
@@ -75,6 +75,9 @@ class Flight(Generic[Mark]):
     findings: Sequence[Finding] = ()
     """What hooks found out on the way; complete when the flight is."""
 
+    params: Sequence[ParamSlice] = ()
+    """The parameters in it."""
+
     fidelity: Fidelity | None = None
     """How the mean that came back compares with the exact one, if somebody has looked."""
 
@@ -87,6 +90,7 @@ class Flight(Generic[Mark]):
             dtype=self.dtype,
             numel=self.numel,
             bytes=self.bytes,
+            params=self.params,
             ready=us(self.ready),
             done=us(self.done),
             handed_over=us(self.handed_over),

@@ -50,19 +50,22 @@ class HostLane:
         self._under_way: list[_Journey] = []  # unfinished, in the order in which they were sent
         self._training_thread = 0
 
-    def send(self, payload: Payload, stack: Stack, flights: list[Any]) -> Future[Tensor]:
+    def send(
+        self, payload: Payload, stack: Stack, flights: list[Any], team: Team | None = None
+    ) -> Future[Tensor]:
         """Start `payload` on its way; the future holds the mean over ranks.
 
         Args:
             payload: its tensor's memory receives the mean.
             stack: the hooks to go through.
             flights: takes the record of this journey, at once; it is complete when the future is.
+            team: the ranks that exchange; None: all of the lane's.
         """
         entered = now_us()
         self._training_thread = threading.get_ident()
         flight: Flight[int] = new_flight(payload, stack, entered)
         flights.append(flight)
-        journey = _Journey(payload, stack, self.world, flight)
+        journey = _Journey(payload, stack, team or self.world, flight)
         self._tell(lambda: self._set_out(journey))
         flight.handed_over = now_us()
         return journey.future
@@ -210,7 +213,9 @@ class StreamLane:
         self._device = device
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def send(self, payload: Payload, stack: Stack, flights: list[Any]) -> Future[Tensor]:
+    def send(
+        self, payload: Payload, stack: Stack, flights: list[Any], team: Team | None = None
+    ) -> Future[Tensor]:
         """As `HostLane.send`; the future is set at once and carries the stream's events."""
         flight: Flight[torch.cuda.Event] = new_flight(
             payload, stack, self._mark(torch.cuda.current_stream(self._device))
@@ -223,7 +228,7 @@ class StreamLane:
             try:
                 if self.error is not None:
                     raise self.error
-                self._run(payload, stack, flight)
+                self._run(payload, stack, flight, team or self.world)
             except BaseException as error:
                 self.error = self.error or error
                 fail(future, self.error)
@@ -233,8 +238,8 @@ class StreamLane:
         flight.handed_over = flight.ready
         return future
 
-    def _run(self, payload: Payload, stack: Stack, flight: Flight[torch.cuda.Event]) -> None:
-        route = route_of(payload, stack, self.world)
+    def _run(self, payload: Payload, stack: Stack, flight: Flight[torch.cuda.Event], team: Team) -> None:
+        route = route_of(payload, stack, team)
         result: Tensor | None = None
         start = self._mark(self._stream)
         while True:
@@ -271,6 +276,7 @@ def new_flight(payload: Payload, stack: Stack, ready: Any) -> Flight[Any]:
         dtype=dtype_name(tensor.dtype),
         numel=tensor.numel(),
         bytes=nbytes(tensor),
+        params=payload.params,
         ready=ready,
         findings=payload.findings,
     )

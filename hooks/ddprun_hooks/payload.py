@@ -5,7 +5,8 @@ from typing import Literal
 
 from torch import Tensor
 
-Kind = Literal["gradient", "parameters", "delta"]
+Kind = Literal["gradient", "parameters", "delta", "buffers", "optimizer"]
+"""`delta`: the change of parameters since ranks last had them in common. `optimizer`: its state."""
 
 
 @dataclass(frozen=True, slots=True)

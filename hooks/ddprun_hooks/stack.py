@@ -83,6 +83,21 @@ class Stack:
         }
         return {name: state for name, state in merged.items() if state}
 
+    def take_over(self, others: Sequence[Stack]) -> None:
+        """Let this stack's hooks go on from the state of hooks of the same name in other stacks, which lose
+        it: then what was not sent is sent later, and once.
+
+        Args:
+            others: the first one that has state for a hook gives it.
+        """
+        for name, hook in zip(self.names, self.hooks, strict=False):
+            for other in others:
+                there = dict(zip(other.names, other.hooks, strict=False)).get(name)
+                if there is not None and there is not hook and (state := there.state_dict()):
+                    hook.load_state_dict(state)
+                    there.load_state_dict({})
+                    break
+
     def guard(self) -> None:
         """Be ready to take the coming step back."""
         for hook in self.hooks:

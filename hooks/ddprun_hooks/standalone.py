@@ -18,13 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddprun_hooks.dispatcher import BucketLayout, Dispatcher
+from ddprun_hooks.buckets import BucketLayout
+from ddprun_hooks.dispatcher import Dispatcher
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.exchange import Control, Exchange, open_control
 from ddprun_hooks.flight import Flight
 from ddprun_hooks.options import HookSpec
+from ddprun_hooks.plain import summed
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
+from ddprun_hooks.teams import all_of
 
 
 class Handle(Dispatcher):
@@ -42,7 +45,7 @@ class Handle(Dispatcher):
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self._control: Control = exchange.control
-        self._plain = Stack([])
+        self._plain = summed()
         self._settling = 3 if model.static_graph else 2
         self._scaler = scaler
         self._last_scale = 0.0
@@ -140,7 +143,8 @@ def register(
         backend="nccl" if device.type == "cuda" and "nccl" in dist.get_backend() else "gloo",
         hosts=hosts,
         local_sizes=[int(size) for size in control.tell(here.encode())],
-        stacks=[stack, Stack([])],
+        gradients=all_of([stack.needs, summed().needs]),
+        plain={},
         timeout=timeout,
     )
     try:

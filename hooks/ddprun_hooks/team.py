@@ -55,7 +55,8 @@ class Team:
         group = self.groups[round_index]
         match wanted.op:
             case "all_reduce":
-                return group.allreduce([wanted.tensor], dist.ReduceOp.SUM)
+                reduction = dist.ReduceOp.MAX if wanted.maximum else dist.ReduceOp.SUM
+                return group.allreduce([wanted.tensor], reduction)
             case "all_gather":
                 return self._all_gather(wanted, group)
             case "all_to_all":

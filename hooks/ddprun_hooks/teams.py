@@ -1,13 +1,13 @@
 """Who exchanges with whom: the teams that stacks need, made before the first step by all ranks together."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddprun_hooks.arena_setup import open_arenas
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.hook import Needs
+from ddprun_hooks.hook import Need, Needs
 from ddprun_hooks.porter import Porter
 from ddprun_hooks.team import Team
 
@@ -40,7 +40,7 @@ class Layout:
         if hosts is not None:
             if self.size % hosts:
                 raise HookSetupError(
-                    f'"hierarchical" with hosts: {hosts} needs equally many ranks on each host, but {hosts} '
+                    f"two levels with hosts: {hosts} need equally many ranks on each host, but {hosts} "
                     f"does not divide {self.size} ranks"
                 )
             per_host = self.size // hosts
@@ -49,9 +49,28 @@ class Layout:
             if len(set(self.local_sizes)) > 1 or self.size % per_host:
                 counts = ", ".join(f"{host}: {count}" for host, count in Counter(self.hosts).items())
                 raise HookSetupError(
-                    f'"hierarchical" needs equally many ranks on each host; here they are {counts}'
+                    f"two levels need equally many ranks on each host; here they are {counts}"
                 )
         return [list(range(start, start + per_host)) for start in range(0, self.size, per_host)]
+
+
+def all_of(needs: Iterable[Needs]) -> dict[Need, int]:
+    """What serves each of several needs, one at a time."""
+    together: dict[Need, int] = {}
+    for one in needs:
+        for need, rounds in one.items():
+            together[need] = max(rounds, together.get(need, 0))
+    return together
+
+
+def inside_hosts(needs: Needs, hosts: int | None) -> dict[Need, int]:
+    """The needs of a stack that only the ranks of one host go through.
+
+    Args:
+        needs: of a stack whose collectives are among all ranks.
+        hosts: into how many hosts the ranks are split; None: as they were launched.
+    """
+    return {Need("within", hosts, need.shared): rounds for need, rounds in needs.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +105,10 @@ def open_teams(name: str, layout: Layout, needs: Needs, ground: Ground) -> Team:
     for hosts in sorted({need.hosts for need in needs if need.leg != "world"}, key=lambda hosts: hosts or 0):
         blocks = layout.blocks(hosts)
         places = [list(ranks) for ranks in zip(*blocks, strict=True)]
-        tag = "" if hosts is None else f"/{hosts}"
+        before, tag = "" if name == "world" else f"{name} ", "" if hosts is None else f"/{hosts}"
         made = []
         for leg, parts in (("within", blocks), ("across", places)):
-            made.append(_team(f"{leg}{tag}", layout, parts, _of(needs, leg, hosts), ground))
+            made.append(_team(f"{before}{leg}{tag}", layout, parts, _of(needs, leg, hosts), ground))
         splits[hosts] = (made[0], made[1])
     return _team(name, layout, everybody, _of(needs, "world"), ground, splits)
 

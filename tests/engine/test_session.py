@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from ddprun.engine.course import Course
 from ddprun.engine.place import place_of
 from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.session import Session, StopRequest, open_session
-from ddprun.engine.train import run_step
+from ddprun.engine.train import compute
 from ddprun.spec import load
+from ddprun.sync.policy import Policy
 from tests.hooks.test_stacks import assert_same
 from tests.ranks import as_processes
 
@@ -43,13 +45,13 @@ def open_here(folder: Path, name: str) -> Session:
 
 def go(session: Session, steps: int) -> None:
     stage: Any = session.loaded.pipeline.stages[0]
-    session.dispatcher.stack = session.stacks[0]
     session.model.train()
     settings = stage.effective(session.loaded.pipeline)
+    course = Course(session, stage, settings, None, Policy(), None, None)
     for batches in islice(session.feed.steps(1), steps):
         session.ledger.start(session.step + 1, 0)
-        run_step(session, settings, None, batches, session.step)
         session.step += 1
+        compute(course, batches, session.step)
         session.ledger.end(stop=False, compare_clocks=False)
     session.ledger.flush()
 
@@ -105,14 +107,14 @@ def test_a_state_taken_after_six_steps_goes_on_with_the_same_bits(tmp_path: Path
 def skipped(folder: Path) -> tuple[int, bool, bool]:
     session = open_here(folder, "skipped")
     go(session, 3)
-    before, weights = copy.deepcopy(session.stacks[0].state_dict()), bits(session)
+    before, weights = copy.deepcopy(session.stacks.first.state_dict()), bits(session)
     assert session.precision.scaler is not None
     state = session.precision.scaler.state_dict()
     session.precision.scaler.load_state_dict({**state, "scale": 2.0**100})
     go(session, 1)
     same_weights = bits(session) == weights
     try:
-        assert_same(session.stacks[0].state_dict(), before)
+        assert_same(session.stacks.first.state_dict(), before)
     except AssertionError:
         return session.step, same_weights, False
     return session.step, same_weights, True

@@ -39,7 +39,7 @@ def on_both(specs: Specs, backend: str) -> list[tuple[Tensor, Tensor]]:
             backend=over,
             hosts=["here"] * ranks,
             local_sizes=[int(os.environ["LOCAL_WORLD_SIZE"])] * ranks,
-            stacks=[stack],
+            gradients=stack.needs,
             timeout=timeout,
         )
         given = []

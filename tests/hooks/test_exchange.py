@@ -80,7 +80,8 @@ def test_broadcast_overwrites_tensors_of_any_dtype_and_shape() -> None:
     """One message for each dtype; scalars and strided tensors keep their shapes."""
 
     def body(team: Team) -> list[torch.Tensor]:
-        exchange = Exchange(HostLane(team), team, team, control(team))
+        lane = HostLane(team)
+        exchange = Exchange(lane, lane, lane, team, control(team))
         tensors = [
             torch.full((2, 3), float(team.rank)).t(),
             torch.tensor(team.rank),

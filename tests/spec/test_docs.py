@@ -5,10 +5,11 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from ddprun.spec import Pipeline, load
+from ddprun.spec import Pipeline, load, options
+from ddprun.spec.buffers import TIMES
 from ddprun.spec.resolved import plain
 from ddprun.spec.scalars import write
-from ddprun.spec.schema import Ddp, Launch, Loader, Timings
+from ddprun.spec.schema import OVERRIDABLE, STAGES, Audit, Ddp, Launch, Loader, Timings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
 
@@ -20,6 +21,7 @@ def defaults() -> dict[str, str]:
         "ddp": Ddp,
         "launch": Launch,
         "timings": Timings,
+        "audit": Audit,
     }
     found: dict[str, str] = {}
     for key, field in Pipeline.model_fields.items():
@@ -55,8 +57,50 @@ def test_every_key_is_on_the_page_with_its_default() -> None:
     assert rows == defaults()
 
 
-def test_the_example_is_good(tmp_path: Path) -> None:
-    """The page's pipeline has neither faults nor warnings."""
-    (example,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
-    (tmp_path / "p.yaml").write_text(example)
-    assert load(tmp_path / "p.yaml").warnings == ()
+def cells(section: str) -> list[list[str]]:
+    """Rows of the first table after a heading, each as its cells."""
+    text = TEXT.split(section)[1].split("\n#")[0]
+    rows = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
+    return [row.split(" | ") for row in rows]
+
+
+def test_every_policy_is_on_the_page_with_its_options() -> None:
+    """The table of policies is complete; each is shown with its options and their defaults."""
+    wanted = []
+    for name, model in options.SYNC.items():
+        keys = [
+            key if field.is_required() else f"{key}: {shown(field.default)}"
+            for key, field in model.model_fields.items()
+        ]
+        wanted.append(f"`{name}: {{{', '.join(keys)}}}`" if keys else f"`{name}`")
+    assert [row[0] for row in cells("## When ranks synchronise")] == ["policy", *wanted]
+
+
+def test_every_time_for_buffers_is_on_the_page() -> None:
+    """The table of times is complete."""
+    found = {row[0].strip("`") for row in cells("### Buffers")[1:]}
+    assert found == {*TIMES, "{every: N}"}
+
+
+def test_every_stage_is_on_the_page_with_its_keys() -> None:
+    """The table of stages is complete, and names every key of every stage."""
+    rows = {row[0].strip("`"): row[1] for row in cells("**Stages.**")[1:]}
+    assert rows.keys() == STAGES.keys()
+    for name, stage in STAGES.items():
+        inherited = OVERRIDABLE if name == "forward" else ()  # "the same keys"
+        for key in stage.model_fields:
+            assert key in inherited or f"`{key}`" in rows[name], (name, key)
+
+
+def test_the_examples_are_good(tmp_path: Path) -> None:
+    """The page's pipelines have neither faults nor warnings; a part of one goes with what is required."""
+    examples = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        base = (
+            ""
+            if "model:" in example
+            else "model: {mlp: {inputs: 64, outputs: 10}}\ndata: digits\noptimizer: sgd\n"
+        )
+        (tmp_path / "p.yaml").write_text(base + example)
+        assert load(tmp_path / "p.yaml").warnings == ()

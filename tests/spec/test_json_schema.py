@@ -6,20 +6,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import jsonschema
 import pytest
 from pydantic import ValidationError
 
+from ddprun.cli.catalog import catalog as command
 from ddprun.spec import signatures
+from ddprun.spec.buffers import read_buffers
 from ddprun.spec.catalog import GROUPS, catalog
 from ddprun.spec.choices import KINDS, choose
 from ddprun.spec.json_schema import json_schema
 from ddprun.spec.reader import read_file
-from ddprun.spec.schema import STAGES, _read_stage
+from ddprun.spec.schema import OVERRIDABLE, STAGES
+from ddprun.spec.stages import read_stage
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 SCHEMA = json_schema()
-SAMPLES: dict[str, Any] = {"files": "{stdlib}/*.py", "schedule": "cosineannealinglr"}
+SAMPLES: dict[str, Any] = {
+    "files": "{stdlib}/*.py",
+    "schedule": "cosineannealinglr",
+    "optimizer": "sgd",
+    "mutate": {"noise": {"std": 0.1}},
+    "update": "evolution_strategies",
+}
 
 
 def accepts(definition: str, value: Any) -> bool:
@@ -29,7 +39,7 @@ def accepts(definition: str, value: Any) -> bool:
 
 def check_accepts(kind: str, value: Any) -> bool:
     try:
-        _read_stage(value) if kind == "stage" else choose(kind, value)
+        read_stage(value) if kind == "stage" else choose(kind, value)
     except (ValidationError, ValueError):
         return False
     return True
@@ -80,7 +90,7 @@ def options() -> Iterator[tuple[str, str, str]]:
 def minimal(entry: dict[str, Any]) -> dict[str, Any]:
     """What must be given at least."""
     needed = {option["name"]: sample(option) for option in entry["options"] if option["required"]}
-    return {"steps": 1} if entry["kind"] == "stage" and entry["name"] == "train" else needed
+    return {"steps": 1} if entry["kind"] == "stage" and entry["name"] in ("train", "forward") else needed
 
 
 def sample(option: dict[str, Any]) -> Any:
@@ -110,6 +120,13 @@ def test_every_option_is_taken_by_both(kind: str, name: str, option: str) -> Non
     assert not accepts(kind, {name: minimal(entry) | {"no_such_option": 1}})
 
 
+def test_the_command_lists_every_kind() -> None:
+    """`ddprun catalog` offers each kind that there is, and no other."""
+    (kinds,) = (item.type for item in command.params if item.name == "kind")
+    assert isinstance(kinds, click.Choice)
+    assert sorted(kinds.choices) == sorted(GROUPS)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "stage"])
 def test_bare_names_are_taken_by_both_alike(kind: str) -> None:
     """A name may stand alone for both, or, where an option is required, for neither."""
@@ -128,6 +145,54 @@ def test_bare_names_are_taken_by_both_alike(kind: str) -> None:
         {"a": 1, "b": 2},
     ]:
         assert check_accepts(kind, name) == accepts(kind, name), name
+
+
+@pytest.mark.parametrize(
+    ("value", "good"),
+    [
+        ("auto", True),
+        ("never", True),
+        ({"never": None}, True),
+        ({"never": {}}, True),
+        ({"auto": {}}, True),
+        ({"before_evaluate": {"reduce": "mean"}}, True),
+        ({"every_forward": {"reduce": "broadcast"}}, True),
+        ({"every": 3}, True),
+        ({"every": 3, "reduce": "mean"}, True),
+        ("every", False),
+        ("sometimes", False),
+        ({}, False),
+        (None, False),
+        (["auto"], False),
+        ({"every": 0}, False),
+        ({"every": None}, False),
+        ({"every": 1.5}, False),
+        ({"every": 3, "reduce": "sum"}, False),
+        ({"every": 3, "auto": {}}, False),
+        ({"auto": {}, "never": {}}, False),
+        ({"auto": {}, "reduce": "mean"}, False),
+        ({"never": {"reduce": "mean"}}, False),
+        ({"auto": "mean"}, False),
+        ({"reduce": "mean"}, False),
+    ],
+)
+def test_buffers_are_taken_by_both_alike(value: Any, good: bool) -> None:
+    """`buffers` has two forms; what is neither is neither for `check` nor for the schema."""
+    try:
+        read_buffers(value)
+    except (ValidationError, ValueError):
+        taken = False
+    else:
+        taken = True
+    assert taken == good
+    assert accepts("buffers", value) == good
+
+
+def test_a_stage_has_no_defaults_of_its_own() -> None:
+    """What a stage does not name holds from above, so an editor must not show a default there."""
+    mapping = SCHEMA["$defs"]["stage"]["anyOf"][-1]["properties"]
+    for stage in ("train", "forward"):
+        assert not any("default" in mapping[stage]["properties"].get(key, {}) for key in OVERRIDABLE)
 
 
 def test_torch_names_are_known_in_three_spellings() -> None:
@@ -150,6 +215,6 @@ def test_stages_are_described(stage: str) -> None:
 
 def test_every_key_is_described() -> None:
     """No key of the file is without a word about it."""
-    for name in ("Loader", "Ddp", "Launch", "Timings"):
+    for name in ("Loader", "Ddp", "Launch", "Timings", "Audit"):
         assert all(item["description"] for item in SCHEMA["$defs"][name]["properties"].values())
     assert all(item["description"] for item in SCHEMA["properties"].values())

@@ -2,11 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ddprun.spec import (
     DataPair,
@@ -21,7 +18,6 @@ from ddprun.spec import (
 )
 from ddprun.spec.load import _name_of
 from ddprun.spec.options import Digits, Mlp, Synthetic
-from ddprun.spec.resolved import plain
 
 Load = Callable[..., Loaded]
 PIPELINES = sorted((Path(__file__).parents[2] / "pipelines").glob("*.yaml"))
@@ -225,149 +221,12 @@ def test_pipelines_are_shipped() -> None:
     assert {path.stem for path in PIPELINES} >= {"quickstart", "exact", "bytes"}
 
 
-def test_resolved_tells_where_values_come_from(loaded: Load) -> None:
-    """Each value of the resolved pipeline says its line, its override, or that it is a default."""
-    text = loaded(
-        "seed: 3\nloss: mse_loss\n", "loader.workers=2", "optimizer.sgd.lr=0.5", "hooks=[fp16, powersgd]"
-    ).resolved()
-    lines = [line.strip() for line in text.splitlines()]
-    assert "seed: 3  # line 5" in lines
-    assert "loss: MSELoss  # line 6" in lines
-    assert "mlp:  # line 2" in lines
-    assert "digits:  # line 3" in lines
-    assert "held_out: 0.2  # default" in lines
-    assert "workers: 2  # --set 1" in lines
-    assert "SGD:  # line 4" in lines
-    assert "lr: 0.5  # --set 2" in lines
-    assert "- fp16  # --set 3" in lines
-    assert "name: p  # default" in lines
-    block = "model:\n  mlp:\n    inputs: 64\n    outputs: 10\ndata: digits\noptimizer: sgd\n"
-    lines = [line.strip() for line in loaded(block, base=False).resolved().splitlines()]
-    assert "mlp:  # line 2" in lines
-    assert "outputs: 10  # line 4" in lines
-
-
 def test_the_digest_is_of_what_is_said(loaded: Load) -> None:
     """Spelling, order, comments and defaults written out do not matter; a value does."""
     plainly = loaded("seed: 0\n").digest()
     assert loaded("# comment\nprecision: fp32\nseed: 0x0\nloss: CrossEntropyLoss\n").digest() == plainly
     assert loaded("seed: 1\n").digest() != plainly
     assert loaded("stages: [{train: {epochs: 1, accumulate: 1}}]\n").digest() != plainly
-
-
-NAMES = st.text("abcXYZ0._-", min_size=1)
-ANY = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-9, 9)
-    | st.floats(allow_nan=False)
-    | st.text(st.characters(codec="utf-8", exclude_categories=["Cs"])),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text("abc:. #", min_size=1), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-DOTTED = st.builds(
-    lambda options: {"a.b.C": options}, st.dictionaries(st.text("abc", min_size=1), ANY, max_size=3)
-)
-STACKS = st.sampled_from(
-    [
-        [],
-        ["fp16"],
-        ["powersgd", "fp16"],
-        ["noop"],
-        [{"fp16": None}, {"x.y.Hook": {"a": [1, [2]]}}],
-        [{"hierarchical": {"within": ["shared_memory"], "across": [{"topk": {"density": 0.5}}]}}],
-    ]
-)
-SCHEDULES = st.sampled_from(
-    [None, "PolynomialLR", {"OneCycleLR": {"max_lr": [0.1, 1]}}, {"cosineannealinglr": {"T_max": 5}}]
-)
-TRAIN = st.fixed_dictionaries(
-    {"steps": st.integers(20, 99)},
-    optional={
-        "hooks": STACKS,
-        "clip_norm": st.none() | st.floats(1e-9, 1e9),
-        "accumulate": st.integers(1, 9),
-        "schedule": SCHEDULES,
-        "warmup_steps": st.integers(0, 19),
-        "sync": st.just({"every_step": {}}),
-    },
-)
-DATA: Any = st.one_of(
-    st.just("digits"),
-    st.builds(
-        lambda share, seed: {"digits": {"held_out": share, "split_seed": seed}},
-        st.floats(0.01, 0.99),
-        st.integers(0, 9),
-    ),
-    st.just({"train": "digits", "evaluate": {"digits": {"split_seed": 3}}}),
-    st.builds(lambda choice: {"train": choice}, DOTTED),
-    DOTTED,
-)
-PIPELINE = st.fixed_dictionaries(
-    {
-        "model": st.one_of(
-            st.builds(
-                lambda hidden: {"mlp": {"inputs": 64, "hidden": hidden, "outputs": 10}},
-                st.lists(st.integers(1, 99)),
-            ),
-            DOTTED,
-        ),
-        "data": DATA,
-        "optimizer": st.sampled_from(
-            ["sgd", {"AdamW": {"lr": 1e-5, "betas": [0.9, 0.99], "fused": None}}, {"rprop": {}}]
-        ),
-    },
-    optional={
-        "name": NAMES,
-        "seed": st.integers(0, 2**63 - 1),
-        "loss": st.one_of(st.sampled_from(["mse", "model", {"cross_entropy": {"weight": [1, 2.5]}}]), DOTTED),
-        "schedule": SCHEDULES,
-        "hooks": STACKS,
-        "clip_norm": st.none() | st.floats(1e-300, 1e300),
-        "precision": st.sampled_from(["fp32", "pure_bf16"]),
-        "ddp": st.fixed_dictionaries(
-            {},
-            optional={
-                "bucket_cap_mb": st.floats(1, 1e6) | st.integers(1, 99),
-                "static_graph": st.just(False),
-            },
-        ),
-        "stages": st.lists(st.builds(lambda stage: {"train": stage}, TRAIN), min_size=1, max_size=3),
-        "launch": st.fixed_dictionaries(
-            {}, optional={"nproc_per_node": st.none() | st.integers(1, 9), "timeout_s": st.floats(1e-3, 1e9)}
-        ),
-    },
-)
-
-
-@given(PIPELINE)
-def test_resolved_loads_to_the_same_pipeline(tmp_path: Path, data: dict[str, Any]) -> None:
-    """The resolved text says what the file says: it loads to an equal pipeline with the same digest."""
-    first = load(_written(tmp_path / "first.yaml", data))
-    (tmp_path / "second.yaml").write_text(first.resolved(), encoding="utf-8")
-    second = load(tmp_path / "second.yaml")
-    assert second.pipeline == first.pipeline
-    assert second.digest() == first.digest()
-    for one, other in zip(first.pipeline.stages, second.pipeline.stages, strict=True):
-        assert plain(one) == plain(other)
-        if isinstance(one, Train) and isinstance(other, Train):
-            assert one.effective(first.pipeline) == other.effective(second.pipeline)
-
-
-def _written(path: Path, data: dict[str, Any]) -> Path:
-    from ddprun.spec.scalars import write
-
-    def flow(value: Any) -> str:
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{write(key)}: {flow(item)}" for key, item in value.items()) + "}"
-        if isinstance(value, list):
-            return "[" + ", ".join(map(flow, value)) + "]"
-        return write(value)
-
-    path.write_text("".join(f"{key}: {flow(value)}\n" for key, value in data.items()), encoding="utf-8")
-    return path
 
 
 def test_a_pipeline_is_frozen(loaded: Load) -> None:

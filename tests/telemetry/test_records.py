@@ -1,8 +1,10 @@
 """How a step's exposed communication is divided: on made-up journeys whose answer is known."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from ddprun.telemetry.records import Backward, communication_us, exposed
+from ddprun.telemetry.records import Exposed, Traffic, communication_us, exposed, tail
 from ddprun_hooks.flight import Flight, Leg, Slice
 
 
@@ -11,10 +13,23 @@ def flight(ready: int, handed_over: int, done: int, *slices: Slice[int]) -> Flig
     return Flight("gradient", 0, (), "float32", 2, 8, ready, done, handed_over, [leg], list(slices))
 
 
+def in_backward(end_us: int, flights: Sequence[Flight[int]], all_ready_us: float) -> Exposed:
+    return exposed(Traffic(flights, flights, [tail(flights, end_us)]), all_ready_us)
+
+
+def test_an_exchange_of_an_earlier_step_costs_only_the_waiting_that_is_left() -> None:
+    """It set out in another step: its time in the hook belongs there; 15 µs are waited for here."""
+    landed = Traffic(landed=[flight(100, 120, 515)], waits=[(500, 515)])
+    split = exposed(landed, all_ready_us=130.0)
+    assert (split.hook_us, split.wait_us, split.wire_us) == (0, 0, 15)
+    set_out = Traffic(sent=[flight(100, 120, 515)])
+    split = exposed(set_out, all_ready_us=130.0)
+    assert (split.hook_us, split.wait_us, split.wire_us) == (20, 0, 0)
+
+
 def test_waiting_is_divided_where_the_last_rank_was_ready() -> None:
     """20 µs in the hook; then 30 µs until the last rank was ready; then 50 µs on the wire."""
-    pass_ = Backward(end_us=200, flights=[flight(100, 120, 195)])
-    split = exposed(pass_, all_ready_us=150.0)
+    split = in_backward(200, [flight(100, 120, 195)], 150.0)
     assert (split.hook_us, split.wait_us, split.wire_us) == (20, 30, 50)
 
 
@@ -23,14 +38,14 @@ def test_hook_work_of_other_threads_counts_while_the_training_thread_waits() -> 
     decode = Slice(180, 190, "decode", False)
     hidden = Slice(105, 115, "encode", False)
     mine = Slice(100, 118, "encode", True)
-    split = exposed(Backward(200, [flight(100, 120, 195, mine, hidden, decode)]), all_ready_us=150.0)
+    split = in_backward(200, [flight(100, 120, 195, mine, hidden, decode)], 150.0)
     assert (split.hook_us, split.wait_us, split.wire_us) == (30, 30, 40)
 
 
 @pytest.mark.parametrize(("all_ready", "wait"), [(0.0, 0), (120.0, 0), (1e9, 80)])
 def test_a_rank_that_is_last_itself_waits_for_nobody(all_ready: float, wait: int) -> None:
     """Ready times before the tail give no wait, ready times after it give all of it."""
-    split = exposed(Backward(200, [flight(100, 120, 195)]), all_ready)
+    split = in_backward(200, [flight(100, 120, 195)], all_ready)
     assert (split.wait_us, split.wire_us) == (wait, 80 - wait)
 
 

@@ -5,7 +5,19 @@ from typing import Any
 
 import click
 
-_KINDS = ("model", "data", "loss", "optimizer", "schedule", "sync", "hook", "metric", "stage")
+_KINDS = (
+    "model",
+    "data",
+    "loss",
+    "optimizer",
+    "schedule",
+    "sync",
+    "hook",
+    "mutate",
+    "update",
+    "metric",
+    "stage",
+)
 
 
 @click.command()

@@ -1,5 +1,6 @@
 """From what the file chooses to live objects; what only a run can see is told with its place in the file."""
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -12,13 +13,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun.engine.data import is_iterable
-from ddprun.spec import Choice, DataPair, Loaded, PipelineError, length_option, tensor_options
+from ddprun.engine.evolution import evolution_strategies
+from ddprun.spec import Choice, DataPair, Loaded, PipelineError, StepStage, length_option, tensor_options
+from ddprun.sync.noise import noise
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS
 from ddprun_hooks.dotted import DottedNameError, import_dotted
 from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.options import parse_spec
 from ddprun_hooks.registry import make_hook
 from ddprun_hooks.stack import Stack
+
+MUTATIONS: dict[str, Callable[..., None]] = {"noise": noise}
+UPDATES: dict[str, Callable[..., None]] = {"evolution_strategies": evolution_strategies}
 
 
 def make_folder_importable(pipeline_file: Path) -> None:
@@ -77,20 +84,33 @@ def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Ten
     return made.to(device) if isinstance(made, nn.Module) else made
 
 
-def build_optimizer(loaded: Loaded, model: nn.Module) -> Optimizer:
+def build_optimizer(
+    loaded: Loaded, model: nn.Module, choice: Choice | None = None, path: str = "optimizer"
+) -> Optimizer:
     """The optimizer over all parameters that require a gradient."""
-    choice = loaded.pipeline.optimizer
-    path = _key("optimizer", choice)
+    choice = choice or loaded.pipeline.optimizer
+    path = _key(path, choice)
     params = [param for param in model.parameters() if param.requires_grad]
     if choice.source == "torch":
         target: Any = getattr(torch.optim, choice.name)
     else:
-        target = _imported(loaded, "optimizer", choice)
+        target = _imported(loaded, path, choice)
         _bind(loaded, path, choice, target, params)
     made = _checked(loaded, path, lambda: target(params, **choice.options))
     if not isinstance(made, Optimizer):
         raise _refused(loaded, path, f'"{choice.name}" gives {type(made).__name__}', "an Optimizer is wanted")
     return made
+
+
+def optimizer_settings(
+    loaded: Loaded, stage: StepStage, model: nn.Module, optimizer: Optimizer
+) -> list[dict[str, Any]]:
+    """The optimizer's settings in one stage, for each parameter group."""
+    if "optimizer" in stage.model_fields_set and stage.optimizer is not None:
+        optimizer = build_optimizer(loaded, model, stage.optimizer, f"{stage.path}.optimizer")
+    return [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
 
 
 def build_schedule(
@@ -123,18 +143,55 @@ def build_schedule(
     return made
 
 
-def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...]) -> Stack:
-    """A stack of hooks."""
+def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...], *, inside_host: bool = False) -> Stack:
+    """A stack of hooks.
+
+    Args:
+        loaded: the pipeline.
+        path: where the hooks stand in the file.
+        hooks: in the order in which a payload meets them.
+        inside_host: only the ranks of one host go through it: of `hierarchical` that leaves its hooks
+            `within`.
+    """
     named = []
     for place, choice in enumerate(hooks):
-        try:
-            named.append((choice.name, make_hook(choice.name, choice.options)))
-        except HookSetupError as error:
-            raise _refused(loaded, _key(f"{path}[{place}]", choice), str(error)) from None
+        chosen = [(choice.name, dict(choice.options))]
+        if inside_host and choice.name == "hierarchical" and choice.source == "built-in":
+            chosen = [parse_spec(spec) for spec in choice.options.get("within", ())]
+        for name, options in chosen:
+            try:
+                named.append((name, make_hook(name, options)))
+            except HookSetupError as error:
+                raise _refused(loaded, _key(f"{path}[{place}]", choice), str(error)) from None
     try:
         return Stack(named, described=repr([choice.plain() for choice in hooks]))
     except HookSetupError as error:
         raise _refused(loaded, path, str(error)) from None
+
+
+def build_mutation(loaded: Loaded, path: str, choice: Choice) -> Callable[[nn.Module], Any]:
+    """What changes a rank's weights: a function of the model."""
+    if choice.source == "built-in":
+        return functools.partial(MUTATIONS[choice.name], **choice.options)
+    return _function(loaded, path, choice, None)
+
+
+def build_update(
+    loaded: Loaded, path: str, choice: Choice
+) -> Callable[[nn.Module, Callable[[], Tensor]], Any]:
+    """What a forward stage does in a step: a function of the model and of its score."""
+    if choice.source == "built-in":
+        return functools.partial(UPDATES[choice.name], **choice.options)
+    return _function(loaded, path, choice, None, None)
+
+
+def _function(loaded: Loaded, path: str, choice: Choice, *positional: Any) -> Callable[..., Any]:
+    """A dotted function with its options bound."""
+    target, where = _imported(loaded, path, choice), _key(path, choice)
+    if not callable(target):
+        raise _refused(loaded, where, f'"{choice.name}" cannot be called', "a function is wanted")
+    _bind(loaded, where, choice, target, *positional)
+    return functools.partial(target, **choice.options)
 
 
 def build_metric(loaded: Loaded, path: str, choice: Choice) -> Callable[[Any, Any], Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from ddprun.engine import build
+from ddprun.engine.common import make_buffers_equal
 from ddprun.engine.data import is_iterable
 from ddprun.engine.objective import Outcome
 from ddprun.engine.session import Session
@@ -27,7 +28,7 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
     whole numbers.
     """
     session.where = stage.path
-    session.share_buffers()
+    make_buffers_equal(session, stage)
     measures = _measures(session, stage)
     sums = [torch.zeros((), dtype=torch.float64, device=session.place.device) for _ in measures]
     counts = [0] * len(measures)

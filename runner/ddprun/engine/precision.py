@@ -1,6 +1,6 @@
 """`precision`: what is computed in half precision, and how fp16 gradients are kept from vanishing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,14 @@ class Precision:
             return None
         scale: Tensor = self.scaler.scale(torch.ones((), device=self.device))
         return scale
+
+    def unscale(self, parameters: Iterable[Tensor]) -> None:
+        """Divide gradients that no hook has seen by the loss scale."""
+        scale = self.loss_scale()
+        if scale is not None:
+            for param in parameters:
+                if param.grad is not None:
+                    param.grad.div_(scale)
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Look for non-finite gradients before anything (clipping) would hide them."""

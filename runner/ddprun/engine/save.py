@@ -8,6 +8,7 @@ from typing import Any
 from safetensors.torch import save_model
 
 from ddprun import __version__
+from ddprun.engine.common import make_buffers_equal
 from ddprun.engine.session import Session
 from ddprun.spec import PipelineError, Save
 
@@ -22,7 +23,7 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
         PipelineError: the file cannot be written.
     """
     session.where = stage.path
-    session.share_buffers()
+    make_buffers_equal(session, stage)
     target = session.run_dir / stage.to
     if session.ranks.rank == 0:
         try:

@@ -54,6 +54,36 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
+class SameDraws:
+    """`with same_draws():` again and again draws the same from torch's generators, and leaves them alone.
+
+    Args:
+        device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = self._state()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        now = self._state()
+        self._set(self._start)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _state(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.get_rng_state(), cuda
+
+    def _set(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self._device)
+
+
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
     """Whatever is drawn inside was never drawn."""

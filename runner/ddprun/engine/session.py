@@ -2,24 +2,30 @@
 
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import structlog
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddprun.engine import build, seeding
+from ddprun.engine import build, policies, seeding
 from ddprun.engine.data import Feed
+from ddprun.engine.layout import freeze_layout, look_at_buffers, wrap
 from ddprun.engine.objective import Objective
 from ddprun.engine.place import Place
 from ddprun.engine.precision import Precision
 from ddprun.engine.ranks import Ranks
-from ddprun.spec import Loaded, PipelineError, Train
+from ddprun.engine.stacks import Stacks, open_stacks
+from ddprun.spec import Loaded, PipelineError, StepStage
+from ddprun.sync.audit import Finding
+from ddprun.sync.buffers import BufferSync, agree
+from ddprun.sync.carrier import Carrier
+from ddprun.sync.policy import Policy, Together
 from ddprun.telemetry.clock import Clock, StreamClock, clock_for
 from ddprun.telemetry.events import event_log
 from ddprun.telemetry.gather import Records
@@ -27,8 +33,9 @@ from ddprun.telemetry.ledger import Ledger
 from ddprun.telemetry.progress import Screen, screen_for
 from ddprun_hooks.dispatcher import Dispatcher
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.exchange import Exchange, open_control
-from ddprun_hooks.stack import Stack
+from ddprun_hooks.exchange import Control, Exchange, open_control
+from ddprun_hooks.hook import Need
+from ddprun_hooks.teams import all_of
 
 _COMPARE_CLOCKS_EVERY_S = 60.0
 
@@ -52,6 +59,9 @@ class Session:
     run_dir: Path
     ranks: Ranks
     place: Place
+    host_count: int | None
+    """Into how many hosts the stage that is running splits the ranks; None: as they were launched."""
+
     stop: StopRequest
     exchange: Exchange
     records: Records
@@ -62,14 +72,20 @@ class Session:
     model: nn.Module
     """The bare model."""
 
-    ddp: DistributedDataParallel
-    dispatcher: Dispatcher
-    stacks: dict[int, Stack]
-    """The hooks of each train stage, by its place in `stages`."""
+    ddp: DistributedDataParallel | None
+    """The model as backward wants it where gradients are exchanged; None if no stage exchanges any."""
 
+    dispatcher: Dispatcher | None
+    """DDP's hook; there if `ddp` is."""
+
+    stacks: Stacks
+    """The hooks of each stage."""
+
+    carrier: Carrier
+    buffers: BufferSync
     optimizer: Optimizer
-    optimizer_settings: list[dict[str, Any]]
-    """The optimizer's settings as the file has them, for each parameter group."""
+    optimizer_settings: dict[int, list[dict[str, Any]]]
+    """The optimizer's settings in each stage that takes steps, for each parameter group."""
 
     precision: Precision
     objective: Objective
@@ -88,6 +104,19 @@ class Session:
 
     where: str = "before the first stage"
     """For an error's message."""
+
+    together: Together = "common"
+    """Which ranks hold the same parameters."""
+
+    outer_momentum: dict[str, Tensor] = field(default_factory=dict)
+    """What DiLoCo's outer optimizer keeps from stage to stage, by parameter name."""
+
+    last_audit: Finding | None = None
+    farthest_apart: float = 0.0
+    """Largest difference between two ranks in one value that an audit has seen."""
+
+    policy: Policy | None = None
+    """Of the stage that is running."""
 
     clocks_compared_s: float = 0.0
 
@@ -110,11 +139,17 @@ class Session:
         """The offsets were measured a while ago."""
         return time.monotonic() - self.clocks_compared_s > _COMPARE_CLOCKS_EVERY_S
 
-    def share_buffers(self) -> None:
-        """Give every rank rank 0's buffers (BatchNorm's running statistics, say), as DDP does in forward."""
-        buffers = list(self.model.buffers())
-        if buffers:
-            self.exchange.broadcast(buffers, source=0)
+    def audited(self, finding: Finding, step: int) -> None:
+        """Remember what an audit found, and say so where it is news."""
+        known, self.last_audit = self.last_audit, finding
+        self.farthest_apart = max(self.farthest_apart, finding.largest_distance)
+        if finding.farthest and (known is None or not known.farthest):
+            self.screen.note(
+                f"audit, step {step}: the ranks are apart, by up to {finding.largest_distance:.3g} "
+                f"(in {finding.farthest})"
+            )
+        elif known is not None and known.farthest and not finding.farthest:
+            self.screen.note(f"audit, step {step}: the ranks hold the same parameters again")
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides the next step on this rank."""
@@ -124,7 +159,10 @@ class Session:
             "optimizer": self.optimizer.state_dict(),
             "precision": self.precision.state_dict(),
             "feed": self.feed.state_dict(),
-            "hooks": {str(index): stack.state_dict() for index, stack in self.stacks.items()},
+            "hooks": self.stacks.state_dict(),
+            "sync": self.policy.state_dict() if self.policy is not None else {},
+            "together": self.together,
+            "outer_momentum": {name: value.clone() for name, value in self.outer_momentum.items()},
             "generators": seeding.generator_state(self.place.device),
         }
 
@@ -135,8 +173,12 @@ class Session:
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.load_state_dict(state["precision"])
         self.feed.load_state_dict(state["feed"])
-        for index, hooks in state["hooks"].items():
-            self.stacks[int(index)].load_state_dict(hooks)
+        self.stacks.load_state_dict(state["hooks"])
+        if self.policy is not None:
+            self.policy.load_state_dict(state["sync"])
+        self.together = state["together"]
+        self.outer_momentum.clear()
+        self.outer_momentum.update(state["outer_momentum"])
         seeding.restore_generators(state["generators"], self.place.device)
 
 
@@ -144,9 +186,10 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
     """Build everything, then freeze the bucket layout.
 
     1. seed; model, data, loss, optimizer, hooks: what cannot be had is told before anything is exchanged
-    2. process groups, all of them
-    3. DDP around the model, the dispatcher in it
-    4. throw-away backward passes until DDP's buckets are as they stay
+    2. process groups, all of them; parameters and buffers of rank 0 for all
+    3. forward passes that leave no trace, to see what buffers do
+    4. if some stage exchanges gradients: DDP around the model, the dispatcher in it, and throw-away backward
+       passes until DDP's buckets are as they stay
     5. seed again, each rank apart
 
     Raises:
@@ -161,51 +204,45 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
     data = build.build_data(loaded)
     objective = Objective(loaded, build.build_loss(loaded, device))
     optimizer = build.build_optimizer(loaded, model)
-    stacks = {
-        stage.index: build.build_stack(loaded, _hooks_path(stage), stage.effective(pipeline).hooks)
+    optimizer_settings = {
+        stage.index: build.optimizer_settings(loaded, stage, model, optimizer)
         for stage in pipeline.stages
-        if isinstance(stage, Train)
+        if isinstance(stage, StepStage)
     }
+    stacks = open_stacks(loaded)
     feed = _open_feed(loaded, data.train, ranks, device.type == "cuda")
+    policies.check_policies(loaded, [name for name, _ in model.named_parameters()], ranks.size)
 
     timeout = timedelta(seconds=pipeline.launch.timeout_s)
     control = open_control(timeout)
     control.agree("the pipeline", loaded.digest())
-    try:
-        exchange = Exchange.open(
-            control=control,
-            device=device,
-            backend=place.backend,
-            hosts=ranks.hosts,
-            local_sizes=ranks.local_sizes,
-            stacks=list(stacks.values()) or [Stack([])],
-            timeout=timeout,
-        )
-    except HookSetupError as error:
-        raise PipelineError([loaded.fault("hooks", str(error))]) from None
-    ddp = DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        bucket_cap_mb=pipeline.ddp.bucket_cap_mb,
-        gradient_as_bucket_view=pipeline.ddp.gradient_as_bucket_view,
-        static_graph=pipeline.ddp.static_graph,
-        find_unused_parameters=pipeline.ddp.find_unused_parameters,
+    control.agree(
+        "the model", repr([(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()])
     )
-    dispatcher = Dispatcher(ddp, exchange.gradients, next(iter(stacks.values()), Stack([])))
-    freeze_layout(ddp, dispatcher, objective, precision, feed, static_graph=pipeline.ddp.static_graph)
+    exchange = _open_exchange(loaded, control, ranks, place, stacks, timeout)
+    exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
+
+    records = Records(run_dir, control, ranks.store)
+    clock = clock_for(device)
+    ledger = Ledger(clock=clock, control=control, writer=records.writer, every=pipeline.timings.every)
+    carrier = Carrier(exchange, ledger, pipeline.ddp.bucket_cap_mb * 2**20)
+    wanted = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
+    automatic = any(setting.when == "auto" for setting in wanted)
+    verdict = look_at_buffers(model, objective, precision, feed, automatic=automatic)
+    buffers = BufferSync(model, carrier, agree(verdict, model, control), pipeline.buffers)
+    ddp = dispatcher = None
+    if any(stage.effective(pipeline).gradients for stage in pipeline.train_stages()):
+        ddp = wrap(model, pipeline.ddp, device)
+        dispatcher = Dispatcher(ddp, exchange.gradients, stacks.first)
+        freeze_layout(ddp, dispatcher, objective, precision, feed, static_graph=pipeline.ddp.static_graph)
     seeding.seed_everything(pipeline.seed + ranks.rank)
 
-    records = Records(run_dir, exchange.control, ranks.store)
-    clock = clock_for(device)
-    ledger = Ledger(
-        clock=clock, control=exchange.control, writer=records.writer, every=pipeline.timings.every
-    )
-    ledger.bucket_params = {b.index: [param.name for param in b.params] for b in dispatcher.layout}
     session = Session(
         loaded=loaded,
         run_dir=run_dir,
         ranks=ranks,
         place=place,
+        host_count=None,
         stop=stop,
         exchange=exchange,
         records=records,
@@ -217,11 +254,10 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
         ddp=ddp,
         dispatcher=dispatcher,
         stacks=stacks,
+        carrier=carrier,
+        buffers=buffers,
         optimizer=optimizer,
-        optimizer_settings=[
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ],
+        optimizer_settings=optimizer_settings,
         precision=precision,
         objective=objective,
         feed=feed,
@@ -231,33 +267,34 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
     return session
 
 
-def freeze_layout(
-    ddp: DistributedDataParallel,
-    dispatcher: Dispatcher,
-    objective: Objective,
-    precision: Precision,
-    feed: Feed,
-    *,
-    static_graph: bool,
-) -> None:
-    """Run backward passes that leave no trace until DDP's buckets are as they stay.
+def _open_exchange(
+    loaded: Loaded, control: Control, ranks: Ranks, place: Place, stacks: Stacks, timeout: timedelta
+) -> Exchange:
+    """Make the process groups that the stages need."""
+    chosen = [
+        (stage.effective(loaded.pipeline), stacks.all_ranks[stage.index], stacks.inside_hosts[stage.index])
+        for stage in loaded.pipeline.step_stages()
+    ]
+    try:
+        return Exchange.open(
+            control=control,
+            device=place.device,
+            backend=place.backend,
+            hosts=ranks.hosts,
+            local_sizes=ranks.local_sizes,
+            gradients=all_of(policies.gradient_needs(*one) for one in chosen),
+            deltas=all_of(policies.delta_needs(*one) for one in chosen),
+            plain=all_of([{Need("world"): 1}, *(policies.plain_needs(one[0]) for one in chosen)]),
+            timeout=timeout,
+        )
+    except HookSetupError as error:
+        at = "sync" if "two levels" in str(error) and not _has_hierarchical_hook(loaded) else "hooks"
+        raise PipelineError([loaded.fault(at, str(error))]) from None
 
-    DDP starts with one layout and rebuilds it after its first backward pass, with `static_graph` one pass
-    later. Were step 1 to run in the first layout, a resumed run would sum its first step in another order
-    than the unbroken run did, and end with other bits.
-    """
-    module = ddp.module
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    with seeding.generators_kept(precision.device), dispatcher.learning_layout():
-        content = precision.admit(feed.first_batch())
-        module.train()
-        for _ in range(3 if static_graph else 2):
-            with precision.computing():
-                loss = objective(ddp, content).loss
-            loss.backward()  # type: ignore[no-untyped-call]
-            module.zero_grad(set_to_none=True)
-    for buffer, before in buffers:
-        buffer.copy_(before)
+
+def _has_hierarchical_hook(loaded: Loaded) -> bool:
+    stages = loaded.pipeline.step_stages()
+    return any(hook.name == "hierarchical" for s in stages for hook in s.effective(loaded.pipeline).hooks)
 
 
 def _open_feed(loaded: Loaded, dataset: Any, ranks: Ranks, pin: bool) -> Feed:
@@ -276,7 +313,3 @@ def _open_feed(loaded: Loaded, dataset: Any, ranks: Ranks, pin: bool) -> Feed:
         )
     except ValueError as error:
         raise PipelineError([loaded.fault("data", str(error))]) from None
-
-
-def _hooks_path(stage: Train) -> str:
-    return f"{stage.path}.hooks" if "hooks" in stage.model_fields_set else "hooks"

@@ -26,7 +26,7 @@ def summarise(
         return sum(total.parts_us[part] for total in totals for part in parts) / len(totals) / 1e6
 
     seconds_in_steps = mean_s("step_us")
-    train_s = sum(stage["seconds"] for stage in stages if stage["kind"] == "train")
+    train_s = sum(stage["seconds"] for stage in stages if stage["kind"] in ("train", "forward"))
     return {
         "v": VERSION,
         "status": status,
@@ -54,7 +54,19 @@ def summarise(
         "records_dropped": session.records.writer.dropped,
         "records_failure": session.records.writer.failure,
         "run_dir": str(session.run_dir),
+        "audit": _audit(session),
         "stages": list(stages),
+    }
+
+
+def _audit(session: Session) -> dict[str, Any] | None:
+    """What the parameter audits came to; None without any."""
+    if session.last_audit is None:
+        return None
+    return {
+        "equal": not session.last_audit.farthest,
+        "largest_distance": session.last_audit.largest_distance,
+        "largest_distance_ever": session.farthest_apart,
     }
 
 

@@ -12,14 +12,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddprun import __version__
+from ddprun.engine.common import average, broadcast
 from ddprun.engine.evaluate import evaluate
+from ddprun.engine.forward import forward
 from ddprun.engine.place import place_of
 from ddprun.engine.ranks import Environment, Ranks, die_with_parent
 from ddprun.engine.save import save
 from ddprun.engine.session import Session, StopRequest, open_session
 from ddprun.engine.summary import summarise, write_summary
 from ddprun.engine.train import train
-from ddprun.spec import Evaluate, Loaded, PipelineError, Save, Train
+from ddprun.spec import (
+    AverageStage,
+    BroadcastStage,
+    Evaluate,
+    Forward,
+    Loaded,
+    PipelineError,
+    Save,
+    Train,
+)
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -105,6 +116,12 @@ def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
     match stage:
         case Train():
             return train(session, stage)
+        case Forward():
+            return forward(session, stage)
+        case AverageStage():
+            return average(session, stage)
+        case BroadcastStage():
+            return broadcast(session, stage)
         case Evaluate():
             return evaluate(session, stage)
         case Save():
@@ -150,8 +167,9 @@ def _greet(session: Session) -> None:
         session.screen.note(
             f"launched on {environment.hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used"
         )
-    as_launched = session.exchange.gradients.world.splits.get(None)
-    if as_launched is not None and as_launched[1].size == 1:
+    lanes = session.exchange.gradients, session.exchange.deltas
+    as_launched = [lane.world.splits[None] for lane in lanes if None in lane.world.splits]
+    if any(across.size == 1 for _, across in as_launched):
         session.screen.note(
             "hierarchical: all ranks are on one host, so nothing goes between hosts; "
             "hosts: n splits one machine for trials"
@@ -167,9 +185,30 @@ def _greet(session: Session) -> None:
         backend=session.place.backend,
         buckets=[
             {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
-            for b in session.dispatcher.layout
+            for b in (session.dispatcher.layout if session.dispatcher is not None else ())
         ],
     )
+    _tell_verdict(session)
+
+
+def _tell_verdict(session: Session) -> None:
+    """What the model's buffers do, and what follows from that under the file's settings."""
+    verdict = session.buffers.verdict
+    pipeline = session.loaded.pipeline
+    settings = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
+    automatic = any(setting.when == "auto" for setting in settings)
+    session.events.info(
+        "buffers",
+        found=automatic,
+        changing=list(verdict.changing),
+        constant=list(verdict.constant),
+        counters=list(verdict.counters),
+        bytes=verdict.bytes,
+        read_in_training=verdict.read,
+        verdict=verdict.words() if automatic else None,
+    )
+    if automatic and (verdict.changing or verdict.constant):
+        session.screen.note(f"buffers: {verdict.words()}")
 
 
 def _report(error: BaseException, ranks: Ranks, known: _Work) -> int:

@@ -7,14 +7,20 @@ from ddprun.spec.choices import Choice
 from ddprun.spec.faults import Fault, PipelineError
 from ddprun.spec.load import Loaded, load
 from ddprun.spec.schema import (
+    Audit,
+    AverageStage,
+    BroadcastStage,
+    Buffers,
     DataPair,
     Ddp,
     Evaluate,
+    Forward,
     Launch,
     Loader,
     Pipeline,
     Save,
     Stage,
+    StepStage,
     Timings,
     Train,
     TrainSettings,
@@ -22,11 +28,16 @@ from ddprun.spec.schema import (
 from ddprun.spec.signatures import length_option, tensor_options
 
 __all__ = [
+    "Audit",
+    "AverageStage",
+    "BroadcastStage",
+    "Buffers",
     "Choice",
     "DataPair",
     "Ddp",
     "Evaluate",
     "Fault",
+    "Forward",
     "Launch",
     "Loaded",
     "Loader",
@@ -34,6 +45,7 @@ __all__ = [
     "PipelineError",
     "Save",
     "Stage",
+    "StepStage",
     "Timings",
     "Train",
     "TrainSettings",

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ddprun.spec import docs, signatures
+from ddprun.spec.buffers import TIMES
 from ddprun.spec.choices import KINDS, Kind, installed_hooks
 from ddprun.spec.schema import STAGES
 
@@ -16,6 +17,8 @@ GROUPS = {
     "data": "data",
     "sync": "sync",
     "loss": "losses",
+    "mutate": "mutations",
+    "update": "updates",
     "stage": "stages",
 }
 """Kinds that can be asked for, and their headings."""
@@ -104,10 +107,19 @@ def _plain_default(source: str) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+_DEFINITIONS = {
+    "optimizer": "an optimizer",
+    "mutate": "a mutation",
+    "update": "an update",
+    "buffers": " or ".join([*TIMES, "{every: N, reduce: broadcast or mean}"]),
+}
+"""Types that functions of ours read, where `a` and their name do not say it."""
+
+
 def type_words(schema: dict[str, Any]) -> str:
     """A JSON Schema of one option in words: `a whole number, at least 1`."""
     if "definition" in schema:
-        return f"a {schema['definition']}"
+        return _DEFINITIONS.get(schema["definition"], f"a {schema['definition']}")
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(type_words(item) for item in schema["anyOf"]))
     if "enum" in schema:

@@ -26,7 +26,7 @@ class Choice:
     """One thing that the file chooses, with its options checked as far as that goes without importing it."""
 
     kind: str
-    """`model`, `data`, `loss`, `optimizer`, `schedule`, `sync`, `hook` or `metric`."""
+    """`model`, `data`, `loss`, `optimizer`, `schedule`, `sync`, `hook`, `mutate`, `update` or `metric`."""
 
     name: str
     """The built-in's name, torch's spelling of its class, the installed hook's name, or the dotted name."""
@@ -75,6 +75,13 @@ KINDS: dict[str, Kind] = {
         Kind("schedule", {}, "schedule", "an LRScheduler class, called with the optimizer first"),
         Kind("sync", built_in.SYNC),
         Kind("hook", HOOKS, dotted="a hook class or function", installed=True),
+        Kind("mutate", built_in.MUTATIONS, dotted="a function of (model) that changes its weights in place"),
+        Kind(
+            "update",
+            built_in.UPDATES,
+            dotted="a function of (model, score) that changes the model's weights in place or sets their "
+            "grad, where score() is the loss of the weights as they are",
+        ),
         Kind("metric", built_in.METRICS, dotted="a function of (output, target) that returns a number"),
     )
 }

@@ -6,8 +6,9 @@ from pydantic import BaseModel
 
 from ddprun import __version__
 from ddprun.spec import docs, signatures
+from ddprun.spec.buffers import TIMES, Period
 from ddprun.spec.choices import KINDS, Kind, installed_hooks
-from ddprun.spec.schema import STAGES, DataPair, Pipeline, Stage
+from ddprun.spec.schema import OVERRIDABLE, STAGES, DataPair, Pipeline, Stage, StepStage
 
 Schema = dict[str, Any]
 
@@ -25,6 +26,7 @@ def json_schema() -> Schema:
     definitions["stage"] = _one_of_many(
         {name: _of_stage(stage, definitions) for name, stage in STAGES.items()}
     )
+    definitions["buffers"] = _of_buffers(definitions)
     pair = _of_model(DataPair, definitions)
     definitions["data_or_pair"] = {"anyOf": [{"$ref": "#/$defs/data"}, pair]}
     del schema["properties"]["name"]["default"]
@@ -74,13 +76,21 @@ def _described(schema: Schema, model: type[BaseModel]) -> Schema:
 
 def _of_stage(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
     schema = _of_model(stage, definitions)
-    if stage.name == "train":
+    if issubclass(stage, StepStage):
+        for key in OVERRIDABLE:  # what a stage does not name holds from above: no default of its own
+            schema["properties"].get(key, {}).pop("default", None)
         lengths = [
             {"required": [key], "properties": {key: {"type": "integer"}}} for key in ("steps", "epochs")
         ]
         schema["oneOf"] = lengths
-        schema["required"] = []  # tells `_one_of_many` that a bare `train` is not enough
+        schema["required"] = []  # tells `_one_of_many` that the bare name is not enough
     return schema
+
+
+def _of_buffers(definitions: dict[str, Schema]) -> Schema:
+    """A time by its name, with or without options, or a period."""
+    named = _one_of_many({name: _of_model(model, definitions) for name, model in TIMES.items()})
+    return {"anyOf": [*named["anyOf"], _of_model(Period, definitions)]}
 
 
 def _of_kind(kind: Kind, definitions: dict[str, Schema]) -> Schema:

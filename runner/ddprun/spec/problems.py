@@ -41,6 +41,12 @@ def within(error: PydanticCustomError, *path: str | int) -> ValidationError:
     )
 
 
+def all_within(errors: Iterable[tuple[PydanticCustomError, str | int]]) -> ValidationError:
+    """Several errors, each one step below the value that is being validated."""
+    details = [InitErrorDetails(type=error, loc=(step,), input=None) for error, step in errors]
+    return ValidationError.from_exception_data("pipeline", details)
+
+
 def validate(
     model: type[Model],
     value: Any,
@@ -120,6 +126,8 @@ def _unknown_key(key: str, model: type[BaseModel], owner: str) -> PydanticCustom
         name, _, value = key.partition(":")
         return problem(f'unknown key "{key}"', f'put a space after the colon: "{name}: {value}"', where="key")
     what = f'{owner} has no option "{key}"' if owner else f'unknown key "{key}"'
+    if hint := getattr(model, "elsewhere", {}).get(key):
+        return problem(what, hint, where="key")
     near = suggest(key, known)
     if near is None and not owner:
         near = _in_a_section(key, model)

@@ -8,16 +8,17 @@ from pydantic import BaseModel
 
 from ddprun.spec.choices import Choice
 from ddprun.spec.scalars import write
-from ddprun.spec.schema import OVERRIDABLE, Pipeline, Stage, Train
+from ddprun.spec.schema import OVERRIDABLE, Buffers, Pipeline, Stage, StepStage
 from ddprun.spec.tree import KeyPath, Node, find, is_choice
 
 
 def plain(value: Any) -> Any:
     """The value as a file would hold it: mappings, lists and scalars, names in their canonical spelling."""
-    if isinstance(value, Choice):
+    if isinstance(value, (Choice, Buffers)):
         return plain(value.plain())
     if isinstance(value, Stage):
-        return {value.name: {key: plain(getattr(value, key)) for key in _keys(value)}}
+        keys = _keys(value)
+        return {value.name: {key: plain(getattr(value, key)) for key in keys}} if keys else value.name
     if isinstance(value, BaseModel):
         return {key: plain(getattr(value, key)) for key in type(value).model_fields}
     if isinstance(value, dict):
@@ -30,7 +31,7 @@ def plain(value: Any) -> Any:
 def _keys(stage: Stage) -> list[str]:
     """The keys of a stage that say something: what it does not override it takes from the pipeline."""
     keys = list(type(stage).model_fields)
-    if not isinstance(stage, Train):
+    if not isinstance(stage, StepStage):
         return keys
     return [
         key

@@ -1,66 +1,59 @@
 """What a pipeline file may say: one model for each part, a docstring with the unit under each key."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    PrivateAttr,
-    model_validator,
+from pydantic import Field
+
+from ddprun.spec.buffers import Buffers, BuffersField
+from ddprun.spec.choices import Choice, choose
+from ddprun.spec.fields import (
+    HookStack,
+    LossChoice,
+    ModelChoice,
+    OptimizerChoice,
+    ScheduleChoice,
+    SyncChoice,
+    Validated,
 )
-from pydantic_core import CoreSchema, InitErrorDetails, ValidationError, core_schema
+from ddprun.spec.options import NonNegativeInt, Options, PositiveFloat, PositiveInt
+from ddprun.spec.problems import problem, validate, within
+from ddprun.spec.stages import (
+    OVERRIDABLE,
+    STAGES,
+    AverageStage,
+    BroadcastStage,
+    Evaluate,
+    Forward,
+    Save,
+    Stage,
+    Stages,
+    StepStage,
+    Train,
+    TrainSettings,
+)
 
-from ddprun.spec.choices import Choice, OneOf, choose
-from ddprun.spec.faults import listing
-from ddprun.spec.options import NonNegativeInt, Options, PositiveInt
-from ddprun.spec.problems import mismatch, problem, unknown, validate, within
-from ddprun_hooks import grammar
-
-PositiveFloat = Annotated[float, Field(gt=0)]
-
-
-def _check_stack(hooks: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    """Refuse stacks that make no sense, each hook that is out of place with its reason."""
-    found = grammar.problems([grammar.entry(hook.name, hook.options) for hook in hooks])
-    details = [
-        InitErrorDetails(type=problem(wrong.text), loc=wrong.path, input=None)
-        for wrong in found
-        if wrong.severity == "error"
-    ]
-    if details:
-        raise ValidationError.from_exception_data("hooks", details)
-    return hooks
-
-
-ModelChoice = Annotated[Choice, OneOf("model")]
-LossChoice = Annotated[Choice, OneOf("loss")]
-OptimizerChoice = Annotated[Choice, OneOf("optimizer")]
-ScheduleChoice = Annotated[Choice, OneOf("schedule")]
-SyncChoice = Annotated[Choice, OneOf("sync")]
-HookStack = Annotated[
-    tuple[Annotated[Choice, OneOf("hook")], ...], Field(strict=False), AfterValidator(_check_stack)
+__all__ = [
+    "OVERRIDABLE",
+    "STAGES",
+    "Audit",
+    "AverageStage",
+    "BroadcastStage",
+    "Buffers",
+    "DataPair",
+    "Ddp",
+    "Evaluate",
+    "Forward",
+    "Launch",
+    "Loader",
+    "Pipeline",
+    "Save",
+    "Stage",
+    "StepStage",
+    "Timings",
+    "Train",
+    "TrainSettings",
 ]
-Metrics = Annotated[tuple[Annotated[Choice, OneOf("metric")], ...], Field(strict=False)]
-
-
-@dataclass(frozen=True)
-class _Validated:
-    """Marks a type that a function of ours reads; JSON Schema knows it as one of the definitions."""
-
-    read: Callable[[Any], Any]
-    definition: str
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self.read)
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {"definition": self.definition}
 
 
 def _whole(value: Any) -> Choice:
@@ -77,7 +70,7 @@ def _whole(value: Any) -> Choice:
     return Choice("data", choice.name, {**choice.options, "held_out": nothing}, "built-in", settings)
 
 
-WholeData = Annotated[Choice, _Validated(_whole, "data")]
+WholeData = Annotated[Choice, Validated(_whole, "data")]
 
 
 class DataPair(Options):
@@ -118,8 +111,8 @@ class Ddp(Options):
     """What DistributedDataParallel is built with."""
 
     bucket_cap_mb: Annotated[float, Field(ge=1)] = 25.0
-    """Largest size of a gradient bucket in MiB, at least 1: DDP's first bucket is 1 MiB and must not be the
-    largest."""
+    """Largest size of a bucket in MiB, of gradients and of parameters, at least 1: DDP's first bucket is
+    1 MiB and must not be the largest."""
 
     gradient_as_bucket_view: bool = True
     """Gradients are views into the buckets, which saves a copy of all gradients."""
@@ -160,154 +153,24 @@ class Timings(Options):
     """Compare each bucket of every n-th step with the exact mean gradient; 0 never does."""
 
 
-@dataclass(frozen=True)
-class TrainSettings:
-    """What holds in one train stage: its own settings over those of the pipeline."""
+class Audit(Options):
+    """Whether parameters are compared between ranks."""
 
-    steps: int | None
-    epochs: int | None
-    hooks: tuple[Choice, ...]
-    sync: Choice
-    accumulate: int
-    clip_norm: float | None
-    schedule: Choice | None
-    warmup_steps: int
-
-
-class Stage(Options):
-    """Base of all stages."""
-
-    name: ClassVar[str]
-    _index: int = PrivateAttr(default=0)
-
-    @property
-    def index(self) -> int:
-        """Place in `stages`, from 0."""
-        return self._index
-
-    @property
-    def path(self) -> str:
-        """Key path such as `stages[0].train`, for faults."""
-        return f"stages[{self._index}].{self.name}"
-
-
-class Train(Stage):
-    """Train for a number of steps or epochs. Whatever else stands in it holds for this stage only."""
-
-    name: ClassVar[str] = "train"
-
-    steps: PositiveInt | None = None
-    """Optimizer steps."""
-
-    epochs: PositiveInt | None = None
-    """Passes over the training data."""
-
-    accumulate: PositiveInt = 1
-    """As `accumulate` above."""
-
-    sync: SyncChoice = Field("every_step", validate_default=True)
-    """As `sync` above."""
-
-    hooks: HookStack = ()
-    """As `hooks` above."""
-
-    schedule: ScheduleChoice | None = None
-    """As `schedule` above."""
-
-    warmup_steps: NonNegativeInt = 0
-    """As `warmup_steps` above."""
-
-    clip_norm: PositiveFloat | None = None
-    """As `clip_norm` above."""
-
-    @model_validator(mode="after")
-    def _steps_or_epochs(self) -> Self:
-        if self.steps is None and self.epochs is None:
-            raise problem("a train stage needs a length", "write steps: N or epochs: N", where="key")
-        if self.steps is not None and self.epochs is not None:
-            text = "steps and epochs both say how long the stage is"
-            raise within(problem(text, "keep one", where="key"), "epochs")
-        return self
-
-    def effective(self, pipeline: "Pipeline") -> TrainSettings:
-        """What holds in this stage: a key that the stage does not name is taken from the pipeline."""
-
-        def of(key: str) -> Any:
-            return getattr(self if key in self.model_fields_set else pipeline, key)
-
-        return TrainSettings(
-            steps=self.steps,
-            epochs=self.epochs,
-            hooks=of("hooks"),
-            sync=of("sync"),
-            accumulate=of("accumulate"),
-            clip_norm=of("clip_norm"),
-            schedule=of("schedule"),
-            warmup_steps=of("warmup_steps"),
-        )
-
-
-OVERRIDABLE = ("accumulate", "sync", "hooks", "schedule", "warmup_steps", "clip_norm")
-"""Keys of the pipeline that a train stage may name for itself."""
-
-
-class Evaluate(Stage):
-    """Measure the loss, and the metrics named, on the held-out data."""
-
-    name: ClassVar[str] = "evaluate"
-
-    metrics: Metrics = ()
-    """What to measure besides the loss."""
-
-
-class Save(Stage):
-    """Write the model's weights to the run's folder."""
-
-    name: ClassVar[str] = "save"
-
-    to: Annotated[str, Field(pattern=r"\.safetensors$")] = "model.safetensors"
-    """File name, relative to the run's folder."""
-
-
-STAGES: dict[str, type[Stage]] = {stage.name: stage for stage in (Train, Evaluate, Save)}
-
-
-def _read_stage(value: Any) -> Stage:
-    if isinstance(value, Stage):
-        return value
-    if isinstance(value, str):
-        if value not in STAGES:
-            raise unknown("stage", value, STAGES)
-        return validate(STAGES[value], {}, owner=value)
-    if not isinstance(value, dict) or not value:
-        raise mismatch("a stage", listing(STAGES))
-    if len(value) > 1:
-        first, second, *_ = value
-        hint = "write each stage as a list item of its own"
-        if first in STAGES and all(key in STAGES[first].model_fields for key in list(value)[1:]):
-            hint = f'indent {", ".join(list(value)[1:])} further, under "{first}"'
-        raise within(problem(f'expected one stage, got "{first}" and "{second}"', hint, where="key"), second)
-    ((name, settings),) = value.items()
-    if name not in STAGES:
-        raise within(unknown("stage", name, STAGES, where="key"), name)
-    return validate(STAGES[name], {} if settings is None else settings, name, owner=name)
-
-
-def _number(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    for index, stage in enumerate(stages):
-        stage._index = index
-    return stages
-
-
-Stages = Annotated[
-    tuple[Annotated[Stage, _Validated(_read_stage, "stage")], ...],
-    Field(strict=False, min_length=1),
-    AfterValidator(_number),
-]
+    every: NonNegativeInt = 0
+    """Compare at every n-th step, and end the run on drift that `sync` does not allow; 0 never does."""
 
 
 class Pipeline(Options):
     """A whole pipeline file."""
+
+    elsewhere = MappingProxyType(
+        {
+            "mutate": "write it in a train or forward stage",
+            "update": "write it in a forward stage",
+            "steps": "write it in a stage",
+            "epochs": "write it in a stage",
+        }
+    )
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "pipeline"
     """Name of the run's folder; the file's own name if left out."""
@@ -318,7 +181,7 @@ class Pipeline(Options):
     model: ModelChoice
     """What is trained."""
 
-    data: Annotated[Choice | DataPair, _Validated(_read_data, "data_or_pair")]
+    data: Annotated[Choice | DataPair, Validated(_read_data, "data_or_pair")]
     """What it is trained on; a built-in brings its own held-out part."""
 
     loader: Loader = Loader()
@@ -352,7 +215,11 @@ class Pipeline(Options):
     """When ranks synchronise."""
 
     hooks: HookStack = ()
-    """How gradients travel, in the order in which they leave the rank; none is plain all-reduce."""
+    """How gradients and changes of parameters travel, in the order in which they leave the rank; none is
+    plain all-reduce."""
+
+    buffers: BuffersField = Field("auto", validate_default=True)
+    """When ranks make their buffers equal, such as BatchNorm's running statistics, and how."""
 
     stages: Stages = Field(default=[{"train": {"epochs": 1}}], validate_default=True)
     """What is done, in order."""
@@ -363,9 +230,16 @@ class Pipeline(Options):
     timings: Timings = Timings()
     """What is recorded."""
 
+    audit: Audit = Audit()
+    """Whether parameters are compared between ranks."""
+
     def train_stages(self) -> list[Train]:
         """The stages that train, in order."""
         return [stage for stage in self.stages if isinstance(stage, Train)]
+
+    def step_stages(self) -> list[Train | Forward]:
+        """The stages that take steps, in order."""
+        return [stage for stage in self.stages if isinstance(stage, (Train, Forward))]
 
     def train_data(self) -> Choice:
         """What train stages read."""

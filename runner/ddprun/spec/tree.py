@@ -151,14 +151,17 @@ def spelling(name: str) -> str:
 
 
 _CHOICES = frozenset({"model", "data", "loss", "optimizer", "schedule", "sync"})
+_STAGE_CHOICES = frozenset({"optimizer", "schedule", "sync", "mutate", "update"})
 _CHOICE_LISTS = frozenset({"hooks", "within", "across", "metrics", "stages"})
 
 
 def is_choice(path: Sequence[str | int]) -> bool:
     """Whether `name` or `name: {options}` stands at this path."""
     match tuple(path):
-        case (str(key),) | ("stages", int(), "train", str(key)):
+        case (str(key),):
             return key in _CHOICES
+        case ("stages", int(), "train" | "forward", str(key)):
+            return key in _STAGE_CHOICES
         case ("data", "train" | "evaluate"):
             return True
         case (*_, str(key), int()):

@@ -1,15 +1,16 @@
 """The ledger of steps: marks in the step, agreement with the other ranks beside it, records after it.
 
-At the end of a step each rank posts one small control word (loss, samples, when its last bucket was ready,
-whether a stop is wanted) and reads the word of an earlier step, which has long arrived. So all ranks learn
-the mean loss, divide their waiting alike and stop at the same step, and none of that costs a wait.
+At the end of a step in which ranks synchronise, each rank posts one small control word (loss, samples, when
+its last payload was ready, whether a stop is wanted) and reads it a step later, when it has long arrived. So
+all ranks learn the mean loss, divide their waiting alike and stop at the same step, and none of that costs a
+wait. A step in which ranks do not synchronise posts nothing: its loss is in the next step's word that does.
 """
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -17,15 +18,54 @@ from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.records import (
     PARTS,
     VERSION,
-    Backward,
+    Exposed,
     Totals,
+    Traffic,
     bucket_record,
     communication_us,
     exposed,
+    tail,
 )
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.exchange import Control, Posted
 from ddprun_hooks.flight import Flight
+from ddprun_hooks.payload import Kind
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_BUCKETS = 1_000_000
+"""More than any model has: a bucket's number and its kind go into one number of the control word."""
+
+_CODES = 3
+
+
+@dataclass(slots=True)
+class Marks:
+    """Traffic of a step that runs, its times still marks."""
+
+    sent: list[Flight[Any]] = field(default_factory=list)
+    landed: list[Flight[Any]] = field(default_factory=list)
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def read(self, clock: Clock) -> Traffic:
+        """The traffic in microseconds."""
+        us = clock.us
+        landed = [flight.mapped(us) for flight in self.landed]
+        # What has not landed yet is not complete; of it only the time inside its hooks is wanted.
+        sent = [_set_out(flight, clock) for flight in self.sent]
+        return Traffic(sent, landed, [(us(start), us(end)) for start, end in self.waits])
+
+
+def _set_out(flight: Flight[Any], clock: Clock) -> Flight[int]:
+    return Flight(
+        flight.kind,
+        flight.bucket,
+        flight.hooks,
+        flight.dtype,
+        flight.numel,
+        flight.bytes,
+        ready=clock.us(flight.ready),
+        handed_over=clock.us(flight.handed_over),
+    )
 
 
 @dataclass(slots=True)
@@ -38,18 +78,37 @@ class Step:
     """(part that ended here, mark); the first entry only starts the time."""
 
     flights: list[Flight[Any]] = field(default_factory=list)
+    """Gradient buckets of the backward pass."""
+
+    sync: Marks = field(default_factory=Marks)
+    """What else was exchanged: changes of parameters, buffers."""
+
     backward_end: Any = None
     losses: list[tuple[Tensor, int]] = field(default_factory=list)
     """(mean loss of a micro-batch, samples) of this rank."""
 
+    synchronised: bool = True
+    stop: bool = False
+    compare_clocks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """A bucket whose mean a hook's cast made infinite though no rank's values were."""
+
+    kind: Kind
+    bucket: int
+    hook: str
+    params: tuple[str, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks know alike about one finished step."""
+    """What all ranks know alike about one finished step, and about those since the last one like it."""
 
     step: int
     mean_loss: float
-    """Mean over all samples of all ranks."""
+    """Mean over all samples of all ranks since the ranks synchronised before."""
 
     rank_losses: tuple[float, ...]
     """Each rank's own mean."""
@@ -60,8 +119,8 @@ class Agreed:
     compare_clocks: bool
     """Rank 0 wants the clocks compared again."""
 
-    overflow: tuple[int, str] | None = None
-    """The first bucket whose mean a hook's cast made infinite though no rank's gradient was, and the hook."""
+    overflow: Overflow | None = None
+    """The first that is known."""
 
 
 @dataclass(slots=True)
@@ -71,13 +130,30 @@ class _Settled:
     step: Step
     us: dict[str, int]
     start_us: int
-    backward: Backward
+    backward: Traffic
+    sync: Traffic
     loss: float
     samples: int
-    finder: str
-    """The hook that has found something, if one has."""
 
-    posted: Posted
+    @property
+    def landed(self) -> list[Flight[int]]:
+        return [*self.backward.landed, *self.sync.landed]
+
+
+@dataclass(slots=True)
+class _Round:
+    """This rank's losses since the last control word."""
+
+    loss_sum: float = 0.0
+    samples: int = 0
+    steps: int = 0
+    last_step: int = 0
+
+    def add(self, number: int, loss: float, samples: int) -> None:
+        self.loss_sum += loss * samples if samples else 0.0
+        self.samples += samples
+        self.steps += 1
+        self.last_step = number
 
 
 class Ledger:
@@ -95,16 +171,18 @@ class Ledger:
         self.offset_us = 0.0
         """How far this rank's clock is ahead of rank 0's."""
 
-        self.bucket_params: Mapping[int, Sequence[str]] = {}
-        """Parameter names of each gradient bucket."""
+        self.own_loss = math.nan
+        """This rank's mean loss in the newest step whose marks have been read."""
 
         self._clock = clock
         self._control = control
         self._writer = writer
         self._every = every
         self._closed: deque[Step] = deque()  # ended, marks not read yet
-        self._posted: deque[_Settled] = deque()  # control word under way
+        self._posted: deque[tuple[int, _Settled | None, Posted]] = deque()  # step; control word under way
+        self._round = _Round()
         self._step: Step | None = None
+        self._aside = Marks()  # traffic outside of steps
         self._last_end: Any = None  # mark of the last step's end, within a stage
 
     @property
@@ -112,6 +190,15 @@ class Ledger:
         """The step that is running."""
         assert self._step is not None, "no step is running"
         return self._step
+
+    @property
+    def sync(self) -> Marks:
+        """Takes what is exchanged beside backward, in the step that is running or between steps."""
+        return self._aside if self._step is None else self._step.sync
+
+    def mark(self) -> Any:
+        """This moment on the training thread's time line."""
+        return self._clock.mark()
 
     def start(self, number: int, stage: int) -> None:
         """Start a step's time. What lies between two steps of a stage is the later one's `sync_us`."""
@@ -136,24 +223,65 @@ class Ledger:
         self.lap("backward_us")
         self.current.backward_end = self.current.laps[-1][1]
 
-    def end(self, *, stop: bool, compare_clocks: bool) -> Agreed | None:
-        """End the step; gives what is agreed about an earlier one, None while there is none."""
+    def end(self, *, stop: bool, compare_clocks: bool, synchronised: bool = True) -> list[Agreed]:
+        """End the step; gives what is newly agreed about earlier ones.
+
+        Args:
+            stop: this rank wants to stop.
+            compare_clocks: this rank wants the clocks compared.
+            synchronised: the ranks have exchanged in this step; on all of them alike.
+        """
         self.lap("other_us")
-        self._last_end = self.current.laps[-1][1]
-        self._closed.append(self.current)
+        step = self.current
+        step.synchronised, step.stop, step.compare_clocks = synchronised, stop, compare_clocks
+        self._last_end = step.laps[-1][1]
+        self._closed.append(step)
         self._step = None
+        earlier = len(self._posted)
         if len(self._closed) > self._clock.lag:
-            self._post(self._closed.popleft(), stop, compare_clocks)
-        return self._collect() if len(self._posted) > 1 else None
+            self._close(self._closed.popleft())
+        return [self._collect() for _ in range(earlier)]
 
     def flush(self) -> list[Agreed]:
         """Settle every step that is still open; called at a stage's end by all ranks."""
         self._last_end = None
         while self._closed:
-            self._post(self._closed.popleft(), False, False)
+            self._close(self._closed.popleft())
+        if self._round.steps:
+            self._post(self._round.last_step, None)
         return [self._collect() for _ in range(len(self._posted))]
 
-    def _post(self, step: Step, stop: bool, compare_clocks: bool) -> None:
+    def write_aside(self, stage: int, step: int) -> None:
+        """Write the records of what was exchanged between steps, and count it."""
+        traffic, self._aside = self._aside.read(self._clock), Marks()
+        self._count_traffic(traffic.landed, 0)
+        self._write_buckets(traffic.landed, stage, step)
+
+    def _close(self, step: Step) -> None:
+        settled = self._settle(step)
+        self._round.add(step.number, settled.loss, settled.samples)
+        self.own_loss = settled.loss
+        if step.synchronised:
+            self._post(step.number, settled)
+        else:
+            self._finish(settled, None, [0.0, 0.0])
+
+    def _post(self, number: int, settled: _Settled | None) -> None:
+        """Send the control word of a step in which ranks synchronised, or of those since the last one."""
+        word = [self._round.loss_sum, self._round.samples, 0.0, 0.0, 0.0, 0.0, 0.0]
+        if settled is not None:
+            step = settled.step
+            ready = [traffic.last_ready_us for traffic in (settled.backward, settled.sync)]
+            word[2:] = [
+                *(0.0 if at is None else at - self.offset_us for at in ready),
+                float(step.stop),
+                float(step.compare_clocks),
+                float(_first_finding(settled.landed)),
+            ]
+        self._round = _Round()
+        self._posted.append((number, settled, self._control.post(word)))
+
+    def _settle(self, step: Step) -> _Settled:
         start = self._clock.us(step.laps[0][1])
         us = dict.fromkeys(PARTS, 0)
         before = start
@@ -161,57 +289,61 @@ class Ledger:
             now = self._clock.us(mark)
             us[part] += now - before
             before = now
-        end = self._clock.us(step.backward_end) if step.backward_end is not None else before
-        backward = Backward(end, [flight.mapped(self._clock.us) for flight in step.flights])
+        backward = Traffic()
+        if step.backward_end is not None:
+            flights = [flight.mapped(self._clock.us) for flight in step.flights]
+            backward = Traffic(flights, flights, [tail(flights, self._clock.us(step.backward_end))])
         samples = sum(count for _, count in step.losses)
         loss_sum = sum(float(loss) * count for loss, count in step.losses if count)
+        sync = step.sync.read(self._clock)
         self._clock.rebase(step.laps[-1][1])
-        ready = backward.last_ready_us - self.offset_us
-        found, hook = _first_finding(backward.flights)
-        word = [loss_sum, samples, ready, float(stop), float(compare_clocks), float(found)]
         loss = loss_sum / samples if samples else math.nan
-        posted = self._control.post(word)
-        self._posted.append(_Settled(step, us, start, backward, loss, samples, hook, posted))
+        return _Settled(step, us, start, backward, sync, loss, samples)
 
     def _collect(self) -> Agreed:
-        settled = self._posted.popleft()
-        words = settled.posted.wait()  # (ranks, 6)
-        losses, samples, ready, stop, clocks, found = words.unbind(1)
-        split = exposed(settled.backward, float(ready.max()) + self.offset_us)
-        us = settled.us
-        us["backward_us"] -= split.total_us
-        us["exposed_hook_us"], us["exposed_wait_us"], us["exposed_wire_us"] = (
-            split.hook_us,
-            split.wait_us,
-            split.wire_us,
-        )
+        number, settled, posted = self._posted.popleft()
+        words = posted.wait()  # (ranks, 7)
+        losses, samples, backward, sync, stop, clocks, found = words.unbind(1)
         mean = float(losses.sum() / samples.sum())
-        self._count(settled)
-        if settled.step.number % self._every == 0:
-            self._write(settled, mean)
+        if settled is not None:
+            self._finish(settled, mean, [float(ready.max()) + self.offset_us for ready in (backward, sync)])
         return Agreed(
-            step=settled.step.number,
+            step=number,
             mean_loss=mean,
             rank_losses=tuple((losses / samples).tolist()),
             stop=bool(stop.any()),
             compare_clocks=bool(clocks[0]),
-            overflow=_overflow(found.int().tolist(), settled.finder),
+            overflow=_overflow(found.long().tolist(), settled.landed if settled is not None else ()),
         )
 
-    def _count(self, settled: _Settled) -> None:
+    def _finish(self, settled: _Settled, mean: float | None, all_ready_us: Sequence[float]) -> None:
+        """Divide a step's time as far as all ranks' clocks allow, count it, write it."""
+        us = settled.us
+        in_backward = exposed(settled.backward, all_ready_us[0])
+        in_sync = exposed(settled.sync, all_ready_us[1])
+        us["backward_us"] -= in_backward.total_us
+        us["sync_us"] -= in_sync.total_us
+        us["exposed_hook_us"] = in_backward.hook_us + in_sync.hook_us
+        us["exposed_wait_us"] = in_backward.wait_us + in_sync.wait_us
+        us["exposed_wire_us"] = in_backward.wire_us + in_sync.wire_us
+        self._count(settled, in_backward, in_sync)
+        if settled.step.number % self._every == 0:
+            self._write(settled, mean)
+
+    def _count(self, settled: _Settled, *splits: Exposed) -> None:
         totals = self.totals
         totals.steps += 1
         totals.samples += settled.samples
         for part, us in settled.us.items():
             totals.parts_us[part] += us
         totals.parts_us["step_us"] += sum(settled.us.values())
-        parts = settled.us
-        hidden_or_not = communication_us(settled.backward.flights)
-        exposed_us = parts["exposed_hook_us"] + parts["exposed_wait_us"] + parts["exposed_wire_us"]
-        totals.communication_us += max(hidden_or_not, exposed_us)
-        totals.wire_bytes += sum(flight.wire_bytes for flight in settled.backward.flights)
+        self._count_traffic(settled.landed, sum(split.total_us for split in splits))
 
-    def _write(self, settled: _Settled, mean_loss: float) -> None:
+    def _count_traffic(self, landed: Sequence[Flight[int]], exposed_us: int) -> None:
+        self.totals.communication_us += max(communication_us(landed), exposed_us)
+        self.totals.wire_bytes += sum(flight.wire_bytes for flight in landed)
+
+    def _write(self, settled: _Settled, mean_loss: float | None) -> None:
         rank, step = self._control.rank, settled.step
         line = {
             "v": VERSION,
@@ -225,31 +357,38 @@ class Ledger:
             **settled.us,
             "step_us": sum(settled.us.values()),
         }
-        flights, params = settled.backward.flights, self.bucket_params
         self._writer.put(f"steps/rank-{rank:05}.jsonl", lambda: [line])
-        self._writer.put(
-            f"buckets/rank-{rank:05}.jsonl",
-            lambda: [
-                bucket_record(f, params.get(f.bucket, ()), rank=rank, stage=step.stage, step=step.number)
-                for f in flights
-            ],
-        )
+        self._write_buckets(settled.landed, step.stage, step.number)
+
+    def _write_buckets(self, flights: Sequence[Flight[int]], stage: int, step: int) -> None:
+        rank = self._control.rank
+        if flights:
+            self._writer.put(
+                f"buckets/rank-{rank:05}.jsonl",
+                lambda: [bucket_record(f, rank=rank, stage=stage, step=step) for f in flights],
+            )
 
 
-def _first_finding(flights: Sequence[Flight[int]]) -> tuple[int, str]:
-    """The first bucket that did not come back finite, as a number for the control word, and who noticed.
+def _first_finding(flights: Sequence[Flight[int]]) -> int:
+    """The first payload that did not come back finite, as a number for the control word.
 
-    0: all did. 3 * bucket + 1: this rank's gradient was finite. 3 * bucket + 2: it was not.
+    0: all did. Else its kind, its bucket, and 1: this rank's values were finite, or 2: they were not.
     """
-    for flight in sorted(flights, key=lambda flight: flight.bucket):
+    for flight in sorted(flights, key=lambda flight: (flight.kind, flight.bucket)):
         for finding in flight.findings:
             if code := int(finding.code):
-                return 3 * flight.bucket + code, finding.hook
-    return 0, ""
+                return _CODES * (_BUCKETS * _KINDS.index(flight.kind) + flight.bucket) + code
+    return 0
 
 
-def _overflow(found: Sequence[int], hook: str) -> tuple[int, str] | None:
+def _overflow(found: Sequence[int], flights: Sequence[Flight[int]]) -> Overflow | None:
     """What all ranks' numbers come to; the same on every rank, since all get the same mean."""
-    if not any(found) or any(number % 3 == 2 for number in found):
+    if not any(found) or any(number % _CODES == 2 for number in found):
         return None
-    return max(found) // 3, hook
+    kind, bucket = divmod(max(found) // _CODES, _BUCKETS)
+    for flight in flights:
+        if (flight.kind, flight.bucket) == (_KINDS[kind], bucket):
+            hook = next((finding.hook for finding in flight.findings), "")
+            names = tuple(param.name for param in flight.params)
+            return Overflow(flight.kind, bucket, hook, names)
+    return None

@@ -26,8 +26,15 @@ class Screen(Protocol):
     def begin(self, stage: str, steps: int | None) -> None:
         """A stage begins; `steps` is None where nobody can know."""
 
-    def step(self, done: int, agreed: Agreed, steps_per_s: float) -> None:
-        """`done` steps of the stage are finished; `agreed` is the newest step whose loss is known."""
+    def step(self, done: int, agreed: Agreed | None, own_loss: float, steps_per_s: float) -> None:
+        """`done` steps of the stage are finished.
+
+        Args:
+            done: steps.
+            agreed: what ranks newly know alike; None between two synchronisations.
+            own_loss: rank 0's newest.
+            steps_per_s: since the stage began.
+        """
 
     def end(self) -> None:
         """The stage is over."""
@@ -43,7 +50,7 @@ class Silent:
 
     def begin(self, stage: str, steps: int | None) -> None: ...
 
-    def step(self, done: int, agreed: Agreed, steps_per_s: float) -> None: ...
+    def step(self, done: int, agreed: Agreed | None, own_loss: float, steps_per_s: float) -> None: ...
 
     def end(self) -> None: ...
 
@@ -68,14 +75,14 @@ class Plain:
         self._next_step = 0 if steps is None else max(1, steps // _LINES_PER_STAGE)
         self._next_time = time.monotonic() + _LINE_EVERY_S
 
-    def step(self, done: int, agreed: Agreed, steps_per_s: float) -> None:
+    def step(self, done: int, agreed: Agreed | None, own_loss: float, steps_per_s: float) -> None:
         if self._steps is not None and done >= self._next_step:
             self._next_step += max(1, self._steps // _LINES_PER_STAGE)
         elif time.monotonic() < self._next_time:
             return
         self._next_time = time.monotonic() + _LINE_EVERY_S
         of = "" if self._steps is None else f"/{self._steps}"
-        self.note(f"{self._stage}: step {done}{of}, {losses(agreed)}, {steps_per_s:.1f} steps/s")
+        self.note(f"{self._stage}: step {done}{of}, {losses(agreed, own_loss)}, {steps_per_s:.1f} steps/s")
 
     def end(self) -> None: ...
 
@@ -107,14 +114,16 @@ class Bar:
         self._task = self._progress.add_task(stage, total=steps, tail="")
         self._progress.start()
 
-    def step(self, done: int, agreed: Agreed, steps_per_s: float) -> None:
+    def step(self, done: int, agreed: Agreed | None, own_loss: float, steps_per_s: float) -> None:
         assert self._progress is not None
         now = time.monotonic()
         last = done == self._progress.tasks[0].total
-        self._progress.update(self._task, completed=done, tail=f"{losses(agreed)}, {steps_per_s:.1f} steps/s")
-        if last or now >= self._next_time:
-            self._next_time = now + _REDRAW_EVERY_S
-            self._progress.refresh()
+        if not last and now < self._next_time:
+            return
+        self._next_time = now + _REDRAW_EVERY_S
+        tail = f"{losses(agreed, own_loss)}, {steps_per_s:.1f} steps/s"
+        self._progress.update(self._task, completed=done, tail=tail)
+        self._progress.refresh()
 
     def end(self) -> None:
         if self._progress is not None:
@@ -133,8 +142,10 @@ def screen_for(rank: int) -> Screen:
     return Bar() if sys.stderr.isatty() else Plain()
 
 
-def losses(agreed: Agreed) -> str:
-    """The mean over ranks and rank 0's own loss, told apart."""
+def losses(agreed: Agreed | None, own_loss: float) -> str:
+    """The mean over ranks and rank 0's own loss, told apart; between two synchronisations only the latter."""
+    if agreed is None:
+        return f"rank 0's loss {own_loss:.4f}"
     return f"mean loss {agreed.mean_loss:.4f} (rank 0: {agreed.rank_losses[0]:.4f})"
 
 

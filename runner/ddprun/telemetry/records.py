@@ -22,22 +22,30 @@ PARTS = (
 """The parts of a step: they add up to `step_us`."""
 
 
-@dataclass(slots=True)
-class Backward:
-    """The last micro-step's backward pass, in microseconds of this rank's clock."""
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the training thread sent and waited for in one part of a step, in microseconds of this rank's
+    clock.
+    """
 
-    end_us: int
-    flights: Sequence[Flight[int]]
+    sent: Sequence[Flight[int]] = ()
+    """What set out in this step."""
+
+    landed: Sequence[Flight[int]] = ()
+    """What was waited for in this step; it may have set out in an earlier one."""
+
+    waits: Sequence[tuple[int, int]] = ()
+    """When the training thread had nothing to do but wait: from, to."""
 
     @property
-    def tail_start_us(self) -> int:
-        """From here on the training thread only waits: its last bucket is handed over."""
-        return max((_handed_over(flight) for flight in self.flights), default=self.end_us)
+    def last_ready_us(self) -> int | None:
+        """When this rank had the last of what landed ready."""
+        return max((flight.ready for flight in self.landed), default=None)
 
-    @property
-    def last_ready_us(self) -> int:
-        """When this rank had its last bucket ready."""
-        return max((flight.ready for flight in self.flights), default=self.end_us)
+
+def tail(flights: Sequence[Flight[int]], end_us: int) -> tuple[int, int]:
+    """When a backward pass that ended at `end_us` only waited: its last bucket was handed over."""
+    return max((_handed_over(flight) for flight in flights), default=end_us), end_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +62,27 @@ class Exposed:
         return self.hook_us + self.wait_us + self.wire_us
 
 
-def exposed(backward: Backward, all_ready_us: float) -> Exposed:
-    """Divide what the exchange cost the training thread in backward.
+def exposed(traffic: Traffic, all_ready_us: float) -> Exposed:
+    """Divide what an exchange cost the training thread.
 
     `hook`: hooks that ran on the training thread, and hook work elsewhere while it waited. `wait`: the rest
-    of its waiting until the last rank had its last bucket ready. `wire`: the rest of its waiting after that.
+    of its waiting until the last rank had its last payload ready. `wire`: the rest of its waiting after that.
 
     Args:
-        backward: the pass, on this rank's clock.
-        all_ready_us: when the last rank had its last bucket ready, on this rank's clock.
+        traffic: what was sent and waited for.
+        all_ready_us: when the last rank had its last payload ready, on this rank's clock.
     """
-    start, end = backward.tail_start_us, backward.end_us
-    split = round(min(max(all_ready_us, start), end))
-    inside = sum(_handed_over(flight) - flight.ready for flight in backward.flights)
-    before = after = 0
-    for flight in backward.flights:
-        for piece in flight.slices:
-            if not piece.on_training_thread:
-                before += _overlap(piece.start, piece.done, start, split)
-                after += _overlap(piece.start, piece.done, split, end)
-    return Exposed(inside + before + after, split - start - before, end - split - after)
+    hook = sum(_handed_over(flight) - flight.ready for flight in traffic.sent)
+    pieces = [p for flight in traffic.landed for p in flight.slices if not p.on_training_thread]
+    wait = wire = 0
+    for start, end in traffic.waits:
+        split = round(min(max(all_ready_us, start), end))
+        before = sum(_overlap(piece.start, piece.done, start, split) for piece in pieces)
+        after = sum(_overlap(piece.start, piece.done, split, end) for piece in pieces)
+        hook += before + after
+        wait += split - start - before
+        wire += end - split - after
+    return Exposed(hook, wait, wire)
 
 
 def communication_us(flights: Sequence[Flight[int]]) -> int:
@@ -97,9 +106,7 @@ def launch_us(flight: Flight[int]) -> int:
     return flight.legs[0].start if flight.legs else flight.ready
 
 
-def bucket_record(
-    flight: Flight[int], params: Sequence[str], *, rank: int, stage: int, step: int
-) -> dict[str, Any]:
+def bucket_record(flight: Flight[int], *, rank: int, stage: int, step: int) -> dict[str, Any]:
     """One line of `buckets/rank-….jsonl`."""
     fidelity = {"fidelity": asdict(flight.fidelity)} if flight.fidelity is not None else {}
     return {
@@ -109,7 +116,7 @@ def bucket_record(
         "step": step,
         "kind": flight.kind,
         "bucket": flight.bucket,
-        "params": list(params),
+        "params": [param.name for param in flight.params],
         "dtype": flight.dtype,
         "numel": flight.numel,
         "bytes": flight.bytes,

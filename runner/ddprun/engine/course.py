@@ -1,0 +1,276 @@
+"""What train and forward stages have in common: their steps, and what ranks exchange around them.
+
+```
+parameters as all ranks have them; mutate
+for each step:
+    the stage's own work                     (train.py, forward.py)
+    the sync policy, buffers                 sync_us, exposed_*_us
+    mutate, if ranks have just synchronised  sync_us
+    audit                                    sync_us
+    post the control word, read an older one sync_us of the next step
+what is under way comes in; ranks become equal again
+```
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddprun.engine import build
+from ddprun.engine.common import look, make_equal
+from ddprun.engine.data import StepBatches
+from ddprun.engine.policies import build_policy, key_path
+from ddprun.engine.session import Session
+from ddprun.spec import (
+    AverageStage,
+    BroadcastStage,
+    Stage,
+    StepStage,
+    TrainSettings,
+)
+from ddprun.sync.policy import Policy, Workplace, after
+from ddprun.telemetry.ledger import Agreed
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A stage that runs."""
+
+    session: Session
+    stage: StepStage
+    settings: TrainSettings
+    schedule: LRScheduler | None
+    policy: Policy
+    mutate: Callable[[nn.Module], Any] | None
+    steps: int | None
+    """How many there will be; None where nobody can know."""
+
+
+Compute = Callable[[Course, StepBatches, int], None]
+"""A step's own work, up to the optimizer's step; the number counts from 1 in the stage."""
+
+
+def run(session: Session, stage: StepStage, compute: Compute) -> dict[str, Any]:
+    """Run a stage; gives its entry in the summary.
+
+    If any rank was asked to stop, all stop after the same step and the entry's `interrupted` is true. Ranks
+    that never synchronise stop each for itself.
+    """
+    course = _open(session, stage)
+    session.screen.begin(stage.name, course.steps)
+    session.model.train()
+    first, started = session.step, time.monotonic()
+    try:
+        interrupted = _run(course, compute)
+    finally:
+        session.screen.end()
+    if not interrupted:
+        _finish(course)
+    session.ledger.write_aside(stage.index, session.step)
+    session.policy = None
+    return {
+        "steps": session.step - first,
+        "seconds": time.monotonic() - started,
+        "sync": course.settings.sync.plain(),
+        "hooks": list(session.stacks.all_ranks[stage.index].names),
+        "loss": session.loss,
+        "interrupted": interrupted,
+    }
+
+
+def _open(session: Session, stage: StepStage) -> Course:
+    pipeline = session.loaded.pipeline
+    settings = stage.effective(pipeline)
+    per_epoch = session.feed.steps_per_epoch(settings.accumulate)
+    steps = settings.steps
+    if settings.epochs is not None:
+        session.feed.start_epoch()
+        steps = None if per_epoch is None else settings.epochs * per_epoch
+    restore_settings(session, stage)
+    schedule = build.build_schedule(
+        session.loaded, key_path(stage, "schedule"), settings.schedule, session.optimizer, steps
+    )
+    mutate = None
+    if settings.mutate is not None:
+        mutate = build.build_mutation(session.loaded, f"{stage.path}.mutate", settings.mutate)
+    session.stacks.enter(stage.index)
+    stack, host_stack = session.stacks.all_ranks[stage.index], session.stacks.inside_hosts[stage.index]
+    place = Workplace(session.model, session.optimizer, session.carrier, stack, host_stack)
+    policy = session.policy = build_policy(settings, place, session.outer_momentum)
+    session.buffers.setting = settings.buffers
+    session.host_count = settings.sync.options.get("hosts")
+    session.buffers.gradients_everywhere = policy.gradients_everywhere
+    signature = f"{policy.describe()}; {stack.described}; {place.buckets().layouts!r}"
+    if settings.gradients and session.dispatcher is not None:
+        dispatcher, world = session.dispatcher, session.exchange.gradients.world
+        dispatcher.stack, dispatcher.team = stack, world
+        if settings.gradients == "host":
+            hosts = settings.sync.options["hosts"]
+            dispatcher.stack, dispatcher.team = host_stack, world.splits[hosts][0]
+        signature += dispatcher.signature
+    session.exchange.control.agree("the buckets, the hooks and the sync policy", signature)
+    session.events.info(
+        "stage_started",
+        stage=stage.index,
+        kind=stage.name,
+        steps=steps,
+        sync=settings.sync.plain(),
+        hooks=list(stack.names),
+        buffers=settings.buffers.plain(),
+    )
+    policy.begin()
+    course = Course(session, stage, settings, schedule, policy, mutate, steps)
+    _mutate(course)
+    return course
+
+
+def _run(course: Course, compute: Compute) -> bool:
+    """Run the steps; whether they were interrupted, on which all ranks agree."""
+    session, ledger = course.session, course.session.ledger
+    row = islice(
+        session.feed.steps(course.settings.accumulate, epochs=course.settings.epochs), course.settings.steps
+    )
+    teller = _Teller(course)
+    while True:
+        step = session.step - teller.first + 1
+        session.where = f"{course.stage.path}, step {session.step + 1}"
+        ledger.start(session.step + 1, course.stage.index)
+        batches = next(row, None)
+        if batches is None:
+            ledger.cancel()
+            break
+        compute(course, batches, step)
+        synchronised = _synchronise(course, step)
+        session.step += 1
+        agreed = ledger.end(
+            stop=session.stop.wanted, compare_clocks=session.clocks_are_old, synchronised=synchronised
+        )
+        teller.tell(agreed)
+        if not agreed and not synchronised:
+            teller.between(step)
+        if any(word.stop for word in agreed):
+            teller.tell(ledger.flush())
+            return True
+        if any(word.compare_clocks for word in agreed):
+            session.compare_clocks()
+        if session.stop.wanted and _alone(course):
+            break
+    teller.tell(ledger.flush())
+    return bool(session.exchange.control.gather([float(session.stop.wanted)]).any())
+
+
+def _alone(course: Course) -> bool:
+    """Whether ranks exchange nothing at all in this stage, so that each can stop by itself."""
+    session = course.session
+    audited = session.loaded.pipeline.audit.every > 0
+    return course.policy.never and not audited and not session.buffers.goes_by_steps
+
+
+def _synchronise(course: Course, step: int) -> bool:
+    """What ranks exchange after a step; whether all of them did."""
+    session, policy = course.session, course.policy
+    effect = policy.after_step(step)
+    session.together = after(session.together, effect)
+    if "noop" in session.stacks.all_ranks[course.stage.index].names:
+        session.together = "apart"  # each rank got its own values back
+    met = policy.synchronises(step)
+    session.buffers.after_step(step, synchronised=met)
+    every = session.loaded.pipeline.audit.every
+    audited = every > 0 and step % every == 0
+    if audited:
+        look(session, f"after step {session.step + 1} of {course.stage.path}", session.step + 1)
+    if met and not policy.never and step != course.steps:
+        _mutate(course)
+    session.ledger.lap("sync_us")
+    return met or audited or session.buffers.synchronises(step)
+
+
+def _mutate(course: Course) -> None:
+    if course.mutate is not None:
+        course.mutate(course.session.model)
+        course.session.together = "apart"
+
+
+def _finish(course: Course) -> None:
+    """Make the ranks equal again, unless the next stage wants them as they are."""
+    session, stage = course.session, course.stage
+    reconcile = not _wants_ranks_apart(session, stage)
+    effect = course.policy.finish(reconcile=reconcile and session.together != "common")
+    session.together = after(session.together, effect)
+    if "noop" in session.stacks.all_ranks[stage.index].names and effect != "nothing":
+        session.together = "apart"
+    if reconcile and session.together != "common":
+        make_equal(session)
+        session.events.info("reconciled", stage=stage.index, step=session.step, how="average")
+        session.screen.note(f"{stage.name}: ranks trained apart; their parameters are averaged at its end")
+        effect = "common"
+    if effect == "common" and session.loaded.pipeline.audit.every:
+        look(session, f"at the end of {stage.path}", session.step)
+
+
+def _wants_ranks_apart(session: Session, stage: Stage) -> bool:
+    """Whether the next stage makes ranks equal itself, or wants them apart."""
+    stages = session.loaded.pipeline.stages
+    following = stages[stage.index + 1] if stage.index + 1 < len(stages) else None
+    if isinstance(following, StepStage):
+        return following.effective(session.loaded.pipeline).sync.name == "independent"
+    return isinstance(following, AverageStage | BroadcastStage)
+
+
+class _Teller:
+    """Tells the screen and the event log how a stage goes."""
+
+    def __init__(self, course: Course) -> None:
+        self.first = course.session.step
+        self._session = course.session
+        self._started = time.monotonic()
+        self._overflows = 0
+        self._newest: Agreed | None = None
+
+    def tell(self, words: list[Agreed]) -> None:
+        """What ranks newly know alike."""
+        for agreed in words:
+            self._newest = agreed
+            self._session.loss = agreed.mean_loss
+            if agreed.overflow is not None:
+                self._overflows += 1
+                self._tell_overflow(agreed)
+            self._show(agreed.step - self.first)
+
+    def between(self, done: int) -> None:
+        """A step after which ranks know nothing of each other."""
+        self._show(done)
+
+    def _show(self, done: int) -> None:
+        rate = done / (time.monotonic() - self._started)
+        self._session.screen.step(done, self._newest, self._session.ledger.own_loss, rate)
+
+    def _tell_overflow(self, agreed: Agreed) -> None:
+        """A cast has made a mean infinite: the event each time, a line on the screen the first time."""
+        found = agreed.overflow
+        assert found is not None
+        names = list(found.params)
+        self._session.events.warning(
+            "overflow", step=agreed.step, hook=found.hook, kind=found.kind, bucket=found.bucket, params=names
+        )
+        if self._overflows == 1:
+            self._session.screen.note(
+                f"step {agreed.step}: bucket {found.bucket} ({names[0]} … {names[-1]}) overflowed in "
+                f"{found.hook}: finite {found.kind} values came back as infinity; use bf16, or a smaller "
+                "loss (clip_norm comes too late)"
+            )
+
+
+def restore_settings(session: Session, stage: StepStage) -> None:
+    """Set the optimizer's settings (learning rate, momentum …) to the stage's: a schedule of an earlier stage
+    has changed them. Its state stays.
+    """
+    wanted = session.optimizer_settings[stage.index]
+    for group, settings in zip(session.optimizer.param_groups, wanted, strict=True):
+        group.pop("initial_lr", None)
+        group.update(settings)

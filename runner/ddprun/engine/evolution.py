@@ -1,0 +1,41 @@
+"""Evolution strategies: a gradient estimated from forward passes alone."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def evolution_strategies(
+    model: nn.Module, score: Callable[[], Tensor], *, std: float, population: int
+) -> None:
+    """Leave an estimate of the gradient in the parameters' `grad`, for the optimizer to step on.
+
+    Each of `population` random directions ε is tried forwards and backwards (antithetic sampling), and the
+    estimate is the mean of ε (L(w + std ε) - L(w - std ε)) / (2 std)
+    (Salimans et al. 2017, arXiv:1703.03864, section 2).
+
+    Args:
+        model: of this rank; its weights end as they were.
+        score: the loss of the model as it is, shape (); forward passes only.
+        std: standard deviation of the changes, in units of the weights.
+        population: directions.
+    """
+    params = [param for param in model.parameters() if param.requires_grad]
+    own = [param.detach().clone() for param in params]
+    estimate = [torch.zeros_like(param) for param in params]
+    with torch.no_grad():
+        for _ in range(population):
+            direction = [torch.randn_like(param) for param in params]
+            losses = []
+            for sign in (1.0, -1.0):
+                for param, value, change in zip(params, own, direction, strict=True):
+                    torch.add(value, change, alpha=sign * std, out=param)
+                losses.append(score())
+            slope = (losses[0] - losses[1]) / (2 * std * population)
+            for total, change in zip(estimate, direction, strict=True):
+                total.add_(change * slope.to(change.dtype))
+        for param, value in zip(params, own, strict=True):
+            param.copy_(value)
+    for param, total in zip(params, estimate, strict=True):
+        param.grad = total

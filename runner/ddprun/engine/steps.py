@@ -1,0 +1,55 @@
+"""What the steps of train and forward stages share: the weight of a batch, and the optimizer's step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ddprun.engine.course import Course
+from ddprun.engine.session import Session
+
+
+def weight(session: Session, samples: int, total: int) -> float:
+    """What a micro-batch's mean loss counts, so that the mean over ranks is the mean over samples.
+
+    1 where all ranks hold equally many samples and there is one micro-batch.
+    """
+    if session.objective.summed:
+        return 1.0 if samples else 0.0
+    return samples * session.ranks.size / total
+
+
+def take_step(course: Course, step: int) -> bool:
+    """Clip, step, follow the schedule; whether the step was taken. `step` counts from 1 in the stage."""
+    session, settings = course.session, course.settings
+    precision, optimizer = session.precision, session.optimizer
+    precision.check_gradients(optimizer)
+    if settings.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(session.model.parameters(), settings.clip_norm)
+    with warmed_up(optimizer, step - 1, settings.warmup_steps):
+        stepped = precision.step(optimizer)
+    if not stepped:
+        session.events.warning(
+            "step_skipped", step=session.step + 1, reason="a gradient is not finite", rank=session.ranks.rank
+        )
+    elif course.schedule is not None:
+        course.schedule.step()
+    optimizer.zero_grad(set_to_none=True)
+    return stepped
+
+
+@contextmanager
+def warmed_up(optimizer: torch.optim.Optimizer, index: int, warmup_steps: int) -> Iterator[None]:
+    """Inside, learning rates are (index + 1) / warmup_steps of what the schedule says, for the first steps.
+
+    The schedule runs from the stage's first step on all the same, and never sees the lowered rates.
+    """
+    if index >= warmup_steps:
+        yield
+        return
+    scheduled = [group["lr"] for group in optimizer.param_groups]
+    for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
+        group["lr"] = lr * (index + 1) / warmup_steps
+    yield
+    for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
+        group["lr"] = lr

@@ -1,0 +1,1 @@
+"""When ranks synchronise: one policy per file, and what goes with them: buffers, mutation, the audit."""

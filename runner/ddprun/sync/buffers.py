@@ -1,0 +1,205 @@
+"""Buffers (BatchNorm's running statistics and the like): what changes, what is read, when it is sent."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ddprun.spec import Buffers
+from ddprun.sync.audit import digest
+from ddprun.sync.carrier import Carrier
+from ddprun_hooks.buckets import ParameterBuckets
+from ddprun_hooks.exchange import Control
+from ddprun_hooks.team import nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a model's buffers do, found by looking at their values around training forward passes."""
+
+    changing: tuple[str, ...] = ()
+    """Those that a training forward pass changes, counters aside."""
+
+    constant: tuple[str, ...] = ()
+    """Those that it leaves as they are."""
+
+    counters: tuple[str, ...] = ()
+    """Whole numbers of one element: every rank counts alike, so they are not sent."""
+
+    read: bool = False
+    """A training forward pass comes out differently when the changing ones have changed."""
+
+    bytes: int = 0
+    """Size of the changing ones."""
+
+    def words(self) -> str:
+        """In plain words."""
+        if not (self.changing or self.constant or self.counters):
+            return "the model has no buffers: nothing is sent"
+        if not self.changing:
+            others = len(self.constant) + len(self.counters)
+            return f"none of {others} buffers changes in training: nothing is sent"
+        total = len(self.changing) + len(self.constant) + len(self.counters)
+        names = self.changing[0] if len(self.changing) == 1 else f"{self.changing[0]} … {self.changing[-1]}"
+        what = f"{len(self.changing)} of {total} buffers change in training ({names}, {self.bytes} bytes)"
+        if self.read:
+            return f"{what} and training reads them: sent before each forward pass"
+        return f"{what} and training does not read them: sent before evaluate and save"
+
+
+def is_counter(buffer: Tensor) -> bool:
+    """A whole number that counts something, such as BatchNorm's batches."""
+    return buffer.numel() == 1 and not buffer.is_floating_point() and not buffer.is_complex()
+
+
+def counters_of(model: nn.Module) -> tuple[str, ...]:
+    """Names of the buffers that count."""
+    return tuple(name for name, buffer in model.named_buffers() if is_counter(buffer))
+
+
+def probe(model: nn.Module, forward: Callable[[], Tensor]) -> Verdict:
+    """Find out by value what training forward passes do with the buffers; leaves them as they were.
+
+    Args:
+        model: in training mode.
+        forward: runs the model on one and the same batch, with the same random numbers each time, and gives
+            the loss.
+    """
+    named = dict(model.named_buffers())
+    if not named:
+        return Verdict()
+    before = {name: buffer.detach().clone() for name, buffer in named.items()}
+    first = forward().detach().clone()
+    counters = counters_of(model)
+    changed = {name for name, buffer in named.items() if not _same(buffer, before[name])}
+    changing = tuple(name for name in named if name in changed and name not in counters)
+    read = bool(changing) and not _same(forward().detach(), first)
+    with torch.no_grad():
+        for name, buffer in named.items():
+            buffer.copy_(before[name])
+    constant = tuple(name for name in named if name not in changing and name not in counters)
+    return Verdict(changing, constant, counters, read, sum(nbytes(named[name]) for name in changing))
+
+
+def agree(verdict: Verdict, model: nn.Module, control: Control) -> Verdict:
+    """What all ranks together have found: what one rank has seen change counts as changing."""
+    named = dict(model.named_buffers())
+    names = [name for name in named if name not in verdict.counters]
+    if not named:
+        return verdict
+    words = control.gather([float(verdict.read), *(float(name in verdict.changing) for name in names)])
+    read, *flags = words.any(0).tolist()
+    changing = tuple(name for name, flag in zip(names, flags, strict=True) if flag)
+    constant = tuple(name for name in names if name not in changing)
+    return Verdict(
+        changing, constant, verdict.counters, bool(read), sum(nbytes(named[name]) for name in changing)
+    )
+
+
+class BufferSync:
+    """Sends buffers when the setting says so.
+
+    Args:
+        model: of this rank; all ranks hold the same buffers now.
+        carrier: sends them.
+        verdict: on which all ranks agree.
+        setting: of the stage; may be set anew at any stage.
+    """
+
+    def __init__(self, model: nn.Module, carrier: Carrier, verdict: Verdict, setting: Buffers) -> None:
+        self.verdict = verdict
+        self.setting = setting
+        self.gradients_everywhere = True
+        """Ranks synchronise in every step; where they do not, a forward pass is no time to, either."""
+
+        self._carrier = carrier
+        self._named: dict[str, Tensor] = dict(model.named_buffers())
+        self._seen = self._copied()
+
+    def before_forward(self) -> bool:
+        """Send, if forward passes want the same buffers on all ranks; whether it was done."""
+        when = self.setting.when
+        if when == "auto" and self.verdict.read and self.gradients_everywhere:
+            return self._send(self.verdict.changing)
+        if when == "every_forward":
+            return self._send(self._all())
+        return False
+
+    def after_step(self, step: int, *, synchronised: bool) -> bool:
+        """Send, if it is time; `step` counts from 1 in the stage. Whether it was done."""
+        setting = self.setting
+        if setting.when == "every" and setting.every is not None and step % setting.every == 0:
+            return self._send(self._all())
+        apart = not self.gradients_everywhere
+        if setting.when == "auto" and self.verdict.read and apart and synchronised:
+            return self._send(self.verdict.changing)
+        return False
+
+    @property
+    def goes_by_steps(self) -> bool:
+        """Ranks exchange buffers at steps of their own, whatever the sync policy does."""
+        return self.setting.when in ("every_forward", "every") and bool(self._all())
+
+    def synchronises(self, step: int) -> bool:
+        """Whether ranks exchange buffers in this step, whatever the sync policy does."""
+        every = 1 if self.setting.when == "every_forward" else self.setting.every
+        return self.goes_by_steps and every is not None and step % every == 0
+
+    def before_reading(self) -> tuple[str, ...]:
+        """Make all ranks' buffers equal, unless the setting is `never`: an evaluate or a save stage comes.
+
+        Only what has changed on some rank since ranks were last equal is sent.
+
+        Returns:
+            The names of those that were sent; under `never`, of those that differ from what they were.
+        """
+        names = list(self._named)
+        if not names:
+            return ()
+        changed = [not _same(self._named[name], self._seen[name]) for name in names]
+        control = self._carrier.exchange.control
+        digests = [float(digest(b)) if _whole(b) else 0.0 for b in self._named.values()]
+        words = control.gather([*map(float, changed), *digests])
+        flags = words[:, : len(names)].any(0).tolist()
+        differ = (words[:, len(names) :] != words[0, len(names) :]).any(0).tolist()
+        wanted = [
+            name
+            for name, flag, differs in zip(names, flags, differ, strict=True)
+            if (differs if _whole(self._named[name]) else flag)
+        ]
+        if self.setting.when != "never":
+            self._send(wanted)
+            self._seen = self._copied()
+        return tuple(wanted)
+
+    def _copied(self) -> dict[str, Tensor]:
+        """Values that all ranks have in common now."""
+        return {name: buffer.detach().clone() for name, buffer in self._named.items()}
+
+    def _all(self) -> list[str]:
+        return [name for name in self._named if name not in self.verdict.counters]
+
+    def _send(self, names: Sequence[str]) -> bool:
+        """Broadcast or average; whole numbers are never averaged."""
+        floats = {name: self._named[name] for name in names if not _whole(self._named[name])}
+        wholes = {name: self._named[name] for name in names if _whole(self._named[name])}
+        with torch.no_grad():
+            if self.setting.reduce == "mean":
+                self._carrier.average(self._buckets(floats), "buffers")
+            else:
+                wholes = {name: self._named[name] for name in names}
+            self._carrier.broadcast(self._buckets(wholes), "buffers", 0)
+        return bool(names)
+
+    def _buckets(self, named: Mapping[str, Tensor]) -> ParameterBuckets:
+        return ParameterBuckets(named, self._carrier.cap_bytes)
+
+
+def _whole(buffer: Tensor) -> bool:
+    return not (buffer.is_floating_point() or buffer.is_complex())
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit: a NaN is the same as itself."""
+    return digest(one) == digest(other)

@@ -1,0 +1,16 @@
+"""Mutation: changing each rank's own weights, so that ranks explore apart."""
+
+import torch
+from torch import nn
+
+
+def noise(model: nn.Module, *, std: float) -> None:
+    """Add Gaussian noise to every parameter, drawn from this rank's own generator.
+
+    Args:
+        model: of this rank.
+        std: standard deviation of the noise, in units of the weights.
+    """
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=std)

@@ -1,0 +1,99 @@
+"""What a sync policy is, and what it works with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddprun.sync.carrier import Carrier
+from ddprun_hooks.buckets import ParameterBuckets
+from ddprun_hooks.stack import Stack
+
+Effect = Literal["nothing", "common", "host", "hosts_apart", "apart"]
+"""What a step did to the ranks' parameters. `nothing`: equal ones stay equal. `common`: all ranks have the
+same now. `host`: the ranks of each host have. `hosts_apart`: ranks of one host stay equal if they were, hosts
+do not. `apart`: each rank went its own way."""
+
+Together = Literal["common", "host", "apart"]
+"""Which ranks hold the same parameters: all, those of each host, or none."""
+
+
+def after(together: Together, effect: Effect) -> Together:
+    """Which ranks hold the same parameters after a step."""
+    match effect:
+        case "nothing":
+            return together
+        case "hosts_apart":
+            return "apart" if together == "apart" else "host"
+        case _:
+            return effect
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """What a policy of one stage works with."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    carrier: Carrier
+    stack: Stack
+    """The stage's hooks, among all ranks."""
+
+    host_stack: Stack
+    """The stage's hooks among the ranks of one host."""
+
+    def parameters(self) -> dict[str, Tensor]:
+        """What is synchronised: every parameter, whether or not it has a gradient."""
+        return dict(self.model.named_parameters())
+
+    def buckets(self) -> ParameterBuckets:
+        """All parameters in flat buckets."""
+        return ParameterBuckets(self.parameters(), self.carrier.cap_bytes)
+
+
+class Policy:
+    """When the ranks of one stage synchronise beside the gradients of backward.
+
+    Steps count from 1 in the stage. A subclass says what happens after a step; this one, `every_step`, has
+    nothing to do there: gradients are averaged as they come.
+    """
+
+    gradients_everywhere = True
+    """Backward averages gradients over all ranks: each step is a synchronisation."""
+
+    never = False
+    """Ranks do not synchronise before the stage's end."""
+
+    def begin(self) -> None:
+        """The stage begins, and all ranks have the same parameters."""
+
+    def after_step(self, step: int) -> Effect:
+        """The optimizer has taken its step."""
+        return "nothing"
+
+    def synchronises(self, step: int) -> bool:
+        """Whether ranks exchange something in this step; the same on all ranks."""
+        return True
+
+    def finish(self, *, reconcile: bool) -> Effect:
+        """The stage is over: bring in what is under way, and make the ranks equal.
+
+        Args:
+            reconcile: False: what comes next wants the ranks as they are.
+        """
+        return "nothing"
+
+    def describe(self) -> str:
+        """What all ranks must have alike."""
+        return type(self).__name__
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides later steps, mid-stage; of this rank."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; comes after `begin`."""

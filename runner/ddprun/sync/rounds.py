@@ -1,0 +1,144 @@
+"""One part of the parameters: what ranks last had in common, and how their mean change is applied.
+
+What travels is the change since the last common weights, divided by the number of ranks, so that lossy hooks
+lose little and their residuals are in units of the mean's contribution.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddprun.sync.carrier import Carrier, Parcel
+from ddprun_hooks.buckets import ParameterBuckets
+from ddprun_hooks.payload import Payload
+from ddprun_hooks.stack import Stack
+from ddprun_hooks.team import Team
+
+Apply = Callable[[int, Tensor, Tensor], Tensor]
+"""From (place of the bucket, common weights, mean change) to the new common weights; shapes (numel,)."""
+
+
+def _plain(place: int, base: Tensor, mean: Tensor) -> Tensor:
+    return base + mean
+
+
+class Part:
+    """Parameters that are exchanged together, round after round.
+
+    Args:
+        buckets: the parameters.
+        carrier: sends them.
+        stack: the hooks they go through.
+        team: the ranks, of the carrier's lane of deltas.
+        apply: what becomes of the mean change; by default it is added to the common weights.
+    """
+
+    def __init__(
+        self, buckets: ParameterBuckets, carrier: Carrier, stack: Stack, team: Team, apply: Apply = _plain
+    ) -> None:
+        self.buckets = buckets
+        self._carrier = carrier
+        self._stack = stack
+        self._team = team
+        self._apply = apply
+        self._base: list[Tensor] = []  # common weights, (numel,) of each bucket
+        self._left: list[Tensor] = []  # this rank's weights when the exchange under way began
+        self._parcels: list[Parcel] = []
+        self._means: list[Tensor] = []  # of an exchange that has landed, but is not to be applied yet
+
+    @property
+    def under_way(self) -> bool:
+        """An exchange has begun and is not applied yet."""
+        return bool(self._parcels or self._means)
+
+    def begin(self) -> None:
+        """The ranks have the same weights now."""
+        self._base = [self.buckets.flat(place) for place in range(len(self.buckets.layouts))]
+
+    def send(self, *, overlap: bool = False) -> None:
+        """Begin an exchange of what has changed.
+
+        Args:
+            overlap: training goes on meanwhile.
+        """
+        for place, layout in enumerate(self.buckets.layouts):
+            flat = self.buckets.flat(place)
+            if overlap:
+                self._left.append(flat.clone())
+            change = flat.sub_(self._base[place]).mul_(1.0 / self._team.size)
+            payload = Payload(change, layout.params, "delta", layout.index)
+            self._parcels.append(
+                self._carrier.send(self._carrier.exchange.deltas, payload, self._stack, self._team)
+            )
+
+    def land(self, *, moved: bool = True) -> None:
+        """Wait for the exchange under way and apply it.
+
+        Weights become the new common ones. If training went on meanwhile, they move by what the exchange has
+        changed, and what this rank has learned since stays, as a change to be sent in the next round (delayed
+        averaging: Zhou et al. 2020, arXiv:2006.00441).
+
+        Args:
+            moved: this rank's weights have changed since an overlapping exchange began.
+        """
+        means: list[Tensor | None] = [*self._means] or [None] * len(self._parcels)
+        for place, mean in enumerate(means):
+            mean = self._carrier.land(self._parcels[place]) if mean is None else mean
+            common = self._apply(place, self._base[place], mean)
+            if self._left and moved:
+                self.buckets.add(place, common - self._left[place])
+            else:
+                self.buckets.put(place, common)
+            self._base[place] = common
+        self._parcels, self._left, self._means = [], [], []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Common weights, and what an exchange under way has brought: `{name: {bucket: (numel,)}}`."""
+        if self._parcels and not self._means:
+            self._means = [self._carrier.land(parcel).clone() for parcel in self._parcels]
+        found = {"base": self._base, "left": self._left, "means": self._means}
+        return {name: _numbered(tensors) for name, tensors in found.items() if tensors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._base, self._left, self._means = (
+            [tensor.clone().to(base) for tensor, base in zip(state[name].values(), self._base, strict=True)]
+            if name in state
+            else []
+            for name in ("base", "left", "means")
+        )
+        self._parcels = []
+
+
+def _numbered(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {str(place): tensor.clone() for place, tensor in enumerate(tensors)}
+
+
+class OuterSgd:
+    """SGD with Nesterov momentum on the common weights, its gradient the ranks' mean change, negated.
+
+    As torch.optim.SGD(lr, momentum, nesterov=True): with m = 0 and lr = 1 it adds the mean change.
+
+    Args:
+        lr: outer learning rate.
+        momentum: in [0, 1).
+    """
+
+    def __init__(self, lr: float, momentum: float) -> None:
+        self.lr = lr
+        self.momentum = momentum
+        self.buffers: dict[int, Tensor] = {}
+        """Momentum of each bucket, by its place; shape (numel,), at least fp32."""
+
+    def __call__(self, place: int, base: Tensor, mean: Tensor) -> Tensor:
+        """The new common weights."""
+        step = mean
+        if self.momentum:
+            wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
+            known = self.buffers.get(place)
+            buffer = wide.clone() if known is None else known.mul_(self.momentum).add_(wide)
+            self.buffers[place] = buffer
+            step = torch.add(wide, buffer, alpha=self.momentum).to(mean.dtype)
+        return torch.add(base, step, alpha=self.lr)

@@ -1,0 +1,184 @@
+"""Sync policies once more, without any of ddprun's: all ranks in one process, one after the other, in fp64.
+
+`FILES` is what a pipeline needs beside it; `simulate` says what its weights come to.
+"""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ddprun.zoo.data import digits
+
+SEED, SAMPLES, BATCH, LR = 3, 331, 8, 0.1  # 331: no number of ranks divides it
+NETS = """
+import torch
+from torch import nn
+from pathlib import Path
+from ddprun.zoo.data import digits
+
+def net():
+    layers = [nn.Flatten(), nn.Linear(64, 420), nn.Tanh(), nn.Linear(420, 400), nn.Tanh(), nn.Linear(400, 10)]
+    return nn.Sequential(*layers).double()
+
+def numbers(samples):
+    data = digits(held_out=None, split_seed=0, folder=Path()).train
+    return [(data[i][0].double(), data[i][1]) for i in range(samples)]
+"""
+PIPELINE = f"""
+seed: {SEED}
+model: nets.net
+data:
+  nets.numbers: {{samples: {SAMPLES}}}
+loader: {{batch_size: BATCH}}
+optimizer:
+  sgd: {{lr: {LR}, momentum: MOMENTUM}}
+ddp: {{bucket_cap_mb: 1}}
+MORE
+stages:
+  - train: {{steps: STEPS}}
+  - save
+"""
+
+Weights = dict[str, Tensor]
+
+
+def pipeline(folder: Path, more: str, *, steps: int = 45, batch: int = BATCH, momentum: float = 0.0) -> str:
+    """The pipeline's text; puts its module into `folder`."""
+    (folder / "nets.py").write_text(NETS)
+    text = PIPELINE.replace("BATCH", str(batch)).replace("MOMENTUM", str(momentum))
+    return text.replace("STEPS", str(steps)).replace("MORE", more)
+
+
+class World:
+    """All ranks of a run: their models and optimizers, and the data that comes to each."""
+
+    def __init__(self, ranks: int, momentum: float = 0.0) -> None:
+        torch.manual_seed(SEED)
+        scope: dict[str, Any] = {}
+        exec(NETS, scope)
+        self.models: list[nn.Module] = [scope["net"]()]
+        self.models += [copy.deepcopy(self.models[0]) for _ in range(ranks - 1)]
+        self.optimizers = [
+            torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum) for model in self.models
+        ]
+        data = digits(held_out=None, split_seed=0, folder=Path()).train
+        self.inputs = torch.stack([data[i][0].double() for i in range(SAMPLES)])
+        self.labels = torch.tensor([int(data[i][1]) for i in range(SAMPLES)])
+
+    def batches(self, step: int) -> list[Tensor]:
+        """Sample indices of each rank in a step, counted from 0."""
+        ranks = len(self.models)
+        per_epoch = -(-SAMPLES // (BATCH * ranks))
+        epoch, place = divmod(step, per_epoch)
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(SEED + epoch))
+        mine = order[place * BATCH * ranks : (place + 1) * BATCH * ranks]
+        return [mine[rank::ranks] for rank in range(ranks)]
+
+    def local_step(self, step: int, *, average: Sequence[Sequence[int]] = ()) -> None:
+        """Every rank takes an optimizer step on its own batch, weighted by its share of the samples.
+
+        `average` lists ranks whose gradients are averaged before.
+        """
+        batches = self.batches(step)
+        total = sum(map(len, batches))
+        for model, optimizer, batch in zip(self.models, self.optimizers, batches, strict=True):
+            optimizer.zero_grad()
+            share = len(batch) * len(self.models) / total
+            if len(batch):
+                loss = cross_entropy(model(self.inputs[batch]), self.labels[batch]) * share
+            else:
+                loss = sum((param.sum() * 0 for param in model.parameters()), torch.zeros(()))
+            loss.backward()  # type: ignore[no-untyped-call]
+        for group in average:
+            for params in zip(*(self.models[rank].parameters() for rank in group), strict=True):
+                mean = torch.stack([param.grad for param in params if param.grad is not None]).mean(0)
+                for param in params:
+                    param.grad = mean.clone()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def flat(self, rank: int) -> Tensor:
+        """All parameters of a rank in one vector."""
+        return torch.cat([param.detach().reshape(-1) for param in self.models[rank].parameters()])
+
+    def set(self, rank: int, flat: Tensor) -> None:
+        """Overwrite all parameters of a rank."""
+        start = 0
+        with torch.no_grad():
+            for param in self.models[rank].parameters():
+                param.copy_(flat[start : start + param.numel()].view_as(param))
+                start += param.numel()
+
+    def average(self, ranks: Sequence[int]) -> None:
+        """Give some ranks their mean parameters."""
+        mean = torch.stack([self.flat(rank) for rank in ranks]).mean(0)
+        for rank in ranks:
+            self.set(rank, mean)
+
+    def average_momentum(self) -> None:
+        """Give all ranks their mean momentum."""
+        for params in zip(*(model.parameters() for model in self.models), strict=True):
+            states = [o.state[p] for o, p in zip(self.optimizers, params, strict=True)]
+            mean = torch.stack([state["momentum_buffer"] for state in states]).mean(0)
+            for state in states:
+                state["momentum_buffer"].copy_(mean)
+
+    def weights(self) -> Weights:
+        """Of rank 0."""
+        return {name: value.detach() for name, value in self.models[0].named_parameters()}
+
+
+def diloco(
+    ranks: int,
+    steps: int,
+    every: int,
+    lr: float,
+    momentum: float,
+    parts: Sequence[tuple[int, int]],
+    overlap: int,
+) -> Weights:
+    """DiLoCo with torch's own SGD as the outer optimizer, one for each part (from, to) of the flat vector."""
+    world = World(ranks)
+    common = [nn.Parameter(world.flat(0)[low:high].clone()) for low, high in parts]
+    outer = [torch.optim.SGD([c], lr=lr, momentum=momentum, nesterov=momentum > 0) for c in common]
+    phases = [index * every // len(parts) for index in range(len(parts))]
+    under_way: dict[int, tuple[int, Tensor, list[Tensor]]] = {}
+    since = [0] * len(parts)
+
+    def begin(index: int) -> tuple[Tensor, list[Tensor]]:
+        low, high = parts[index]
+        own = [world.flat(rank)[low:high] for rank in range(ranks)]
+        return torch.stack([common[index].detach() - mine for mine in own]).mean(0), own
+
+    def apply(index: int, gradient: Tensor, left: list[Tensor]) -> None:
+        low, high = parts[index]
+        common[index].grad = gradient
+        outer[index].step()
+        for rank in range(ranks):
+            flat = world.flat(rank)
+            flat[low:high] += common[index].detach() - left[rank]
+            world.set(rank, flat)
+
+    for step in range(1, steps + 1):
+        world.local_step(step - 1)
+        for index in range(len(parts)):
+            since[index] += 1
+            if index in under_way and under_way[index][0] == step:
+                apply(index, *under_way.pop(index)[1:])
+        for index in range(len(parts)):
+            if step % every == phases[index]:
+                since[index] = 0
+                under_way[index] = (step + overlap, *begin(index))
+                if not overlap:
+                    apply(index, *under_way.pop(index)[1:])
+    for index in list(under_way):
+        apply(index, *under_way.pop(index)[1:])
+    for index in range(len(parts)):
+        if since[index]:
+            apply(index, *begin(index))
+    return world.weights()
