@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from ddprun.engine.course import Course
+from ddprun.engine.course import Course, open_course, synchronise
 from ddprun.engine.place import place_of
 from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.session import Session, StopRequest, open_session
 from ddprun.engine.train import compute
 from ddprun.spec import load
-from ddprun.sync.policy import Policy
 from tests.hooks.test_stacks import assert_same
 from tests.ranks import as_processes
 
@@ -43,17 +42,20 @@ def open_here(folder: Path, name: str) -> Session:
     return open_session(loaded, run_dir, ranks, place, StopRequest())
 
 
-def go(session: Session, steps: int) -> None:
-    stage: Any = session.loaded.pipeline.stages[0]
+def go(course: Course, steps: int) -> None:
+    session = course.session
     session.model.train()
-    settings = stage.effective(session.loaded.pipeline)
-    course = Course(session, stage, settings, None, Policy(), None, None)
-    for batches in islice(session.feed.steps(1), steps):
+    for batches in islice(session.feed.steps(course.settings.accumulate), steps):
         session.ledger.start(session.step + 1, 0)
+        compute(course, batches, session.step + 1)
+        synchronised = synchronise(course, session.step + 1)
         session.step += 1
-        compute(course, batches, session.step)
-        session.ledger.end(stop=False, compare_clocks=False)
-    session.ledger.flush()
+        session.ledger.end(stop=False, compare_clocks=False, synchronised=synchronised)
+
+
+def begin(session: Session) -> Course:
+    stage: Any = session.loaded.pipeline.stages[0]
+    return open_course(session, stage)
 
 
 def bits(session: Session) -> list[bytes]:
@@ -62,7 +64,7 @@ def bits(session: Session) -> list[bytes]:
 
 def unbroken(folder: Path) -> list[bytes]:
     session = open_here(folder, "unbroken")
-    go(session, 11)
+    go(begin(session), 11)
     return bits(session)
 
 
@@ -70,7 +72,7 @@ def first_part(folder: Path) -> None:
     import torch
 
     session = open_here(folder, "first")
-    go(session, 6)
+    go(begin(session), 6)
     torch.save(session.state_dict(), folder / f"state-{os.environ['RANK']}")
 
 
@@ -78,15 +80,16 @@ def second_part(folder: Path) -> list[bytes]:
     import torch
 
     session = open_here(folder, "second")
+    course = begin(session)
     session.load_state_dict(torch.load(folder / f"state-{os.environ['RANK']}", weights_only=True))
     assert session.step == 6
-    go(session, 5)
+    go(course, 5)
     return bits(session)
 
 
-def prepare(folder: Path, hooks: str) -> None:
+def prepare(folder: Path, hooks: str, sync: str = "every_step", more: str = "") -> None:
     (folder / "words.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    (folder / "p.yaml").write_text(PIPELINE.replace("HOOKS", hooks))
+    (folder / "p.yaml").write_text(PIPELINE.replace("HOOKS", hooks) + f"sync: {sync}\n{more}\n")
 
 
 @pytest.mark.parametrize(
@@ -104,14 +107,38 @@ def test_a_state_taken_after_six_steps_goes_on_with_the_same_bits(tmp_path: Path
     assert resumed == whole
 
 
+@pytest.mark.parametrize(
+    ("sync", "hooks"),
+    [
+        ("{local_sgd: {every: 4}}", "[{topk: {density: 0.1}}]"),
+        ("{hierarchical_sgd: {within: 1, across: 4, hosts: 3}}", "[int8]"),
+        ("{hierarchical_sgd: {within: 2, across: 4, hosts: 1}}", "[{powersgd: {rank: 2}}]"),
+        ("{diloco: {every: 4, fragments: 2, overlap_steps: 3}}", "[int8]"),
+        ("{broadcast: {every: 4}}", "[]"),
+        ("independent", "[]"),
+    ],
+)
+def test_a_state_taken_in_mid_round_goes_on_with_the_same_bits(tmp_path: Path, sync: str, hooks: str) -> None:
+    """After six steps: between two averages, and for DiLoCo with an exchange under way; each rank has weights
+    of its own.
+    """
+    prepare(tmp_path, hooks, sync, "accumulate: 2")
+    whole = as_processes(3, unbroken, tmp_path)
+    as_processes(3, first_part, tmp_path)
+    resumed = as_processes(3, second_part, tmp_path)
+    assert whole[0] != whole[1], "ranks are apart"
+    assert resumed == whole
+
+
 def skipped(folder: Path) -> tuple[int, bool, bool]:
     session = open_here(folder, "skipped")
-    go(session, 3)
+    course = begin(session)
+    go(course, 3)
     before, weights = copy.deepcopy(session.stacks.first.state_dict()), bits(session)
     assert session.precision.scaler is not None
     state = session.precision.scaler.state_dict()
     session.precision.scaler.load_state_dict({**state, "scale": 2.0**100})
-    go(session, 1)
+    go(course, 1)
     same_weights = bits(session) == weights
     try:
         assert_same(session.stacks.first.state_dict(), before)

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from ddprun.zoo.data import digits
 
 SEED, SAMPLES, BATCH, LR = 3, 331, 8, 0.1  # 331: no number of ranks divides it
+STEPS_PER_EPOCH = 14  # on 3 ranks
 NETS = """
 import torch
 from torch import nn

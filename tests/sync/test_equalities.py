@@ -1,5 +1,6 @@
 """Each policy against a simulation of all ranks in one process, and policies against each other, in fp64."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def assert_same_bits(ours: Weights, theirs: Weights) -> None:
 
 
 def test_local_sgd_every_step_is_every_step(tmp_path: Path) -> None:
-    """With plain SGD the mean of the steps is the step of the mean, short steps at an epoch's end included."""
+    """With plain SGD the mean of the steps is the step of the mean, short steps included."""
     assert_close(run(tmp_path, "sync: {local_sgd: {every: 1}}"), run(tmp_path, "sync: every_step"))
 
 
@@ -105,7 +106,7 @@ def fragments(count: int) -> list[tuple[int, int]]:
     # 1.weight 1.bias 3.weight 3.bias 5.weight 5.bias: nearly everything is in 3.weight
     cuts = {1: [], 2: [ends[1]], 3: [ends[1], ends[2]]}[count]
     bounds = [0, *cuts, ends[-1]]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(bounds))
 
 
 @pytest.mark.parametrize(("count", "overlap"), [(1, 0), (1, 3), (2, 0), (3, 2), (2, 3)])

@@ -73,9 +73,9 @@ def look(session: Session, where: str, step: int) -> Finding:
         farthest=finding.farthest or None,
         differing=len(finding.differing),
     )
-    session.audited(finding, step)
     if finding.differing and session.together != "apart":
         raise DriftError(_drift(finding, where))
+    session.audited(finding, step)
     return finding
 
 

@@ -33,7 +33,8 @@ from ddprun.spec import (
     StepStage,
     TrainSettings,
 )
-from ddprun.sync.policy import Policy, Workplace, after
+from ddprun.sync.optimizer_state import average_state
+from ddprun.sync.policy import Effect, Policy, Together, Workplace, after
 from ddprun.telemetry.ledger import Agreed
 
 
@@ -61,7 +62,7 @@ def run(session: Session, stage: StepStage, compute: Compute) -> dict[str, Any]:
     If any rank was asked to stop, all stop after the same step and the entry's `interrupted` is true. Ranks
     that never synchronise stop each for itself.
     """
-    course = _open(session, stage)
+    course = open_course(session, stage)
     session.screen.begin(stage.name, course.steps)
     session.model.train()
     first, started = session.step, time.monotonic()
@@ -83,7 +84,8 @@ def run(session: Session, stage: StepStage, compute: Compute) -> dict[str, Any]:
     }
 
 
-def _open(session: Session, stage: StepStage) -> Course:
+def open_course(session: Session, stage: StepStage) -> Course:
+    """Begin a stage: its settings, hooks and policy, on which all ranks agree."""
     pipeline = session.loaded.pipeline
     settings = stage.effective(pipeline)
     per_epoch = session.feed.steps_per_epoch(settings.accumulate)
@@ -123,6 +125,7 @@ def _open(session: Session, stage: StepStage) -> Course:
         hooks=list(stack.names),
         buffers=settings.buffers.plain(),
     )
+    _share_optimizer_state(session, stage, settings)
     policy.begin()
     course = Course(session, stage, settings, schedule, policy, mutate, steps)
     _mutate(course)
@@ -145,7 +148,7 @@ def _run(course: Course, compute: Compute) -> bool:
             ledger.cancel()
             break
         compute(course, batches, step)
-        synchronised = _synchronise(course, step)
+        synchronised = synchronise(course, step)
         session.step += 1
         agreed = ledger.end(
             stop=session.stop.wanted, compare_clocks=session.clocks_are_old, synchronised=synchronised
@@ -171,13 +174,10 @@ def _alone(course: Course) -> bool:
     return course.policy.never and not audited and not session.buffers.goes_by_steps
 
 
-def _synchronise(course: Course, step: int) -> bool:
+def synchronise(course: Course, step: int) -> bool:
     """What ranks exchange after a step; whether all of them did."""
     session, policy = course.session, course.policy
-    effect = policy.after_step(step)
-    session.together = after(session.together, effect)
-    if "noop" in session.stacks.all_ranks[course.stage.index].names:
-        session.together = "apart"  # each rank got its own values back
+    _note_effect(course, policy.after_step(step))
     met = policy.synchronises(step)
     session.buffers.after_step(step, synchronised=met)
     every = session.loaded.pipeline.audit.every
@@ -188,6 +188,38 @@ def _synchronise(course: Course, step: int) -> bool:
         _mutate(course)
     session.ledger.lap("sync_us")
     return met or audited or session.buffers.synchronises(step)
+
+
+def _share_optimizer_state(session: Session, stage: StepStage, settings: TrainSettings) -> None:
+    """Equal gradients keep ranks equal only if their optimizers' state is: momentum that ranks have gathered
+    apart is averaged before they exchange gradients again.
+    """
+    enough: tuple[Together, ...] = ("common",) if settings.gradients == "all" else ("common", "host")
+    if settings.gradients is None or session.state_together in enough:
+        return
+    average_state(session.optimizer, session.carrier)
+    session.ledger.write_aside(stage.index, session.step)
+    session.state_together = "common"
+    session.events.info("optimizer_state_averaged", stage=stage.index, step=session.step)
+
+
+def _note_effect(course: Course, effect: Effect) -> None:
+    """Which ranks hold the same parameters, and the same optimizer state, after a step or at the end."""
+    session, settings = course.session, course.settings
+    session.together = after(session.together, effect)
+    noop = "noop" in session.stacks.all_ranks[course.stage.index].names
+    if noop and effect != "nothing":
+        session.together = "apart"  # each rank got its own values back
+    if noop and settings.gradients:
+        session.together = session.state_together = "apart"
+    elif effect == "common" and course.policy.averages_state and not noop:
+        session.state_together = "common"
+    elif settings.gradients and session.together == "apart":
+        session.state_together = "apart"  # weight decay makes momentum of weights
+    elif settings.gradients == "host":
+        session.state_together = after(session.state_together, "hosts_apart")
+    elif settings.gradients is None:
+        session.state_together = "apart"
 
 
 def _mutate(course: Course) -> None:
@@ -201,9 +233,7 @@ def _finish(course: Course) -> None:
     session, stage = course.session, course.stage
     reconcile = not _wants_ranks_apart(session, stage)
     effect = course.policy.finish(reconcile=reconcile and session.together != "common")
-    session.together = after(session.together, effect)
-    if "noop" in session.stacks.all_ranks[stage.index].names and effect != "nothing":
-        session.together = "apart"
+    _note_effect(course, effect)
     if reconcile and session.together != "common":
         make_equal(session)
         session.events.info("reconciled", stage=stage.index, step=session.step, how="average")

@@ -108,6 +108,9 @@ class Session:
     together: Together = "common"
     """Which ranks hold the same parameters."""
 
+    state_together: Together = "common"
+    """Which ranks hold the same optimizer state."""
+
     outer_momentum: dict[str, Tensor] = field(default_factory=dict)
     """What DiLoCo's outer optimizer keeps from stage to stage, by parameter name."""
 
@@ -153,6 +156,8 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides the next step on this rank."""
+        # First, because it waits for what is under way: until then hooks may still change what they keep.
+        sync = self.policy.state_dict() if self.policy is not None else {}
         return {
             "step": self.step,
             "model": self.model.state_dict(),
@@ -160,8 +165,8 @@ class Session:
             "precision": self.precision.state_dict(),
             "feed": self.feed.state_dict(),
             "hooks": self.stacks.state_dict(),
-            "sync": self.policy.state_dict() if self.policy is not None else {},
-            "together": self.together,
+            "sync": sync,
+            "together": [self.together, self.state_together],
             "outer_momentum": {name: value.clone() for name, value in self.outer_momentum.items()},
             "generators": seeding.generator_state(self.place.device),
         }
@@ -176,7 +181,7 @@ class Session:
         self.stacks.load_state_dict(state["hooks"])
         if self.policy is not None:
             self.policy.load_state_dict(state["sync"])
-        self.together = state["together"]
+        self.together, self.state_together = state["together"]
         self.outer_momentum.clear()
         self.outer_momentum.update(state["outer_momentum"])
         seeding.restore_generators(state["generators"], self.place.device)

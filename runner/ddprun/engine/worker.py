@@ -31,6 +31,8 @@ from ddprun.spec import (
     Save,
     Train,
 )
+from ddprun.sync.audit import DriftError
+from ddprun_hooks.errors import DisagreementError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -228,7 +230,10 @@ def _report(error: BaseException, ranks: Ranks, known: _Work) -> int:
     else:
         where = known.session.where if known.session else "before the first stage"
         head = f"ddprun: rank {ranks.rank} failed ({where}): {_headline(error)}"
-        if _is_lost_peer(error):
+        if isinstance(error, DriftError | DisagreementError):
+            detail = str(error)  # all ranks found it together; where in the code says nothing
+            head = f"ddprun: the run failed ({where}):"
+        elif _is_lost_peer(error):
             detail = "another rank is gone; its own message, if it left one, is in its launcher's output"
         else:
             detail = "".join(traceback.format_exception(error)).rstrip()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +24,13 @@ def start(
     Raises:
         PipelineError: the pipeline cannot run on this machine.
     """
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        print(
+            "ddprun: TORCH_DISTRIBUTED_DEBUG=DETAIL ends every run that uses DDP in a segmentation "
+            "fault inside torch; INFO is safe, and OFF is the default",
+            file=sys.stderr,
+        )
+        return 2
     # Torch's C++ side warns about names it cannot look up, stack and all; what matters comes as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if is_worker():

@@ -47,6 +47,7 @@ class HierarchicalSgd(Policy):
             # The two levels count from different weights: buckets of their own, so that residuals are, too.
             self._host_part = Part(buckets, place.carrier, place.host_stack, world.splits[hosts][0])
         self._host_team = lanes.plain.world.splits[hosts][0] if optimizer_state == "average" else None
+        self.averages_state = optimizer_state == "average"
         self._since = 0
 
     def begin(self) -> None:

@@ -25,6 +25,7 @@ class LocalSgd(Policy):
         self._state = optimizer_state
         lane = place.carrier.exchange.deltas
         self._part = Part(place.buckets(), place.carrier, place.stack, lane.world)
+        self.averages_state = optimizer_state == "average"
         self._since = 0  # steps since the last average
 
     def begin(self) -> None:

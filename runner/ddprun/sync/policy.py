@@ -65,6 +65,9 @@ class Policy:
     gradients_everywhere = True
     """Backward averages gradients over all ranks: each step is a synchronisation."""
 
+    averages_state = False
+    """Where it makes all ranks' parameters equal it does the same with the optimizer's state."""
+
     never = False
     """Ranks do not synchronise before the stage's end."""
 

@@ -1,0 +1,149 @@
+"""The parameter audit: what drifts and may, what drifts and may not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.running import events, run_pipeline, summary, weights
+from tests.ranks import ddprun
+
+HEAD = """
+model:
+  mlp: {inputs: 64, hidden: [32], outputs: 10}
+data: digits
+loader: {batch_size: 8}
+optimizer: OPTIMIZER
+audit: {every: 2}
+launch: {nproc_per_node: 4}
+"""
+SGD = "{sgd: {lr: 0.05, momentum: 0.9}}"
+FAULTY = """
+import os
+import torch
+
+class Flipping(torch.optim.SGD):
+    '''Flips one bit of one weight on one rank.'''
+
+    def __init__(self, params, rank, at, **options):
+        super().__init__(params, **options)
+        self.rank, self.at, self.steps = rank, at, 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps += 1
+        if self.steps == self.at and int(os.environ["RANK"]) == self.rank:
+            bits = self.param_groups[0]["params"][2].data.view(-1).view(torch.int32)
+            bits[5] ^= 1
+"""
+
+
+def audits(run: Path) -> list[dict[str, Any]]:
+    return [event for event in events(run) if event["event"] == "audit"]
+
+
+def run(folder: Path, stages: str, ranks: int = 4, name: str = "run") -> list[dict[str, Any]]:
+    text = HEAD.replace("OPTIMIZER", SGD) + f"stages:\n{stages}"
+    return audits(run_pipeline(folder, text, ranks, name))
+
+
+def test_plain_ddp_keeps_ranks_equal_bit_for_bit(tmp_path: Path) -> None:
+    """Every second step, with and without lossy hooks; nothing is said on the screen about it."""
+    found = run(tmp_path, "  - train: {steps: 6}\n  - train: {steps: 6, hooks: [powersgd, int8]}\n")
+    assert [look["step"] for look in found] == [2, 4, 6, 8, 10, 12]
+    assert all(look["equal"] and look["largest_distance"] == 0 for look in found)
+    assert summary(tmp_path / "run")["audit"] == {
+        "equal": True,
+        "largest_distance": 0.0,
+        "largest_distance_ever": 0.0,
+    }
+
+
+def test_mutated_ranks_drift_and_meet_again_after_the_average(tmp_path: Path) -> None:
+    """DDP averages gradients and does not undo it; the audit says by how much the ranks are apart."""
+    noisy = "  - train: {steps: 6, mutate: {noise: {std: 0.01}}}\n  - average\n  - train: {steps: 2}\n"
+    found = run(tmp_path, noisy)
+    assert [(look["expected"], look["equal"]) for look in found] == [
+        ("apart", False),
+        ("apart", False),
+        ("apart", False),
+        ("common", True),
+        ("common", True),
+    ]
+    assert 0.01 < found[0]["largest_distance"] < found[2]["largest_distance"] < 1
+    assert found[0]["farthest"] in ("1.weight", "3.weight", "1.bias", "3.bias")
+
+
+def test_a_flipped_bit_on_one_rank_is_caught_and_named(tmp_path: Path) -> None:
+    """The lowest bit of one weight on rank 2: the run ends with the parameter and the rank, exit code 1."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    optimizer = "{faulty.Flipping: {rank: 2, at: 5, lr: 0.05}}"
+    text = HEAD.replace("OPTIMIZER", optimizer) + "stages: [{train: {steps: 20}}]\n"
+    (tmp_path / "p.yaml").write_text(text)
+    done = ddprun("p.yaml", cwd=tmp_path)
+    assert done.code == 1
+    assert "after step 6 of stages[0].train the ranks hold different parameters" in done.stderr
+    assert '"3.weight" differs on rank 2;' in done.stderr
+    assert done.stderr.count("the ranks hold different parameters") == 1, "told once"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sync", "expected"),
+    [
+        ("{local_sgd: {every: 4}}", ["apart", "common", "apart", "common"]),
+        ("{hierarchical_sgd: {within: 1, across: 4, hosts: 2}}", ["host", "common", "host", "common"]),
+        ("{hierarchical_sgd: {within: 2, across: 4, hosts: 2}}", ["host", "common", "host", "common"]),
+        ("{broadcast: {every: 4, source: 1}}", ["apart", "common", "apart", "common"]),
+        ("{diloco: {every: 4}}", ["apart", "common", "apart", "common"]),
+        ("{diloco: {every: 4, fragments: 2, overlap_steps: 1}}", ["apart"] * 4 + ["common"]),
+    ],
+)
+@pytest.mark.parametrize("hooks", ["[]", "[int8]"])
+def test_ranks_are_equal_exactly_where_the_policy_says_so(
+    tmp_path: Path, sync: str, expected: list[str], hooks: str
+) -> None:
+    """Bit for bit after an average, through lossy hooks too; apart in between; equal inside hosts."""
+    if "broadcast" in sync:
+        hooks = "[]"
+    found = run(tmp_path, f"  - train: {{steps: 8, sync: {sync}, hooks: {hooks}}}\n")
+    assert [look["expected"] for look in found] == expected
+    for look in found:
+        assert look["equal"] == (look["expected"] == "common")
+        assert look["differing"] == 0 or look["expected"] == "apart"
+
+
+def test_noop_leaves_ranks_apart_until_the_stage_ends(tmp_path: Path) -> None:
+    """Sending nothing is no policy that keeps ranks equal."""
+    found = run(tmp_path, "  - train: {steps: 4, hooks: [noop]}\n  - save\n")
+    assert [(look["expected"], look["equal"]) for look in found] == [
+        ("apart", False),
+        ("apart", False),
+        ("common", True),
+    ]
+
+
+MUTATIONS = """
+import os
+import torch
+
+def shift(model, by):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(by * int(os.environ["RANK"]))
+"""
+
+
+def test_a_mutation_of_ones_own_is_applied_after_each_synchronisation_but_the_last(tmp_path: Path) -> None:
+    """Rank r adds r at the start and after steps 2 and 4 of 6: with a learning rate of nothing the mean of
+    0, 1, 2, 3 is added three times.
+    """
+    (tmp_path / "mutations.py").write_text(MUTATIONS)
+    head = HEAD.replace("OPTIMIZER", "{sgd: {lr: 1.0e-30}}")
+    stages = (
+        "stages:\n  - train: {steps: 6, sync: {average: {every: 2}}, mutate: {mutations.shift: {by: 0.5}}}\n"
+    )
+    mutated = weights(run_pipeline(tmp_path, head + stages + "  - save\n", 4))
+    plain = weights(run_pipeline(tmp_path, head + "stages:\n  - train: {steps: 1}\n  - save\n", 4, "plain"))
+    for name, value in plain.items():
+        assert (mutated[name] - value - 3 * 0.5 * 1.5).abs().max() < 1e-5, name

@@ -1,0 +1,234 @@
+"""Buffers: what is found out about them, when they are sent, and that readers see the same on all ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddprun.sync.buffers import Verdict, is_counter, probe
+from tests.engine.running import events, lines, run_pipeline, weights
+
+MODELS = """
+import os
+from pathlib import Path
+import torch
+from torch import nn
+
+class Watched(nn.Module):
+    '''A cnn that writes down its running statistics when it is first called for evaluation.'''
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)
+        )
+
+    def forward(self, images):
+        file = Path(f"seen-{os.environ['RANK']}.pt")
+        if not self.training and not file.exists():
+            torch.save({name: buffer.clone() for name, buffer in self.named_buffers()}, file)
+        return self.layers(images)
+
+class Constant(nn.Module):
+    '''A mask that never changes, and a table of whole numbers.'''
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.rand(64))
+        self.register_buffer("order", torch.randperm(64))
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, images):
+        return self.layer(images.flatten(1)[:, self.order] * self.mask)
+
+class Centred(nn.Module):
+    '''Training reads the running mean that it moves.'''
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(64))
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, images):
+        flat = images.flatten(1)
+        out = self.layer(flat - self.mean)
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(flat.mean(0), 0.1)
+        return out
+
+class Late(Constant):
+    '''The mask begins to change on rank 1 after three forward passes in training.'''
+
+    calls = 0
+
+    def forward(self, images):
+        if self.training:
+            self.calls += 1
+            if self.calls > 6 and os.environ["RANK"] == "1":
+                self.mask.mul_(0.5)
+        return super().forward(images)
+"""
+PIPELINE = """
+model: MODEL
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.05}}
+MORE
+stages:
+  - train: {steps: 5}
+  - evaluate
+  - save
+"""
+CNN = "{cnn: {channels: [4, 6]}}"
+STATISTICS = [f"{layer}.{name}" for layer in (1, 4) for name in ("running_mean", "running_var")]
+
+
+def run(folder: Path, model: str, more: str = "", ranks: int = 2) -> Path:
+    (folder / "nets.py").write_text(MODELS)
+    return run_pipeline(folder, PIPELINE.replace("MODEL", model).replace("MORE", more), ranks)
+
+
+def verdict(run: Path) -> dict[str, Any]:
+    (found,) = [event for event in events(run) if event["event"] == "buffers"]
+    return found
+
+
+def sent(run: Path) -> dict[int, int]:
+    """Bytes of buffers in each step, on rank 0."""
+    found: dict[int, int] = {}
+    for line in lines(run, "buckets"):
+        if line["kind"] == "buffers" and line["rank"] == 0:
+            found[line["step"]] = found.get(line["step"], 0) + line["bytes"]
+    return found
+
+
+def test_a_model_without_buffers_sends_none(tmp_path: Path) -> None:
+    """Auto says so, and no record has any."""
+    folder = run(tmp_path, "{mlp: {inputs: 64, hidden: [16], outputs: 10}}")
+    assert verdict(folder)["verdict"] == "the model has no buffers: nothing is sent"
+    assert sent(folder) == {}
+
+
+def test_batchnorms_statistics_go_out_before_evaluate_and_never_in_training(tmp_path: Path) -> None:
+    """Auto sees that they change and that training does not read them; counters stay where they are."""
+    folder = run(tmp_path, CNN)
+    found = verdict(folder)
+    assert found["changing"] == STATISTICS
+    assert found["counters"] == ["1.num_batches_tracked", "4.num_batches_tracked"]
+    assert not found["read_in_training"]
+    assert found["bytes"] == 4 * 2 * (4 + 6)
+    assert "4 of 6 buffers change in training (1.running_mean … 4.running_var, 80 bytes)" in found["verdict"]
+    assert sent(folder) == {5: 80}, "once: before evaluate; at save nothing has changed since"
+
+
+def test_constant_buffers_are_never_sent(tmp_path: Path) -> None:
+    """Nor are whole numbers that all ranks have alike."""
+    folder = run(tmp_path, "nets.Constant")
+    assert verdict(folder)["constant"] == ["mask", "order"]
+    assert verdict(folder)["verdict"] == "none of 2 buffers changes in training: nothing is sent"
+    assert sent(folder) == {}
+
+
+def test_what_training_reads_is_sent_before_each_forward_pass(tmp_path: Path) -> None:
+    """As DDP does it, because ranks would compute different things otherwise."""
+    folder = run(tmp_path, "nets.Centred")
+    assert verdict(folder)["read_in_training"]
+    assert sent(folder) == {1: 256, 2: 256, 3: 256, 4: 256, 5: 2 * 256}
+
+
+def test_what_training_reads_goes_with_the_policys_rounds(tmp_path: Path) -> None:
+    """Where ranks train apart, their buffers are apart as their weights are."""
+    folder = run(tmp_path, "nets.Centred", "sync: {local_sgd: {every: 2}}")
+    assert sent(folder) == {2: 256, 4: 256, 5: 256}
+
+
+def test_a_buffer_that_changes_later_is_sent_all_the_same(tmp_path: Path) -> None:
+    """Values are looked at before each evaluate: the change of one rank counts."""
+    folder = run(tmp_path, "nets.Late")
+    assert verdict(folder)["changing"] == []
+    assert sent(folder) == {5: 256}
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("every_forward", {1: 80, 2: 80, 3: 80, 4: 80, 5: 160}),
+        ("{every: 2}", {2: 80, 4: 80, 5: 80}),
+        ("{every: 2, reduce: mean}", {2: 80, 4: 80, 5: 80}),
+        ("before_evaluate", {5: 80}),
+        ("{before_evaluate: {reduce: mean}}", {5: 80}),
+        ("never", {}),
+    ],
+)
+def test_each_setting_sends_when_it_says(tmp_path: Path, setting: str, expected: dict[int, int]) -> None:
+    """Running statistics of 80 bytes, by step; before evaluate too, but under `never`."""
+    assert sent(run(tmp_path, CNN, f"buffers: {setting}")) == expected
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "buffers: {auto: {reduce: mean}}",
+        "sync: {local_sgd: {every: 2}}",
+        "sync: independent",
+        "sync: {diloco: {every: 4, overlap_steps: 2}}\nbuffers: before_evaluate",
+    ],
+)
+def test_every_rank_evaluates_and_saves_the_same_statistics(tmp_path: Path, more: str) -> None:
+    """Bit for bit on three ranks, though each has seen other samples."""
+    folder = run(tmp_path, "nets.Watched", more, 3)
+    seen = [torch.load(tmp_path / f"seen-{rank}.pt", weights_only=True) for rank in range(3)]
+    for name, value in seen[0].items():
+        assert all(torch.equal(value, other[name]) for other in seen[1:]), name
+        assert torch.equal(weights(folder)[name], value), name
+    assert seen[0]["layers.1.num_batches_tracked"] == 5, "what was tried before step 1 left no trace"
+    assert not torch.equal(seen[0]["layers.1.running_mean"], torch.zeros(8))
+
+
+def test_a_mean_is_the_mean_of_the_ranks(tmp_path: Path) -> None:
+    """Against `never`, under which each rank evaluates with its own: those differ, and this is their mean."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "mean").mkdir()
+    run(tmp_path / "own", "nets.Watched", "buffers: never", 3)
+    own = [torch.load(tmp_path / "own" / f"seen-{rank}.pt", weights_only=True) for rank in range(3)]
+    run(tmp_path / "mean", "nets.Watched", "buffers: {before_evaluate: {reduce: mean}}", 3)
+    mean = torch.load(tmp_path / "mean" / "seen-1.pt", weights_only=True)
+    name = "layers.1.running_var"
+    assert not torch.equal(own[0][name], own[1][name])
+    assert torch.allclose(mean[name], torch.stack([seen[name] for seen in own]).mean(0), rtol=1e-6)
+
+
+def test_a_probe_leaves_no_trace() -> None:
+    """Values are put back bit for bit, NaN included."""
+    model = nn.BatchNorm1d(3)
+    assert model.running_mean is not None
+    model.running_mean[1] = torch.nan
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found = probe(model, lambda: model(torch.randn(4, 3)).sum())
+    assert found.changing == ("running_mean", "running_var")
+    for name, buffer in model.named_buffers():
+        assert buffer.numpy().tobytes() == before[name].numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "counts"),
+    [
+        (torch.tensor(3), True),
+        (torch.tensor([3]), True),
+        (torch.tensor([3, 4]), False),
+        (torch.tensor(3.0), False),
+        (torch.tensor(1j), False),
+    ],
+)
+def test_a_counter_is_a_whole_number_alone(tensor: Tensor, counts: bool) -> None:
+    """BatchNorm's has no dimension, a queue's pointer has one."""
+    assert is_counter(tensor) == counts
+
+
+def test_no_verdict_is_plain_words() -> None:
+    """Of an empty model."""
+    assert Verdict().words() == "the model has no buffers: nothing is sent"
