@@ -1,5 +1,6 @@
 """What a policy sends, counted from the records."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,17 @@ def test_a_policy_sends_once_in_its_period(tmp_path: Path, policy: str, hooks: s
     assert sorted(name for line in mine for name in line["params"]) == sorted(
         f"{i}.{kind}" for i in (1, 3, 5) for kind in ("weight", "bias")
     )
+
+
+@pytest.mark.parametrize("policy", ["local_sgd", "diloco", "hierarchical_sgd", "broadcast"])
+def test_the_last_round_is_a_short_one_and_goes_the_same_way(tmp_path: Path, policy: str) -> None:
+    """24 steps with a period of 10: once more at the end, through the hooks, where the policy has any."""
+    options = "across: 10, within: 10, hosts: 1" if policy == "hierarchical_sgd" else "every: 10"
+    run, found = sent(tmp_path, f"sync: {{{policy}: {{{options}}}}}\nhooks: [fp16]", 2)
+    kind = "parameters" if policy == "broadcast" else "delta"
+    assert set(found) == {(kind, 10), (kind, 20), (kind, 24)}
+    hooks = {tuple(line["hooks"]) for line in lines(run, "buckets")}
+    assert hooks == {("broadcast",) if policy == "broadcast" else ("fp16",)}
 
 
 def test_fragments_go_out_at_steps_of_their_own(tmp_path: Path) -> None:
@@ -113,3 +125,53 @@ def test_ranks_tell_each_other_nothing_between_synchronisations(tmp_path: Path) 
         assert min(parts) >= 0
         meets = line["step"] % 8 == 0
         assert (line["exposed_wire_us"] + line["exposed_wait_us"] > 0) == meets, line
+
+
+SPY = """
+import json, os
+import torch
+from ddprun_hooks import Hook
+
+class Spy(Hook):
+    async def __call__(self, payload, link):
+        sent = payload.tensor.max().item()
+        with open(f"sent-{os.environ['RANK']}.jsonl", "a") as file:
+            print(json.dumps([payload.kind, link.world.size, sent]), file=file)
+        return await link.hand_on(payload.tensor)
+
+def shift(model, by):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(by * int(os.environ["RANK"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("sync", "expected"),
+    [
+        ("{local_sgd: {every: 2}}", [["delta", 4, 0.375], ["delta", 4, 0.375], ["delta", 4, 0.375]]),
+        (
+            "{hierarchical_sgd: {within: 2, across: 4, hosts: 2}}",
+            [["delta", 2, 0.75], ["delta", 4, 0.3125], ["delta", 2, 0.75]],
+        ),
+    ],
+)
+def test_what_travels_is_the_change_since_the_last_common_weights(
+    tmp_path: Path, sync: str, expected: list[Any]
+) -> None:
+    """Training leaves weights alone, and rank r adds r/2 after each meeting of all ranks: rank 3 sends its
+    share of 1.5, not of all that has come together before. Inside a host, 1.25 are left of it.
+    """
+    (tmp_path / "spy.py").write_text(SPY)
+    text = PIPELINE.replace("lr: 0.05, momentum: 0.9", "lr: 1.0e-30").replace(
+        "bucket_cap_mb: 1", "bucket_cap_mb: 25"
+    )
+    text = text.replace("MORE", f"hooks: [spy.Spy]\nsync: {sync}").replace(
+        "{steps: 24}", "{steps: 6, mutate: {spy.shift: {by: 0.5}}}"
+    )
+    run_pipeline(tmp_path, text, 4)
+    lines = (tmp_path / "sent-3.jsonl").read_text().splitlines()
+    sent = [json.loads(line) for line in lines][: len(expected)]
+    assert [[kind, size, round(value, 3)] for kind, size, value in sent] == [
+        [kind, size, pytest.approx(value, abs=1e-3)] for kind, size, value in expected
+    ]

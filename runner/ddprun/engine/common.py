@@ -47,13 +47,14 @@ def make_buffers_equal(session: Session, stage: Evaluate | Save) -> None:
         session.events.info("buffers_sent", stage=stage.index, step=session.step, names=list(names))
 
 
-def look(session: Session, where: str, step: int) -> Finding:
+def look(session: Session, where: str, step: int, *, at_end: bool = False) -> Finding:
     """Audit the parameters, and tell.
 
     Args:
         session: of the run.
         where: for the message.
         step: that the ranks have finished.
+        at_end: a stage has just made the ranks equal, if they are.
 
     Raises:
         DriftError: ranks that have to be equal are not.
@@ -75,7 +76,7 @@ def look(session: Session, where: str, step: int) -> Finding:
     )
     if finding.differing and session.together != "apart":
         raise DriftError(_drift(finding, where))
-    session.audited(finding, step)
+    session.audited(finding, step, at_end=at_end)
     return finding
 
 
@@ -95,7 +96,7 @@ def _told(session: Session, index: int, name: str, result: str) -> dict[str, Any
     session.events.info(name, stage=index, step=session.step)
     session.screen.note(f"{name}: {result}")
     if session.loaded.pipeline.audit.every:
-        look(session, f"after stages[{index}].{name}", session.step)
+        look(session, f"after stages[{index}].{name}", session.step, at_end=True)
     return {"step": session.step}
 
 

@@ -71,7 +71,7 @@ def run(session: Session, stage: StepStage, compute: Compute) -> dict[str, Any]:
     finally:
         session.screen.end()
     if not interrupted:
-        _finish(course)
+        close_course(course)
     session.ledger.write_aside(stage.index, session.step)
     session.policy = None
     return {
@@ -228,7 +228,7 @@ def _mutate(course: Course) -> None:
         course.session.together = "apart"
 
 
-def _finish(course: Course) -> None:
+def close_course(course: Course) -> None:
     """Make the ranks equal again, unless the next stage wants them as they are."""
     session, stage = course.session, course.stage
     reconcile = not _wants_ranks_apart(session, stage)
@@ -240,7 +240,7 @@ def _finish(course: Course) -> None:
         session.screen.note(f"{stage.name}: ranks trained apart; their parameters are averaged at its end")
         effect = "common"
     if effect == "common" and session.loaded.pipeline.audit.every:
-        look(session, f"at the end of {stage.path}", session.step)
+        look(session, f"at the end of {stage.path}", session.step, at_end=True)
 
 
 def _wants_ranks_apart(session: Session, stage: Stage) -> bool:

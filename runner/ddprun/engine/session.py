@@ -118,6 +118,9 @@ class Session:
     farthest_apart: float = 0.0
     """Largest difference between two ranks in one value that an audit has seen."""
 
+    told_apart: bool = False
+    """The screen has said that ranks are apart, and not yet that they are equal again."""
+
     policy: Policy | None = None
     """Of the stage that is running."""
 
@@ -142,16 +145,20 @@ class Session:
         """The offsets were measured a while ago."""
         return time.monotonic() - self.clocks_compared_s > _COMPARE_CLOCKS_EVERY_S
 
-    def audited(self, finding: Finding, step: int) -> None:
-        """Remember what an audit found, and say so where it is news."""
-        known, self.last_audit = self.last_audit, finding
+    def audited(self, finding: Finding, step: int, *, at_end: bool) -> None:
+        """Remember what an audit found; say on the screen when ranks are first apart in a stage, and when a
+        stage's end has made them equal again.
+        """
+        self.last_audit = finding
         self.farthest_apart = max(self.farthest_apart, finding.largest_distance)
-        if finding.farthest and (known is None or not known.farthest):
+        if finding.farthest and not self.told_apart:
+            self.told_apart = True
             self.screen.note(
                 f"audit, step {step}: the ranks are apart, by up to {finding.largest_distance:.3g} "
                 f"(in {finding.farthest})"
             )
-        elif known is not None and known.farthest and not finding.farthest:
+        elif at_end and not finding.farthest and self.told_apart:
+            self.told_apart = False
             self.screen.note(f"audit, step {step}: the ranks hold the same parameters again")
 
     def state_dict(self) -> dict[str, Any]:

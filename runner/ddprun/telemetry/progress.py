@@ -170,8 +170,17 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             ", ".join(f"rank {rank}: {s:.2f} s" for rank, s in enumerate(summary["straggler_wait_s"][:8]))
             + (", …" if len(summary["straggler_wait_s"]) > 8 else ""),
         ),
+        *_audit_rows(summary["audit"]),
         ("run folder", str(summary["run_dir"])),
     ]
+
+
+def _audit_rows(audit: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    if audit is None:
+        return []
+    now = "all equal" if audit["equal"] else f"up to {audit['largest_distance']:.3g} apart"
+    before = f", up to {audit['largest_distance_ever']:.3g} apart before" if audit["equal"] else ""
+    return [("ranks' parameters", now + (before if audit["largest_distance_ever"] else ""))]
 
 
 def _print_table(console: Console, rows: Sequence[tuple[str, str]], *, plain: bool) -> None:

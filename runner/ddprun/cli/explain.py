@@ -1,0 +1,68 @@
+"""`ddprun explain`."""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
+@click.option(
+    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value, as in `ddprun run`."
+)
+@click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts; by default the file's.")
+@click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks per host; by default as in a run.")
+@click.option(
+    "--no-import", is_flag=True, help="Import nothing of the user's; what then stays unknown is said."
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="For a reader, or one JSON object with every parameter's name.",
+)
+def explain(
+    pipeline: Path,
+    overrides: tuple[str, ...],
+    nnodes: int | None,
+    nproc_per_node: int | None,
+    no_import: bool,
+    form: str,
+) -> int:
+    """Tell what a pipeline sends: which buckets, when, among whom, how many bytes. No rank is started.
+
+    Builds the model and the data, and runs forward and backward passes on one batch. Exit code 0; 2 if the
+    pipeline cannot run; 1 if code that it names fails.
+    """
+    from ddprun.cli import printing
+    from ddprun.spec import PipelineError, load
+
+    try:
+        loaded = load(pipeline, overrides)
+        if loaded.warnings:
+            click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
+        from ddprun.insight.explain import explain as look_up
+
+        explained = look_up(loaded, hosts=nnodes, ranks_per_host=nproc_per_node, importing=not no_import)
+    except PipelineError as error:
+        click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
+        return 2
+    except Exception as error:  # of the user's own code, such as a model's forward
+        click.echo(
+            f"ddprun explain: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}", err=True
+        )
+        return 1
+    if form == "json":
+        click.echo(json.dumps(explained.as_object(), indent=2, ensure_ascii=False))
+    else:
+        from ddprun.cli.explained import text
+
+        click.echo(text(explained))
+    return 0

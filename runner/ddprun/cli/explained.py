@@ -1,0 +1,400 @@
+"""How `ddprun explain` tells what it has found out."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ddprun.cli.columns import capital, count, ends, labelled, named_steps, size, table, told
+from ddprun.insight.explained import Exchange, Explained, StageExplained, bucket_bytes
+from ddprun.insight.traffic import Among, Amount, Carried
+from ddprun.spec import Buffers, Choice, TrainSettings
+from ddprun.sync.buffers import Verdict
+from ddprun_hooks.buckets import BucketLayout
+
+_ROWS = 12
+"""Longer tables lose their middle; `--format json` has all."""
+
+
+def text(explained: Explained) -> str:
+    """All of it, for a reader."""
+    known: dict[tuple[str, str], int] = {}
+    parts = [_head(explained), *(_stage(stage, explained, known) for stage in explained.stages)]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _head(explained: Explained) -> Iterator[str]:
+    pipeline, world = explained.loaded.pipeline, explained.world
+    parameters, buffers = explained.parameters, explained.buffers
+    yield f"{pipeline.name}: {count(world.ranks, 'rank')} on {count(world.hosts, 'host')}"
+    if world.ranks > 1 and world.hosts == 1:
+        yield from told("Hosts", "Nothing goes between hosts. --nnodes 2 shows what would go between two.")
+    if parameters is None or buffers is None:
+        yield from told("Model", f"Its size cannot be known, as {explained.sight.unknown.model}.")
+        return
+    values = sum(one.numel() for one in parameters.values())
+    held, more = (sum(one.nbytes for one in found.values()) for found in (parameters, buffers))
+    what = f"{pipeline.model.name}: {count(len(parameters), 'parameter')}, {count(values, 'value')}, "
+    what += size(held)
+    yield from told(
+        "Model", what + (f"; {count(len(buffers), 'buffer')}, {size(more)}" if buffers else "; no buffers")
+    )
+    sent = (
+        f"Before the first step every rank takes rank 0's parameters and buffers, once: {size(held + more)}."
+    )
+    yield from told("Start", sent)
+    beside = {"timings.fidelity_every": pipeline.timings.fidelity_every, "audit.every": pipeline.audit.every}
+    keys = [f"{key}: {every}" for key, every in beside.items() if every]
+    if keys:
+        yield from told("Not counted", f"What ranks exchange to be looked at: {', '.join(keys)}.")
+
+
+def _stage(stage: StageExplained, explained: Explained, known: dict[tuple[str, str], int]) -> Iterator[str]:
+    """`known`: what has been said before, by label and text, and in which stage."""
+
+    def said(label: str, text: str) -> Iterator[str]:
+        first = known.setdefault((label, text), stage.index)
+        return told(label, text if first == stage.index else f"As in stages[{first}].")
+
+    settings, title = stage.settings, f"stages[{stage.index}]: {stage.kind}"
+    if settings is None:
+        yield title
+        yield from _without_steps(stage, explained)
+        return
+    hooks = ", ".join(map(_chosen, settings.hooks))
+    yield f"{title} for {_length(stage, settings)}, sync: {_chosen(settings.sync)}, hooks: [{hooks}]"
+    if stage.begin:
+        what = ", and ".join(map(_what, stage.begin))
+        why = "Equal gradients keep ranks equal only if that is equal, too"
+        yield from told("Begin", f"Once: {what}. {why}.")
+    yield from said("Forward", _forward(stage, settings))
+    yield from said("Buffers", _buffers(stage, settings.buffers, explained))
+    if stage.kind == "train":
+        yield from told("Backward", _backward(stage, settings))
+        yield from _tables(_at(stage, "backward"), stage.ranks)
+    yield from _after_steps(stage, settings)
+    yield from _end(stage)
+    yield from said("Control word", _control_word(stage))
+    yield from said("Loss", _loss(settings))
+    yield from _sums(stage)
+
+
+def _length(stage: StageExplained, settings: TrainSettings) -> str:
+    steps = "" if stage.steps is None else count(stage.steps, "step")
+    if settings.epochs is None:
+        return steps
+    return count(settings.epochs, "epoch") + (f" ({steps})" if steps else "")
+
+
+def _forward(stage: StageExplained, settings: TrainSettings) -> str:
+    said = "No parameters are sent in a forward pass, in this stage or any other. "
+    if settings.mutate is not None:
+        return (
+            f"{said}mutate changes each rank's own at the stage's start, and after each synchronisation but "
+            "the last. DDP does not undo that: it sends gradients, no parameters."
+        )
+    if _drifts(settings):
+        return f"{said}noop gives each rank its own back, so ranks drift apart."
+    if settings.gradients == "all":
+        return (
+            f"{said}Ranks hold the same from the start, and all take their steps by the same mean gradient, "
+            "so they stay the same."
+        )
+    if stage.kind == "forward" and settings.update is None:
+        return f"{said}Nothing changes them here."
+    if settings.sync.name == "every_step":
+        return f"{said}Each rank changes its own, and they are averaged after the step."
+    return f"{said}Each rank changes its own until ranks synchronise."
+
+
+def _buffers(stage: StageExplained, setting: Buffers, explained: Explained) -> str:
+    verdict, held = explained.sight.verdict, explained.buffers
+    chosen = f"{_shown(setting.plain())}: "
+    if held == {}:
+        return f"{chosen}the model has none. DDP's own broadcast before each forward pass would send nothing."
+    if verdict is None or held is None:
+        unknown = explained.sight.unknown
+        reason = unknown.batch or unknown.model
+        return f"{chosen}whether any change cannot be known, as {reason}. They are not among the bytes below."
+    said = chosen + _found(verdict, len(held))
+    moments = {exchange.moment for exchange in stage.exchanges if exchange.way.kind == "buffers"}
+    if "before_forward" in moments:
+        said += " They are sent before each forward pass."
+        said += "" if verdict.read else " Training would come out the same without: before_evaluate would do."
+    elif "after_step" in moments:
+        said += " They are sent after a step, as below."
+    else:
+        said += " None are sent in this stage."
+        if verdict.changing:
+            never = "nor before evaluate and save: each rank keeps its own"
+            said += (
+                f" {capital(never if setting.when == 'never' else 'they are sent before evaluate and save')}."
+            )
+    every = sum(one.nbytes for one in held.values())
+    return f"{said} DDP's own broadcast would send {size(every)} before each forward pass."
+
+
+def _found(verdict: Verdict, held: int) -> str:
+    """What the buffers do."""
+    if not verdict.changing:
+        return f"of {count(held, 'buffer')} none changes in training, but for counters."
+    change = "changes" if len(verdict.changing) == 1 else "change"
+    read = "reads them" if verdict.read else "never reads them"
+    return (
+        f"of {count(held, 'buffer')} {len(verdict.changing)} {change} in training ({ends(verdict.changing)}, "
+        f"{size(verdict.bytes)}), and training {read}."
+    )
+
+
+def _drifts(settings: TrainSettings) -> bool:
+    """Whether hooks give each rank its own back."""
+    return any(hook.name == "noop" for hook in settings.hooks)
+
+
+def _backward(stage: StageExplained, settings: TrainSettings) -> str:
+    for exchange in _at(stage, "backward"):
+        said = f"Gradients are averaged over {_ranks(exchange)}, in every step"
+        if _drifts(settings):
+            said = "Gradients go through the hooks in every step, but to no other rank"
+        if settings.accumulate > 1:
+            said += f", in the last of its {settings.accumulate} micro-steps"
+        if exchange.buckets is None:
+            return f"{said}. Into which buckets DDP puts them cannot be known, as {exchange.unknown}."
+        return (
+            f"{said}, in {count(len(exchange.buckets), 'bucket')}, each sent as soon as backward has filled "
+            "it, while backward goes on."
+        )
+    return "No gradients are sent."
+
+
+def _after_steps(stage: StageExplained, settings: TrainSettings) -> Iterator[str]:
+    exchanges = _at(stage, "after_step")
+    steps: dict[tuple[int, ...], list[Exchange]] = {}
+    for exchange in exchanges:
+        of = [p.steps for p in stage.patterns if exchange in p.exchanges]
+        steps.setdefault(tuple(sorted(step for places in of for step in places)), []).append(exchange)
+    lines = []
+    for places, together in steps.items():
+        lines.append(f"{_when(places, stage)}: {', and '.join(map(_what, together))}.")
+    idle = stage.cycle - len({step for places in steps for step in places})
+    if not lines:
+        lines.append("Nothing is sent.")
+    elif idle:
+        lines.append(
+            f"the other {idle} of {'every ' if _repeats(stage) else ''}{stage.cycle} steps: nothing."
+        )
+    for place, line in enumerate(_thinned(lines)):
+        yield from told("" if place else "After a step", capital(line))
+    if overlap := settings.sync.options.get("overlap_steps"):
+        said = f"An exchange goes on beside training, and is applied exactly {count(overlap, 'step')} later."
+        yield from told("", said)
+    yield from _tables(exchanges, stage.ranks)
+
+
+def _end(stage: StageExplained) -> Iterator[str]:
+    if stage.left_apart:
+        yield from told("End", "Ranks stay as they are: the next stage takes them so.")
+    elif stage.end is None:
+        yield from told("End", "If the last step leaves ranks apart, they synchronise once more.")
+    elif stage.end:
+        what = ", and ".join(map(_what, stage.end))
+        yield from told("End", f"The last step leaves ranks apart, so once more: {what}.")
+        shown = {exchange.way for exchange in _at(stage, "after_step")}
+        yield from _tables([exchange for exchange in stage.end if exchange.way not in shown], stage.ranks)
+
+
+def _control_word(stage: StageExplained) -> str:
+    steps = sorted(step for pattern in stage.patterns if pattern.synchronised for step in pattern.steps)
+    if not steps:
+        return "None: ranks hear nothing of each other before the stage's end."
+    return (
+        f"In {_when(steps, stage)} each rank tells the others its loss, and whether it is to stop: a few "
+        "numbers, which are not among the bytes below."
+    )
+
+
+def _loss(settings: TrainSettings) -> str:
+    beside = "The log's mean loss is computed beside training, and nothing depends on it."
+    own = "Each rank's is that of its own samples"
+    if settings.gradients == "all" and not _drifts(settings):
+        return (
+            f"DDP does not average it. {own}; gradients are averaged: the step is the mean loss's. {beside}"
+        )
+    others = "no gradients are averaged"
+    if settings.gradients == "host" and not _drifts(settings):
+        others = "gradients are averaged inside a host only"
+    return f"It is not averaged. {own}; {others}. {beside}"
+
+
+def _without_steps(stage: StageExplained, explained: Explained) -> Iterator[str]:
+    parameters = stage.kind in ("average", "broadcast")
+    if stage.end:
+        what = ", and ".join(map(_what, stage.end))
+        if not parameters:
+            what = f"first, as far as they have changed: {what}"
+        yield from told("", f"{capital(what)}.")
+        yield from _tables(stage.end, stage.ranks)
+        yield from labelled("Sent", table([_HEAD, _sum("once", stage.whole_amount)], _RIGHT))
+        return
+    before = [one.settings for one in explained.stages[: stage.index] if one.settings is not None]
+    setting = before[-1].buffers if before else explained.loaded.pipeline.buffers
+    own = setting.when == "never" and explained.buffers != {}
+    yield from told("", "Nothing is sent before it" + (": each rank has buffers of its own." if own else "."))
+
+
+_HEAD = ("", "per rank", "all ranks", "between hosts")
+_RIGHT = "<>>>"
+
+
+def _sums(stage: StageExplained) -> Iterator[str]:
+    rows = []
+    for pattern in stage.patterns:
+        rest = len(stage.patterns) > 1 and pattern is stage.patterns[-1]
+        rows.append(_sum(_when(pattern.steps, stage, rest=rest), pattern.amount))
+    rows = _thinned(rows, ("…", "", "", ""))
+    if len(stage.patterns) > 1:
+        rows.append(_sum("mean of all steps", stage.cycle_amount, stage.cycle))
+    rows.append(_sum("1,000 steps", stage.cycle_amount, stage.cycle, 1000))
+    if stage.steps is not None:
+        rows.append(_sum(f"the stage: {count(stage.steps, 'step')}", stage.whole_amount))
+    yield from labelled("Sent", table([_HEAD, *rows], _RIGHT))
+
+
+def _sum(label: str, amount: Amount | None, steps: int = 1, wanted: int = 1) -> tuple[str, ...]:
+    if amount is None:
+        return (label, "unknown", "unknown", "unknown")
+    per_rank = amount.all_ranks / len(amount.by_rank)
+    return (
+        label,
+        *(size(sent * wanted / steps) for sent in (per_rank, amount.all_ranks, amount.leaves_hosts)),
+    )
+
+
+def _tables(exchanges: Sequence[Exchange], ranks: int) -> Iterator[str]:
+    """The buckets of exchanges, and how each travels; those together that travel alike."""
+    ways: dict[Any, list[Exchange]] = {}
+    for exchange in exchanges:
+        if exchange.buckets is None and exchange.way.kind != "gradient":
+            kind = {"delta": "changes", "optimizer": "optimizer's state"}.get(
+                exchange.way.kind, exchange.way.kind
+            )
+            yield from told("", f"The size of the {kind} cannot be known, as {exchange.unknown}.")
+        elif exchange.way.kind != "buffers" and exchange.buckets is not None:
+            ways.setdefault(exchange.way, []).append(exchange)
+    for alike in ways.values():
+        if len(ways) > 1:
+            yield from told("", f"{capital(_what(alike[0], numbered=False))}:")
+        rows = [row for exchange in alike for row in _rows(exchange, ranks)]
+        head = ("bucket", "dtype", "values", "bytes", "sent per rank", "parameters")
+        middle = ("…", "", "", "", "", "")
+        yield from labelled("", table([head, *_thinned(rows, middle)], "><>>><"))
+        carried = [one for exchange in alike for one in exchange.carried or ()]
+        unknown = next((exchange.unknown for exchange in alike if exchange.unknown), "")
+        yield from _legs(carried, unknown)
+
+
+def _rows(exchange: Exchange, ranks: int) -> Iterator[tuple[str, ...]]:
+    layouts: Sequence[BucketLayout] = exchange.buckets or ()
+    carried: Sequence[Carried | None] = exchange.carried or [None] * len(layouts)
+    for layout, one in zip(layouts, carried, strict=True):
+        sent = "unknown" if one is None else size(one.amount.all_ranks / ranks)
+        names = ends([param.name for param in layout.params])
+        yield str(layout.index), layout.dtype, f"{layout.numel:,}", size(bucket_bytes(layout)), sent, names
+
+
+def _legs(carried: Sequence[Carried], unknown: str) -> Iterator[str]:
+    """How buckets travel, those together that travel alike."""
+    if unknown:
+        yield from told("", f"How they travel cannot be known, as {unknown}.")
+    alike: dict[tuple[tuple[str, str, Among, int], ...], list[Carried]] = {}
+    for one in carried:
+        alike.setdefault(tuple((leg.op, leg.dtype, leg.among, leg.ranks) for leg in one.legs), []).append(one)
+    for ways, buckets in alike.items():
+        which = "Each bucket"
+        if len(alike) > 1:
+            which = f"Bucket {', '.join(str(one.layout.index) for one in buckets)}"
+        legs = []
+        for place, (op, dtype, among, ranks) in enumerate(ways):
+            together = sum(one.legs[place].bytes for one in buckets)
+            legs.append(f"{op} of {dtype} among {_team(ranks, among)} ({size(together)})")
+        if len(legs) <= 1:
+            yield from told("", f"{which}: {legs[0] if legs else 'nothing is sent'}.")
+            continue
+        yield from told("", f"{which}, one after the other:")
+        for leg in legs:
+            yield from told("", f"- {leg}")
+
+
+def _at(stage: StageExplained, moment: str) -> list[Exchange]:
+    return [exchange for exchange in stage.exchanges if exchange.moment == moment]
+
+
+def _what(exchange: Exchange, *, numbered: bool = True) -> str:
+    """What an exchange is."""
+    way, ranks = exchange.way, _ranks(exchange)
+    if exchange.carried is not None and not any(one.legs for one in exchange.carried):
+        return "nothing, as noop gives each rank its own back"
+    match way.kind, way.through:
+        case "delta", _:
+            which = _numbers(exchange) if numbered else ""
+            return f"what parameters have changed by, averaged over {ranks}{which}"
+        case "parameters", "broadcast":
+            return f"the parameters of rank {way.source}, as they are, to {ranks}"
+        case "parameters", _:
+            return f"the parameters as they are, averaged over {ranks}"
+        case "optimizer", _:
+            return f"the optimizer's state as it is, averaged over {ranks}"
+        case "buffers", "broadcast":
+            return f"the buffers of rank {way.source}, to {ranks}"
+        case "buffers", _:
+            return f"the buffers, averaged over {ranks}"
+    return f"the gradients, averaged over {ranks}"
+
+
+def _ranks(exchange: Exchange) -> str:
+    return _team(exchange.ranks, "host" if exchange.way.inside else "all")
+
+
+def _team(ranks: int, among: Among) -> str:
+    if among == "all":
+        return {1: "the only rank", 2: "both ranks"}.get(ranks, f"all {ranks} ranks")
+    return f"the {count(ranks, 'rank')} of {'each host' if among == 'host' else 'one place on every host'}"
+
+
+def _numbers(exchange: Exchange) -> str:
+    if exchange.buckets is None:
+        return ""
+    first, last = exchange.buckets[0].index, exchange.buckets[-1].index
+    return f" (bucket {first})" if first == last else f" (buckets {first} to {last})"
+
+
+def _repeats(stage: StageExplained) -> bool:
+    return stage.steps is None or stage.steps > stage.cycle
+
+
+def _when(steps: Sequence[int], stage: StageExplained, *, rest: bool = False) -> str:
+    """Which steps they are; `rest`: all others have been named before."""
+    if rest and len(steps) < stage.cycle:
+        every = "every " if _repeats(stage) else ""
+        return f"the other {len(steps)} of {every}{count(stage.cycle, 'step')}"
+    return named_steps(steps, stage.cycle, stage.steps)
+
+
+def _thinned(rows: Sequence[Any], middle: Any = "…") -> list[Any]:
+    half = _ROWS // 2
+    return [*rows] if len(rows) <= _ROWS else [*rows[:half], middle, *rows[-half + 1 :]]
+
+
+def _chosen(choice: Choice) -> str:
+    """A choice as a pipeline file would have it, without what is left out there."""
+    options = dict(choice.options)
+    if choice.settings is not None:
+        options = choice.settings.model_dump(mode="json", exclude_defaults=True)
+    return _shown({choice.name: options} if options else choice.name)
+
+
+def _shown(value: Any) -> str:
+    """A value as a pipeline file would have it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_shown, value)) + "]"
+    return "null" if value is None else str(value)

@@ -1,0 +1,1 @@
+"""What runs do, before and after: `explain` looks ahead."""
