@@ -21,7 +21,8 @@ class BucketLayout:
 
 
 class ParameterBuckets:
-    """Named tensors in flat buckets of one dtype each, in the order in which they are given.
+    """Named tensors in flat buckets of one dtype each, in the order in which they are given; empty ones are
+    left out.
 
     Args:
         named: the tensors themselves; they are read and written in place, whatever their gradient is.
@@ -70,6 +71,8 @@ def _filled(named: Mapping[str, Tensor], cap_bytes: float) -> list[list[str]]:
     buckets: list[list[str]] = []
     current: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
     for name, tensor in named.items():
+        if not tensor.numel():
+            continue
         key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
         names, held = current.get(key, ([], 0))
         if not names or held + size > cap_bytes:

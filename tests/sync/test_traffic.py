@@ -123,6 +123,8 @@ def test_ranks_tell_each_other_nothing_between_synchronisations(tmp_path: Path) 
         parts = [line[key] for key in line if key.endswith("_us") and key not in ("start_us", "step_us")]
         assert sum(parts) == line["step_us"]
         assert min(parts) >= 0
+        following = [s for s in steps if (s["rank"], s["step"]) == (line["rank"], line["step"] + 1)]
+        assert all(line["start_us"] + line["step_us"] == after["start_us"] for after in following)
         meets = line["step"] % 8 == 0
         assert (line["exposed_wire_us"] + line["exposed_wait_us"] > 0) == meets, line
 

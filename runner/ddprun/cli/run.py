@@ -1,6 +1,5 @@
 """`ddprun run`."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,9 +61,11 @@ def run(
     }
     try:
         loaded = load(pipeline, overrides)
-        if loaded.warnings and os.environ.get("RANK", "0") == "0":
-            click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
         from ddprun import launch
+        from ddprun.launch.environment import speaks_first
+
+        if loaded.warnings and speaks_first():
+            click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
 
         return launch.start(loaded, given, overrides, run_dir)
     except PipelineError as error:

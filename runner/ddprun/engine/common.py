@@ -7,6 +7,7 @@ import torch
 from ddprun.engine.session import Session
 from ddprun.spec import AverageStage, BroadcastStage, Evaluate, Save
 from ddprun.sync.audit import DriftError, Finding, audit
+from ddprun.sync.policy import averaged_parameters
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.teams import Layout
 
@@ -21,16 +22,18 @@ def average(session: Session, stage: AverageStage) -> dict[str, Any]:
 def broadcast(session: Session, stage: BroadcastStage) -> dict[str, Any]:
     """Run a broadcast stage; gives its entry in the summary."""
     session.where = stage.path
+    buckets = ParameterBuckets(dict(session.model.named_parameters()), session.carrier.cap_bytes)
     with torch.no_grad():
-        session.carrier.broadcast(_buckets(session), "parameters", stage.source)
+        session.carrier.broadcast(buckets, "parameters", stage.source)
     session.together = "common"
     return _told(session, stage.index, stage.name, f"every rank holds the parameters of rank {stage.source}")
 
 
 def make_equal(session: Session) -> None:
     """Every rank's parameters become their mean, exactly: there is no common base, and no hook is used."""
+    buckets = ParameterBuckets(averaged_parameters(session.model), session.carrier.cap_bytes)
     with torch.no_grad():
-        session.carrier.average(_buckets(session), "parameters")
+        session.carrier.average(buckets, "parameters")
     session.together = "common"
 
 
@@ -98,7 +101,3 @@ def _told(session: Session, index: int, name: str, result: str) -> dict[str, Any
     if session.loaded.pipeline.audit.every:
         look(session, f"after stages[{index}].{name}", session.step, at_end=True)
     return {"step": session.step}
-
-
-def _buckets(session: Session) -> ParameterBuckets:
-    return ParameterBuckets(dict(session.model.named_parameters()), session.carrier.cap_bytes)

@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import elastic_launch
 
 from ddprun.engine.place import default_ranks, place_of
+from ddprun.launch.environment import LAUNCHED
 from ddprun.spec import Loaded
 
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128
@@ -97,6 +98,7 @@ def _torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str])
 
 def _prepare_environment() -> None:
     """What the ranks inherit, and how much torchelastic says about itself."""
+    os.environ[LAUNCHED] = "1"
     # As `python -P`: nothing in the working directory shadows an installed package.
     os.environ["PYTHONSAFEPATH"] = "1"
     # As torchrun sets it, for one rank too: the same number of threads gives the same bits.

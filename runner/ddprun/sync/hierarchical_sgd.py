@@ -69,8 +69,7 @@ class HierarchicalSgd(Policy):
             return "hosts_apart"
         if step % self._within:
             return "apart"
-        self._host_part.send()
-        self._host_part.land()
+        self._host_part.exchange()
         if self._host_team is not None:
             average_state(self._place.optimizer, self._place.carrier, self._host_team)
         return "host"
@@ -99,8 +98,7 @@ class HierarchicalSgd(Policy):
 
     def _average(self) -> Effect:
         self._since = 0
-        self._part.send()
-        self._part.land()
+        self._part.exchange()
         if self._state == "average":
             average_state(self._place.optimizer, self._place.carrier)
         if self._host_part is not None:

@@ -60,8 +60,7 @@ class LocalSgd(Policy):
 
     def _average(self) -> Effect:
         self._since = 0
-        self._part.send()
-        self._part.land()
+        self._part.exchange()
         if self._state == "average":
             average_state(self._place.optimizer, self._place.carrier)
         return "common"

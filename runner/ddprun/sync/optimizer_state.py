@@ -8,18 +8,21 @@ from ddprun.sync.carrier import Carrier
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.team import Team
 
+_COUNTERS = ("step",)
+"""What torch's optimizers count in floating point."""
+
 
 def floating_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer's floating-point state with a value for each weight, by place and name.
 
-    Counters and other single numbers are left out: every rank has the same.
+    Counters are left out: every rank counts alike.
     """
     found: dict[str, Tensor] = {}
     place = 0
     for group in optimizer.param_groups:
         for param in group["params"]:
             for name, value in sorted(optimizer.state.get(param, {}).items()):
-                if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                if isinstance(value, Tensor) and value.is_floating_point() and name not in _COUNTERS:
                     found[f"{place}.{name}"] = value
             place += 1
     return found

@@ -33,6 +33,11 @@ def after(together: Together, effect: Effect) -> Together:
             return effect
 
 
+def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters that have a mean, by name; whole numbers (quantised weights) have none, and do not train."""
+    return {name: param for name, param in model.named_parameters() if param.is_floating_point()}
+
+
 @dataclass(frozen=True, slots=True)
 class Workplace:
     """What a policy of one stage works with."""
@@ -48,7 +53,7 @@ class Workplace:
 
     def parameters(self) -> dict[str, Tensor]:
         """What is synchronised: every parameter, whether or not it has a gradient."""
-        return dict(self.model.named_parameters())
+        return averaged_parameters(self.model)
 
     def buckets(self) -> ParameterBuckets:
         """All parameters in flat buckets."""

@@ -73,6 +73,11 @@ class Part:
                 self._carrier.send(self._carrier.exchange.deltas, payload, self._stack, self._team)
             )
 
+    def exchange(self) -> None:
+        """A whole exchange, waited for."""
+        self.send()
+        self.land()
+
     def land(self, *, moved: bool = True) -> None:
         """Wait for the exchange under way and apply it.
 
