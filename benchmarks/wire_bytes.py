@@ -1,40 +1,54 @@
-"""What crosses the link between two hosts in each step: the interface's count against each stack's formula.
+"""What crosses the link between two hosts in each step: the interface's count against the formula.
 
-    python -m benchmarks.wire_bytes [--steps 10 40] [--only NAME]
+    python -m benchmarks.wire_bytes [--table hooks|policies] [--steps A B] [--only NAME]
 
-Needs Linux and root; run it in the repository's folder. The hosts are two network namespaces with two ranks
-each, joined by a link that is not shaped. Each stack is run for two numbers of steps: the difference of the
-bytes sent over the link, divided by the steps between, is what one step sends. It holds whatever crosses:
-headers, acknowledgements and the small control word of each step, which row `[noop]` shows alone.
+Needs Linux and root; run it in the repository's folder. The hosts are two network namespaces, joined by a
+link that is not shaped. Each row is run for two numbers of steps: the difference of the bytes sent over the
+link, divided by the steps between, is what one step sends. It holds whatever crosses: headers,
+acknowledgements and the small control word of steps in which ranks meet, which row `[noop]` shows alone.
 
-Prints the Markdown table of docs/hooks.md, in units of S, the gradients' bytes in fp32. Of the two directions
-the one that is further from the formula is shown. Ends with 1 if one is off by more than 2 %.
+Prints a Markdown table, in units of S, the parameters' bytes in fp32: `hooks` is that of docs/hooks.md, on
+two ranks per host; `policies` that of docs/sync.md. Of the two directions the one that is further from the
+formula is shown. Ends with 1 if one is off by more than 2 %; of a policy also, if its ratio to `every_step`
+on as many ranks is.
 """
 
 import argparse
-import contextlib
-import math
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from benchmarks.formulas import (
+    DENSITY,
+    FP32,
+    HALF,
+    LOCAL,
+    RANK,
+    Formula,
+    elements,
+    int8,
+    int8_across,
+    powersgd,
+    powersgd_across,
+    ring,
+    topk,
+    topk_across,
+    two_levels,
+    whole,
+)
+from benchmarks.two_hosts import HOSTS, refusal, run
 from tests.engine.running import events, lines
-from tests.namespaces import REASON, hosts
-from tests.ranks import Finished, Running
+from tests.namespaces import REASON
 
 from ddprun.zoo.models import mlp
 
-HOSTS, LOCAL = 2, 2
-RANKS = HOSTS * LOCAL
-FP32, HALF, INDEX = 4, 2, 4  # bytes
-BLOCK, DENSITY, RANK = 256, 0.05, 32
+EVERY_STEP, PERIOD = "every_step", 8
 LARGEST_DIFFERENCE = 0.02
-TIMEOUT_S = 300
 MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 
 INPUTS, HIDDEN, OUTPUTS = 64, [500] * 25, 10
@@ -50,14 +64,10 @@ stages:
   - train: {{steps: 10}}
 """
 
-Shape = tuple[int, ...]
-Bucket = list[Shape]
-"""Shapes of the parameters in one bucket, in their order."""
-
 
 @dataclass(frozen=True)
 class Row:
-    """A stack, and what it sends from one host to the other in one step."""
+    """A stack and a policy, and what they send from one host to the other in one step."""
 
     hooks: str
     """As in a pipeline file."""
@@ -65,108 +75,40 @@ class Row:
     formula: str
     """For n ranks on H hosts with L each, and N = S/4 elements."""
 
-    wire_bytes: Callable[[Sequence[Bucket]], float]
+    wire_bytes: Formula
+
+    sync: str = EVERY_STEP
+    """As in a pipeline file."""
+
+    local: int = LOCAL
+    """Ranks on each host."""
+
+    one_way: bool = False
+    """Only the host of rank 0 sends."""
+
+    @property
+    def policy(self) -> str:
+        """`sync` as a line of a file has it."""
+        return self.sync.removeprefix("{").removesuffix("}")
+
+    @property
+    def name(self) -> str:
+        """For a message."""
+        return f"{self.policy} {self.hooks}"
+
+    def settings(self) -> list[str]:
+        """As `ddprun` takes them."""
+        return [f"--set=hooks={self.hooks}", f"--set=sync={self.sync}"]
 
 
 @dataclass(frozen=True)
 class Counted:
     """One direction of the link in one step."""
 
+    predicted: float
     measured: float
     recorded: float
     """What ddprun's own records add up to."""
-
-
-def elements(shapes: Sequence[Shape]) -> int:
-    """Number of elements of some parameters."""
-    return sum(math.prod(shape) for shape in shapes)
-
-
-def all_reduce(ranks: int, numbers: float, size: int) -> float:
-    """Bytes over one edge of a ring all-reduce."""
-    return 2 * (ranks - 1) / ranks * numbers * size
-
-
-def ring(size: int) -> Callable[[Sequence[Bucket]], float]:
-    """All-reduce over all ranks: one edge of the ring crosses in each direction."""
-    return lambda buckets: sum(all_reduce(RANKS, elements(bucket), size) for bucket in buckets)
-
-
-def two_levels(size: int) -> Callable[[Sequence[Bucket]], float]:
-    """All-reduce between hosts, of a share of the bucket for each local rank."""
-    return lambda buckets: sum(
-        LOCAL * all_reduce(HOSTS, elements(bucket) / LOCAL, size) for bucket in buckets
-    )
-
-
-def int8(buckets: Sequence[Bucket]) -> float:
-    """All-to-all of codes, of which each local rank sends a part to each rank of the other host; then a ring
-    all-gather of codes of the sum.
-    """
-    code = 1 + FP32 / BLOCK
-    per_element = LOCAL * (RANKS - LOCAL) / RANKS * code + (RANKS - 1) / RANKS * code
-    return per_element * sum(map(elements, buckets))
-
-
-def int8_across(buckets: Sequence[Bucket]) -> float:
-    """The two phases between hosts, on each local rank's share."""
-    code = 1 + FP32 / BLOCK
-    per_element = 2 * (HOSTS - 1) / HOSTS * code
-    return LOCAL * per_element * sum(map(elements, buckets)) / LOCAL
-
-
-def topk(value: int) -> Callable[[Sequence[Bucket]], float]:
-    """Ring all-gather of indices and values of `value` bytes."""
-    return lambda buckets: sum(
-        (RANKS - 1) * math.ceil(DENSITY * elements(bucket)) * (INDEX + value) for bucket in buckets
-    )
-
-
-def topk_across(buckets: Sequence[Bucket]) -> float:
-    """All-gather between hosts, on each local rank's share."""
-    shares = [elements(part) for bucket in buckets for part in cut(bucket)]
-    return sum((HOSTS - 1) * math.ceil(DENSITY * share) * (INDEX + FP32) for share in shares)
-
-
-def powersgd(size: int) -> Callable[[Sequence[Bucket]], float]:
-    """All-reduce of both factors, and of what is sent as it is."""
-    return lambda buckets: sum(all_reduce(RANKS, factors(bucket), size) for bucket in buckets)
-
-
-def powersgd_across(buckets: Sequence[Bucket]) -> float:
-    """The same between hosts, on each local rank's share."""
-    parts = [part for bucket in buckets for part in cut(bucket)]
-    return sum(all_reduce(HOSTS, factors(part), FP32) for part in parts)
-
-
-def factors(shapes: Sequence[Shape]) -> int:
-    """Numbers that PowerSGD sends: two factors of each matrix, where these are fewer than its elements."""
-    numbers = 0
-    for shape in shapes:
-        numel, rows = math.prod(shape), shape[0]
-        thin = RANK * (rows + numel // rows)
-        numbers += min(thin, numel) if len(shape) > 1 else numel
-    return numbers
-
-
-def cut(bucket: Bucket) -> list[Bucket]:
-    """The local ranks' shares: cut where a row begins, nearest to even; a matrix cut in two becomes two."""
-    ends = [elements(bucket) * part / LOCAL for part in range(1, LOCAL)]
-    parts: list[Bucket] = [[]]
-    offset = 0
-    for shape in bucket:
-        rows, columns = shape[0], math.prod(shape[1:])
-        done = 0
-        while ends and ends[0] < offset + rows * columns:
-            row = max(done, round((ends.pop(0) - offset) / columns))
-            if row > done:
-                parts[-1].append((row - done, *shape[1:]))
-            parts.append([])
-            done = row
-        if done < rows:
-            parts[-1].append((rows - done, *shape[1:]))
-        offset += rows * columns
-    return parts
 
 
 TOPK = f"{{topk: {{density: {DENSITY}}}}}"
@@ -178,7 +120,7 @@ ROWS = [
     Row("[bf16]", "2(n-1)/n · S/2", ring(HALF)),
     Row("[hierarchical]", "2(H-1)/H · S", two_levels(FP32)),
     Row("[fp16, hierarchical]", "2(H-1)/H · S/2", two_levels(HALF)),
-    Row("[int8]", "(L(n-L) + n-1)/n · N(1 + 4/256)", int8),
+    Row("[int8]", "(L(n-L) + n-1)/n · N(1 + 4/256)", int8()),
     Row("[{hierarchical: {across: [int8]}}]", "2(H-1)/H · N(1 + 4/256)", int8_across),
     Row(f"[{TOPK}]", "(n-1) · 8k, k = density · N", topk(FP32)),
     Row(f"[fp16, {TOPK}]", "(n-1) · 6k", topk(HALF)),
@@ -189,56 +131,59 @@ ROWS = [
 ]
 
 
-def refusal(folder: Path, hooks: str) -> str | None:
-    """Why `ddprun check` refuses a stack; None if it does not."""
-    command = [sys.executable, "-m", "ddprun", "check", "wire.yaml", f"--set=hooks={hooks}"]
-    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
-    return (done.stdout + done.stderr).strip().splitlines()[0] if done.returncode else None
+def seldom(sync: str, hooks: str, formula: str, wire_bytes: Formula) -> Row:
+    """A policy that sends once in a period, on one rank per host."""
+    return Row(hooks, f"{formula}/{PERIOD}", lambda buckets: wire_bytes(buckets) / PERIOD, sync=sync, local=1)
 
 
-def run(folder: Path, hooks: str, steps: int) -> dict[str, int]:
-    """Run a stack on two hosts, into `folder/<steps>`; gives what each host sent over the link, by its name.
-
-    Raises:
-        RuntimeError: a host's `ddprun` failed.
-    """
-    with hosts(HOSTS) as made, contextlib.ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                Running(
-                    "wire.yaml",
-                    f"--set=hooks={hooks}",
-                    f"--set=stages[0].train.steps={steps}",
-                    f"--nnodes={HOSTS}",
-                    f"--nproc-per-node={LOCAL}",
-                    "--rdzv-backend=c10d",
-                    "--rdzv-endpoint=node0:29400",
-                    "--rdzv-id=wire",
-                    f"--run-dir={steps}",
-                    cwd=folder,
-                    prefix=host.prefix(),
-                )
-            )
-            for host in made
-        ]
-        finished: list[Finished] = [running.wait(TIMEOUT_S) for running in started]
-        for one in finished:
-            if one.code:
-                raise RuntimeError(one.stderr.strip() or f"exit code {one.code}")
-        return {host.name: host.tx_bytes("e0") for host in made}
+def policies() -> list[Row]:
+    """The rows of the second table; for each number of ranks the first is `every_step`."""
+    flat, codes = "2(n-1)/n · S", "(L(n-L) + n-1)/n · N(1 + 4/256)"
+    local_sgd, diloco, average, broadcast = (
+        f"{{{name}: {{every: {PERIOD}}}}}" for name in ("local_sgd", "diloco", "average", "broadcast")
+    )
+    streaming = f"{{diloco: {{every: {PERIOD}, fragments: 4, overlap_steps: 3}}}}"
+    hierarchical = f"{{hierarchical_sgd: {{within: 1, across: {PERIOD}}}}}"
+    one, two = ring(FP32, 1), ring(FP32)
+    return [
+        Row("[]", flat, one, local=1),
+        seldom(local_sgd, "[]", flat, one),
+        seldom(local_sgd, "[int8]", codes, int8(1)),
+        seldom(diloco, "[]", flat, one),
+        seldom(streaming, "[]", flat, one),
+        seldom(diloco, "[int8]", codes, int8(1)),
+        seldom(average, "[]", flat, one),
+        replace(seldom(broadcast, "[]", "S", whole), one_way=True),
+        Row("[]", flat, two),
+        replace(seldom(hierarchical, "[]", flat, two), local=LOCAL),
+        replace(seldom(hierarchical, "[hierarchical]", "2(H-1)/H · S", two_levels(FP32)), local=LOCAL),
+    ]
 
 
-def count(folder: Path, hooks: str, few: int, many: int) -> tuple[list[Bucket], list[Counted]]:
-    """The buckets of a run with a stack, and each host's count."""
-    first, second = (run(folder, hooks, steps) for steps in (few, many))
-    (started,) = (event for event in events(folder / str(many)) if event["event"] == "started")
+def count(folder: Path, row: Row, few: int, many: int) -> tuple[float, list[Counted]]:
+    """S in bytes, and each host's count."""
+    sent: dict[str, Counter[str]] = {"measured": Counter(), "recorded": Counter()}
+    for steps, sign in ((few, -1), (many, 1)):
+        settings = [*row.settings(), f"--set=stages[0].train.steps={steps}"]
+        on_link = run(folder, "wire.yaml", settings, local=row.local, run_dir=str(steps))
+        (started,) = (event for event in events(folder / str(steps)) if event["event"] == "started")
+        for name, size in on_link.items():
+            sent["measured"][name] += sign * size
+        for line in lines(folder / str(steps), "buckets"):
+            sent["recorded"][started["hosts"][line["rank"]]] += sign * line["between_hosts_bytes"]
     shapes = {name: tuple(param.shape) for name, param in _model().named_parameters()}
-    buckets = [[shapes[name] for name in bucket["params"]] for bucket in started["buckets"]]
-    recorded = dict.fromkeys(first, 0)
-    for line in lines(folder / str(many), "buckets"):
-        recorded[started["hosts"][line["rank"]]] += line["between_hosts_bytes"]
-    return buckets, [
-        Counted((second[name] - first[name]) / (many - few), recorded[name] / many) for name in first
+    # Without gradients to exchange there are no buckets of DDP's.
+    buckets = [[shapes[name] for name in bucket["params"]] for bucket in started["buckets"]] or [
+        list(shapes.values())
+    ]
+    predicted = row.wire_bytes(buckets)
+    return FP32 * sum(map(elements, buckets)), [
+        Counted(
+            0.0 if row.one_way and name != started["hosts"][0] else predicted,
+            sent["measured"][name] / (many - few),
+            sent["recorded"][name] / (many - few),
+        )
+        for name in on_link
     ]
 
 
@@ -247,67 +192,97 @@ def _model() -> torch.nn.Module:
         return mlp(inputs=INPUTS, hidden=HIDDEN, outputs=OUTPUTS, activation="relu")
 
 
-def measure(row: Row, few: int, many: int) -> bool:
-    """Print a row of the table; whether the formula holds."""
+def measure(row: Row, few: int, many: int, bases: dict[int, Counted] | None) -> bool:
+    """Print a row of a table; whether the formula holds.
+
+    Args:
+        row: what to run.
+        few: steps of the one run.
+        many: steps of the other.
+        bases: what `every_step` sends, by ranks on a host, with which a policy is compared; such a row puts
+            itself in. None: the table is that of hooks.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "wire.yaml").write_text(PIPELINE)
-        if refused := refusal(folder, row.hooks):
-            print(f"skipped {row.hooks}: {refused}", file=sys.stderr, flush=True)
+        if refused := refusal(folder, "wire.yaml", row.settings()):
+            print(f"skipped {row.name}: {refused}", file=sys.stderr, flush=True)
             return True
         try:
-            buckets, directions = count(folder, row.hooks, few, many)
+            size, directions = count(folder, row, few, many)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            print(f"failed {row.hooks}: {error}", file=sys.stderr, flush=True)
+            print(f"failed {row.name}: {error}", file=sys.stderr, flush=True)
             return False
-    size = FP32 * sum(map(elements, buckets))
-    predicted = row.wire_bytes(buckets)
-    shown = max(directions, key=lambda direction: abs(direction.measured - predicted))
-    difference = shown.measured / predicted - 1 if predicted else None
+    held = [one.measured < LARGEST_DIFFERENCE * size for one in directions if not one.predicted]
+    shown = max(directions, key=lambda one: (one.predicted, abs(one.measured - one.predicted)))
+    difference = shown.measured / shown.predicted - 1 if shown.predicted else 0.0
+    held.append(abs(difference) <= LARGEST_DIFFERENCE)
     cells = [
         f"`{row.hooks}`",
-        row.formula.replace("-", MINUS),
-        *(f"{number / size:.4f}" for number in (predicted, shown.recorded, shown.measured)),
-        "" if difference is None else f"{100 * difference:+.2f} %",
+        row.formula.replace("-", MINUS) + (", one of them" if row.one_way else ""),
+        *(f"{number / size:.4f}" for number in (shown.predicted, shown.recorded, shown.measured)),
+        f"{100 * difference:+.2f} %" if shown.predicted else "",
     ]
+    if bases is not None:
+        base = bases.setdefault(row.local, shown)
+        ratio, wanted = shown.measured / base.measured, shown.predicted / base.predicted
+        held.append(abs(ratio / wanted - 1) <= LARGEST_DIFFERENCE)
+        cells = [f"`{row.policy}`", f"{HOSTS} {TIMES} {row.local}", *cells, f"{ratio:.4f}"]
     print(f"| {' | '.join(cells)} |", flush=True)
-    if difference is None:
-        return shown.measured < LARGEST_DIFFERENCE * size
-    return abs(difference) <= LARGEST_DIFFERENCE
+    return all(held)
 
 
-def chosen(name: str) -> list[Row]:
-    """The rows whose stack is `name`, or holds a hook of that name."""
-    return [row for row in ROWS if name == row.hooks or name in re.findall(r"\w+", row.hooks)]
+def chosen(table: str, name: str | None) -> list[Row]:
+    """The rows of a table; with a name those whose stack or policy is that or holds it. Policies are compared
+    with `every_step`, which goes with them.
+    """
+    if table == "hooks":
+        return [row for row in ROWS if name in (None, row.hooks, *re.findall(r"\w+", row.hooks))]
+    rows = policies()
+    if name is None:
+        return rows
+    found = [row for row in rows if name in (row.sync, *re.findall(r"\w+", f"{row.sync} {row.hooks}"))]
+    bases = [row for row in rows if row.sync == EVERY_STEP]
+    return [
+        row for row in rows if row in found or (row in bases and any(row.local == f.local for f in found))
+    ]
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--table", choices=["hooks", "policies"], default="hooks")
     parser.add_argument(
         "--steps",
         type=int,
         nargs=2,
-        default=(10, 40),
         metavar=("A", "B"),
-        help="steps of the two runs (10 40)",
+        help=f"steps of the two runs (10 40; for policies 16 48, multiples of {PERIOD})",
     )
-    parser.add_argument("--only", metavar="NAME", help="a stack, or a hook whose stacks are measured")
+    parser.add_argument("--only", metavar="NAME", help="a stack, a policy, or the name of one in them")
     arguments = parser.parse_args()
-    few, many = arguments.steps
+    of_policies = arguments.table == "policies"
+    few, many = arguments.steps or ((16, 48) if of_policies else (10, 40))
     if not 0 < few < many:
         parser.error("--steps takes two numbers, the smaller one first")
-    rows = chosen(arguments.only) if arguments.only else ROWS
+    if of_policies and (few % PERIOD or many % PERIOD):
+        parser.error(f"--steps of policies are multiples of {PERIOD}")
+    rows = chosen(arguments.table, arguments.only)
     if not rows:
-        parser.error(f"--only: no stack is or holds {arguments.only}")
+        parser.error(f"--only: no row of this table is or holds {arguments.only}")
     if REASON is not None:
         sys.exit(REASON)
-    columns = [f"{column} ({TIMES} S)" for column in ("formula", "recorded", "measured")]
-    print(f"| hooks | a host sends | {' | '.join(columns)} | difference |")
-    print("|---|---|---|---|---|---|", flush=True)
-    held = [measure(row, few, many) for row in rows]
+    columns = ["hooks", "a host sends"]
+    columns += [f"{column} ({TIMES} S)" for column in ("formula", "recorded", "measured")]
+    columns.append("difference")
+    if of_policies:
+        columns = ["sync", f"hosts {TIMES} ranks", *columns, f"{TIMES} every_step"]
+    print(f"| {' | '.join(columns)} |")
+    print(f"|{'---|' * len(columns)}", flush=True)
+    bases: dict[int, Counted] = {}
+    held = [measure(row, few, many, bases if of_policies else None) for row in rows]
     if not all(held):
         sys.exit(1)
 

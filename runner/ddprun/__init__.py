@@ -5,3 +5,6 @@ the working directory could shadow an installed package.
 """
 
 __version__ = "0.1.0"
+
+LAUNCHED = "DDPRUN_LAUNCHED"
+"""Environment variable of ranks that this program's own launcher started: it has told the file's warnings."""

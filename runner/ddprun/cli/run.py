@@ -1,10 +1,13 @@
 """`ddprun run`."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
+
+from ddprun import LAUNCHED
 
 _TORCHRUN: dict[str, tuple[Any, str]] = {
     "nnodes": (str, "Number of hosts."),
@@ -62,9 +65,8 @@ def run(
     try:
         loaded = load(pipeline, overrides)
         from ddprun import launch
-        from ddprun.launch.environment import speaks_first
 
-        if loaded.warnings and speaks_first():
+        if loaded.warnings and os.environ.get("RANK", "0") == "0" and LAUNCHED not in os.environ:
             click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
 
         return launch.start(loaded, given, overrides, run_dir)

@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import elastic_launch
 
+from ddprun import LAUNCHED
 from ddprun.engine.place import default_ranks, place_of
-from ddprun.launch.environment import LAUNCHED
 from ddprun.spec import Loaded
 
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128
