@@ -126,7 +126,8 @@ def as_processes(size: int, body: Callable[..., Any], *arguments: Any, cwd: Path
     The processes come from a fork server that has torch imported already, so that they start in milliseconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ddprun.engine.worker", "tests.ranks"])
+    # Every optimizer of torch imports torch._dynamo when it is made: a second of each rank's time.
+    context.set_forkserver_preload(["ddprun.engine.worker", "tests.ranks", "torch._dynamo"])
     port = free_port()
     pipes, processes = [], []
     for rank in range(size):
