@@ -70,7 +70,9 @@ def run(session: Session, stage: StepStage, compute: Compute) -> dict[str, Any]:
         interrupted = _run(course, compute)
     finally:
         session.screen.end()
-    if not interrupted:
+    if interrupted:
+        course.policy.finish(reconcile=False)  # nothing may be under way when the process groups go
+    else:
         close_course(course)
     session.ledger.write_aside(stage.index, session.step)
     session.policy = None
@@ -233,7 +235,8 @@ def close_course(course: Course) -> None:
     session, stage = course.session, course.stage
     reconcile = not _wants_ranks_apart(session, stage)
     effect = course.policy.finish(reconcile=reconcile and session.together != "common")
-    _note_effect(course, effect)
+    if effect != "nothing":
+        _note_effect(course, effect)
     if reconcile and session.together != "common":
         make_equal(session)
         session.events.info("reconciled", stage=stage.index, step=session.step, how="average")
