@@ -9,7 +9,8 @@ policies: the same mlp for 24 epochs on four ranks, with each sync policy instea
 Means over the same seeds are compared; after a difference in points stand the lowest and the highest of one
 seed. All runs of a task are the same pipeline but for hooks, policy and steps: topk and powersgd get half as
 many again, over which the schedule is stretched. Each step takes the same samples: a batch on each of two
-ranks, or half of one on each of four. Prints a Markdown table for each task; ends with 1 if a row does not hold.
+ranks, or half of one on each of four. Prints a Markdown table for each task; ends with 1 if a row does not
+hold.
 """
 
 import argparse
@@ -99,7 +100,9 @@ class Task:
             ratio = fmean(ours) / fmean(plain)
             return f"{ratio:.4f}", ratio <= 1.02
         points = [100 * (mine - theirs) for mine, theirs in zip(ours, plain, strict=True)]
-        told = f"{fmean(points):+.2f} ({min(points):+.2f} to {max(points):+.2f})"
+        told = f"{fmean(points):+.2f}"
+        if min(points) < max(points):
+            told += f" ({min(points):+.2f} to {max(points):+.2f})"
         return told.replace("-", MINUS), fmean(points) >= -1
 
 
@@ -246,12 +249,11 @@ def compare(task: Task, variants: list[Variant], seeds: int) -> bool:
 
 def chosen(task: Task, name: str | None) -> list[Variant]:
     """Plain, and the variants of a task that are `name` or hold one of that name; without a name all."""
+    names = {variant: variant.name(task.varied) for variant in task.variants}
     return [
         variant
         for variant in task.variants
-        if name in (None, variant.hooks, variant.sync)
-        or variant is task.variants[0]
-        or name in re.findall(r"\w+", f"{variant.hooks} {variant.sync}")
+        if variant is task.variants[0] or name in (None, names[variant], *re.findall(r"\w+", names[variant]))
     ]
 
 
@@ -271,7 +273,11 @@ def main() -> None:
     tasks = [TASKS[arguments.task]] if arguments.task else list(TASKS.values())
     chosen_for = [(task, chosen(task, arguments.only)) for task in tasks]
     if arguments.only is not None:
-        chosen_for = [(task, variants) for task, variants in chosen_for if len(variants) > 1]
+        chosen_for = [
+            (task, variants)
+            for task, variants in chosen_for
+            if len(variants) > 1 or arguments.only == variants[0].name(task.varied)
+        ]
     if not chosen_for:
         parser.error(f"--only: no stack or policy is or holds {arguments.only}")
     held = []
