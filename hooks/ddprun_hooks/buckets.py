@@ -22,7 +22,7 @@ class BucketLayout:
 
 class ParameterBuckets:
     """Named tensors in flat buckets of one dtype each, in the order in which they are given; empty ones are
-    left out.
+    left out, complex ones are pairs of real numbers.
 
     Args:
         named: the tensors themselves; they are read and written in place, whatever their gradient is.
@@ -31,6 +31,10 @@ class ParameterBuckets:
     """
 
     def __init__(self, named: Mapping[str, Tensor], cap_bytes: float, first: int = 0) -> None:
+        named = {
+            name: torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+            for name, tensor in named.items()
+        }
         self._tensors: list[list[Tensor]] = []
         layouts: list[BucketLayout] = []
         for names in _filled(named, cap_bytes):

@@ -50,7 +50,7 @@ stages:
   - train: {steps: 6, sync: {hierarchical_sgd: {within: 1, across: 4, hosts: 2}}}
   - train: {steps: 6, sync: {hierarchical_sgd: {within: 2, across: 4, hosts: 2, optimizer_state: average}}}
   - train: {steps: 6, sync: {broadcast: {every: 4, source: 1}}}
-  - train: {steps: 2, sync: independent}
+  - train: {steps: 2, sync: independent, mutate: {noise: {std: 0.001}}}
   - average
   - train: {steps: 6}
   - save
@@ -65,6 +65,87 @@ def test_odd_parameters_go_along(tmp_path: Path) -> None:
         assert summary(run)["audit"]["equal"]
         assert summary(run)["steps"] == 48
         assert weights(run)["whole"].tolist() == [0, 1, 2, 3]
+
+
+SMALL = """
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+def sample(place):
+    numbers = torch.randn(4, generator=torch.Generator().manual_seed(place))
+    return numbers, int(numbers.sum() > 0)
+
+class Row(IterableDataset):
+    def __iter__(self):
+        return iter([sample(place) for place in range(64)])
+
+class Spiked(Dataset):
+    '''A sample whose gradient is not finite in half precision, which comes to rank 1 alone.'''
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, place):
+        numbers, label = sample(place)
+        return (numbers * 1e30 if place == 1 else numbers), label
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.wave = nn.Parameter(torch.randn(4, dtype=torch.cfloat))
+
+    def forward(self, numbers):
+        return self.layer(numbers * self.wave.real + self.wave.imag)
+"""
+MLP = "{mlp: {inputs: 4, hidden: [8], outputs: 2}}"
+TWO_SPLITS = "\n".join(
+    f"  - train: {{steps: 4, sync: {{hierarchical_sgd: {{across: 4, hosts: {hosts}}}}}}}" for hosts in (2, 1)
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "more", "stages"),
+    [
+        (
+            MLP,
+            "small.Row",
+            "",
+            "  - train: {epochs: 1, sync: {diloco: {every: 2}}, mutate: {noise: {std: 0.1}}}",
+        ),
+        (
+            MLP,
+            "small.Spiked",
+            "precision: fp16",
+            "  - train: {steps: 4, sync: {local_sgd: {every: 2}}}\n  - train: {steps: 4}",
+        ),
+        (MLP, "small.Row", "", TWO_SPLITS),
+        (MLP, "small.Row", "precision: fp16", "  - forward: {steps: 4, update: evolution_strategies}"),
+        (
+            "small.Complex",
+            "small.Row",
+            "",
+            "  - train: {steps: 5, sync: {local_sgd: {every: 2}}}\n  - train: {steps: 3}",
+        ),
+    ],
+    ids=["unknown-length", "a-skipped-step", "other-hosts", "forward-in-half", "complex"],
+)
+@pytest.mark.parametrize("optimizer", ["{sgd: {lr: 0.1, momentum: 0.9}}", "{nadam: {lr: 0.01}}"])
+def test_ranks_end_equal(
+    tmp_path: Path, model: str, data: str, more: str, stages: str, optimizer: str
+) -> None:
+    """Where a stage's length is known when it is over; where one rank skips a step; where hosts are split
+    in another way than before; where the loss is never scaled; where weights are complex.
+    """
+    (tmp_path / "small.py").write_text(SMALL)
+    text = (
+        f"model: {model}\ndata: {data}\nloader: {{batch_size: 4, shuffle: false}}\noptimizer: {optimizer}\n"
+        f"audit: {{every: 1}}\n{more}\nstages:\n{stages}\n"
+    )
+    run = run_pipeline(tmp_path, text, 2)
+    assert summary(run)["audit"]["equal"]
+    assert summary(run)["status"] == "done"
 
 
 UNLIKE = """

@@ -34,7 +34,7 @@ from ddprun.spec import (
     TrainSettings,
 )
 from ddprun.sync.optimizer_state import average_state
-from ddprun.sync.policy import Effect, Policy, Together, Workplace, after
+from ddprun.sync.policy import Effect, Policy, Workplace, after
 from ddprun.telemetry.ledger import Agreed
 
 
@@ -130,7 +130,7 @@ def open_course(session: Session, stage: StepStage) -> Course:
     _share_optimizer_state(session, stage, settings)
     policy.begin()
     course = Course(session, stage, settings, schedule, policy, mutate, steps)
-    _mutate(course)
+    _mutate(course, session.step)
     return course
 
 
@@ -187,7 +187,7 @@ def synchronise(course: Course, step: int) -> bool:
     if audited:
         look(session, f"after step {session.step + 1} of {course.stage.path}", session.step + 1)
     if met and not policy.never and step != course.steps:
-        _mutate(course)
+        _mutate(course, session.step + 1)
     session.ledger.lap("sync_us")
     return met or audited or session.buffers.synchronises(step)
 
@@ -196,8 +196,10 @@ def _share_optimizer_state(session: Session, stage: StepStage, settings: TrainSe
     """Equal gradients keep ranks equal only if their optimizers' state is: momentum that ranks have gathered
     apart is averaged before they exchange gradients again.
     """
-    enough: tuple[Together, ...] = ("common",) if settings.gradients == "all" else ("common", "host")
-    if settings.gradients is None or session.state_together in enough:
+    if settings.gradients is None or session.state_together == "common":
+        return
+    on_hosts = settings.gradients == "host" and session.state_together == "host"
+    if on_hosts and session.state_hosts == settings.sync.options["hosts"]:
         return
     average_state(session.optimizer, session.carrier)
     session.ledger.write_aside(stage.index, session.step)
@@ -220,14 +222,16 @@ def _note_effect(course: Course, effect: Effect) -> None:
         session.state_together = "apart"  # weight decay makes momentum of weights
     elif settings.gradients == "host":
         session.state_together = after(session.state_together, "hosts_apart")
+        session.state_hosts = settings.sync.options["hosts"]
     elif settings.gradients is None:
         session.state_together = "apart"
 
 
-def _mutate(course: Course) -> None:
+def _mutate(course: Course, step: int) -> None:
+    """Mutate after `step` steps of the run."""
     if course.mutate is not None:
         course.mutate(course.session.model)
-        course.session.together = "apart"
+        course.session.together, course.session.mutated_at = "apart", step
 
 
 def close_course(course: Course) -> None:
@@ -237,6 +241,8 @@ def close_course(course: Course) -> None:
     effect = course.policy.finish(reconcile=reconcile and session.together != "common")
     if effect != "nothing":
         _note_effect(course, effect)
+    if course.mutate is not None and session.mutated_at == session.step:
+        session.together = "apart"  # the stage's length was not known, and no step has come after
     if reconcile and session.together != "common":
         make_equal(session)
         session.events.info("reconciled", stage=stage.index, step=session.step, how="average")

@@ -59,7 +59,7 @@ def _compute(update: Update | None, course: Course, batches: StepBatches, step: 
     ledger.note_loss(_mean(session, mean, micro.samples), micro.samples if losses else 0)
     ledger.lap("forward_us")
     if any(param.grad is not None for param in session.model.parameters()):
-        take_step(course, step)
+        take_step(course, step, scaled=False)
     ledger.lap("optimizer_us")
 
 

@@ -111,6 +111,12 @@ class Session:
     state_together: Together = "common"
     """Which ranks hold the same optimizer state."""
 
+    state_hosts: int | None = None
+    """Into how many hosts the ranks were split where those of each host hold the same."""
+
+    mutated_at: int = -1
+    """After how many steps of the run weights were mutated last."""
+
     outer_momentum: dict[str, Tensor] = field(default_factory=dict)
     """What DiLoCo's outer optimizer keeps from stage to stage, by parameter name."""
 
@@ -173,7 +179,7 @@ class Session:
             "feed": self.feed.state_dict(),
             "hooks": self.stacks.state_dict(),
             "sync": sync,
-            "together": [self.together, self.state_together],
+            "together": [self.together, self.state_together, self.state_hosts],
             "outer_momentum": {name: value.clone() for name, value in self.outer_momentum.items()},
             "generators": seeding.generator_state(self.place.device),
         }
@@ -188,7 +194,7 @@ class Session:
         self.stacks.load_state_dict(state["hooks"])
         if self.policy is not None:
             self.policy.load_state_dict(state["sync"])
-        self.together, self.state_together = state["together"]
+        self.together, self.state_together, self.state_hosts = state["together"]
         self.outer_momentum.clear()
         self.outer_momentum.update(state["outer_momentum"])
         seeding.restore_generators(state["generators"], self.place.device)

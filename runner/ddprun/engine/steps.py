@@ -19,15 +19,26 @@ def weight(session: Session, samples: int, total: int) -> float:
     return samples * session.ranks.size / total
 
 
-def take_step(course: Course, step: int) -> bool:
-    """Clip, step, follow the schedule; whether the step was taken. `step` counts from 1 in the stage."""
+def take_step(course: Course, step: int, *, scaled: bool = True) -> bool:
+    """Clip, step, follow the schedule; whether the step was taken.
+
+    Args:
+        course: the stage.
+        step: counts from 1 in the stage.
+        scaled: gradients come from a backward pass, whose loss may have been scaled.
+    """
     session, settings = course.session, course.settings
     precision, optimizer = session.precision, session.optimizer
-    precision.check_gradients(optimizer)
+    if scaled:
+        precision.check_gradients(optimizer)
     if settings.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(session.model.parameters(), settings.clip_norm)
     with warmed_up(optimizer, step - 1, settings.warmup_steps):
-        stepped = precision.step(optimizer)
+        if scaled:
+            stepped = precision.step(optimizer)
+        else:
+            optimizer.step()
+            stepped = True
     if not stepped:
         session.events.warning(
             "step_skipped", step=session.step + 1, reason="a gradient is not finite", rank=session.ranks.rank

@@ -91,8 +91,8 @@ def _odd(digests: Tensor, ranks: Sequence[int]) -> Tensor:
 
 def _spread(param: Tensor, exchange: Exchange) -> float:
     """The largest difference between two ranks in one value of a parameter; NaN if one holds a NaN."""
-    wide = torch.promote_types(param.dtype, torch.float32)
-    values = param.detach().to(wide).reshape(-1)
+    real = torch.view_as_real(param.detach()) if param.is_complex() else param.detach()
+    values = real.to(torch.promote_types(real.dtype, torch.float32)).reshape(-1)
     highest = exchange.largest(values.clone())
     lowest = exchange.largest(values.neg()).neg_()
     return float((highest - lowest).max()) if values.numel() else 0.0

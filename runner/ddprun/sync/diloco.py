@@ -103,9 +103,9 @@ class Diloco(Policy):
 
     def finish(self, *, reconcile: bool) -> Effect:
         """Apply what is under way; then each part's last round is a short one."""
-        for fragment in self._fragments:
-            if fragment.part.under_way:
-                fragment.part.land(moved=fragment.since > 0)
+        landed = [fragment for fragment in self._fragments if fragment.part.under_way]
+        for fragment in landed:
+            fragment.part.land(moved=fragment.since > 0)
         unsent = [fragment for fragment in self._fragments if fragment.since]
         if reconcile:
             for fragment in unsent:
@@ -115,7 +115,7 @@ class Diloco(Policy):
                 fragment.part.land()
         for fragment in self._fragments:
             _leave(fragment.outer, fragment.part.buckets, self._momentum)
-        return "common" if reconcile else "nothing"
+        return "common" if reconcile and (unsent or landed) else "nothing"
 
     def describe(self) -> str:
         """Its options."""

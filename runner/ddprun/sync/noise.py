@@ -3,14 +3,16 @@
 import torch
 from torch import nn
 
+from ddprun.sync.policy import averaged_parameters
+
 
 def noise(model: nn.Module, *, std: float) -> None:
-    """Add Gaussian noise to every parameter, drawn from this rank's own generator.
+    """Add Gaussian noise to every parameter that has a mean, drawn from this rank's own generator.
 
     Args:
         model: of this rank.
         std: standard deviation of the noise, in units of the weights.
     """
     with torch.no_grad():
-        for param in model.parameters():
+        for param in averaged_parameters(model).values():
             param.add_(torch.randn_like(param), alpha=std)

@@ -35,7 +35,11 @@ def after(together: Together, effect: Effect) -> Together:
 
 def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Parameters that have a mean, by name; whole numbers (quantised weights) have none, and do not train."""
-    return {name: param for name, param in model.named_parameters() if param.is_floating_point()}
+    return {
+        name: param
+        for name, param in model.named_parameters()
+        if param.is_floating_point() or param.is_complex()
+    }
 
 
 @dataclass(frozen=True, slots=True)
