@@ -123,13 +123,19 @@ TWO_SPLITS = "\n".join(
         (MLP, "small.Row", "", TWO_SPLITS),
         (MLP, "small.Row", "precision: fp16", "  - forward: {steps: 4, update: evolution_strategies}"),
         (
+            MLP,
+            "small.Spiked",
+            "precision: fp16",
+            "  - train: {steps: 4, sync: {local_sgd: {every: 1, optimizer_state: average}}}",
+        ),
+        (
             "small.Complex",
             "small.Row",
             "",
             "  - train: {steps: 5, sync: {local_sgd: {every: 2}}}\n  - train: {steps: 3}",
         ),
     ],
-    ids=["unknown-length", "a-skipped-step", "other-hosts", "forward-in-half", "complex"],
+    ids=["unknown-length", "a-skipped-step", "other-hosts", "forward-in-half", "no-state-yet", "complex"],
 )
 @pytest.mark.parametrize("optimizer", ["{sgd: {lr: 0.1, momentum: 0.9}}", "{nadam: {lr: 0.01}}"])
 def test_ranks_end_equal(

@@ -205,6 +205,21 @@ def test_an_interrupt_ends_every_policy(tmp_path: Path, sync: str) -> None:
     assert summary(tmp_path / "run")["status"] == "interrupted"
 
 
+def test_an_interrupt_of_one_rank_ends_ranks_that_never_meet(tmp_path: Path) -> None:
+    """The others hear of it though they exchange nothing, and do not let it wait for the stage's end."""
+    text = f"{HEAD}sync: independent\nstages: [{{train: {{steps: 100000000}}}}]\n"
+    (tmp_path / "p.yaml").write_text(text)
+    with Running("p.yaml", "--run-dir", "run", "--nproc-per-node", "3", cwd=tmp_path) as running:
+        steps = tmp_path / "run" / "steps" / "rank-00001.jsonl"
+        for _ in range(600):
+            if steps.exists() and steps.stat().st_size > 20_000:
+                break
+            time.sleep(0.1)
+        os.kill(running.ranks()[1], signal.SIGINT)
+        done = running.wait(60)
+    assert summary(tmp_path / "run")["status"] == "interrupted", done.stderr
+
+
 def test_settings_that_only_a_run_can_see_are_faults_of_the_file(tmp_path: Path) -> None:
     """A source that is no rank and more fragments than parameters, both at once, with their places."""
     train = "{steps: 9, sync: {diloco: {every: 8, fragments: 5}}}"

@@ -140,7 +140,7 @@ def _run(course: Course, compute: Compute) -> bool:
     row = islice(
         session.feed.steps(course.settings.accumulate, epochs=course.settings.epochs), course.settings.steps
     )
-    teller = _Teller(course)
+    teller, alone = _Teller(course), _alone(course)
     while True:
         step = session.step - teller.first + 1
         session.where = f"{course.stage.path}, step {session.step + 1}"
@@ -163,7 +163,7 @@ def _run(course: Course, compute: Compute) -> bool:
             return True
         if any(word.compare_clocks for word in agreed):
             session.compare_clocks()
-        if session.stop.wanted and _alone(course):
+        if alone and session.stop_is_known():
             break
     teller.tell(ledger.flush())
     return bool(session.exchange.control.gather([float(session.stop.wanted)]).any())
@@ -211,7 +211,7 @@ def _note_effect(course: Course, effect: Effect) -> None:
     """Which ranks hold the same parameters, and the same optimizer state, after a step or at the end."""
     session, settings = course.session, course.settings
     session.together = after(session.together, effect)
-    noop = "noop" in session.stacks.all_ranks[course.stage.index].names
+    noop = course.policy.uses_hooks and "noop" in session.stacks.all_ranks[course.stage.index].names
     if noop and effect != "nothing":
         session.together = "apart"  # each rank got its own values back
     if noop and settings.gradients:

@@ -12,7 +12,7 @@ from ddprun.engine import build, seeding
 from ddprun.engine.course import Course, run
 from ddprun.engine.data import StepBatches
 from ddprun.engine.session import Session
-from ddprun.engine.steps import take_step, weight
+from ddprun.engine.steps import follow_schedule, take_step, weight
 from ddprun.spec import Forward
 
 Update = Callable[[nn.Module, Callable[[], Tensor]], Any]
@@ -60,6 +60,8 @@ def _compute(update: Update | None, course: Course, batches: StepBatches, step: 
     ledger.lap("forward_us")
     if any(param.grad is not None for param in session.model.parameters()):
         take_step(course, step, scaled=False)
+    else:
+        follow_schedule(course)
     ledger.lap("optimizer_us")
 
 

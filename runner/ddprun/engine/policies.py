@@ -1,8 +1,6 @@
 """From the file's `sync` to the policy of one stage, and to the groups of ranks that it needs."""
 
-from collections.abc import Sequence
-
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddprun.spec import Loaded, PipelineError, StepStage, TrainSettings
 from ddprun.spec import options as chosen
@@ -11,7 +9,7 @@ from ddprun.sync.diloco import Diloco
 from ddprun.sync.hierarchical_sgd import HierarchicalSgd
 from ddprun.sync.independent import Independent
 from ddprun.sync.local_sgd import LocalSgd
-from ddprun.sync.policy import Policy, Workplace
+from ddprun.sync.policy import Policy, Workplace, averaged_parameters
 from ddprun_hooks.hook import Need
 from ddprun_hooks.stack import Stack
 from ddprun_hooks.teams import inside_hosts
@@ -87,27 +85,32 @@ def plain_needs(settings: TrainSettings) -> dict[Need, int]:
     return {Need("world"): 1}
 
 
-def check_policies(loaded: Loaded, names: Sequence[str], ranks: int) -> None:
+def check_policies(loaded: Loaded, model: nn.Module, ranks: int) -> None:
     """Refuse what only a run can see.
 
     Args:
         loaded: the pipeline.
-        names: of the model's parameters.
+        model: of this rank.
         ranks: how many there are.
 
     Raises:
-        PipelineError: a source that is no rank, more fragments than parameters.
+        PipelineError: a source that is no rank, more fragments than parameters, hooks on complex gradients.
     """
     faults = []
+    count = len(averaged_parameters(model))
+    is_complex = any(param.is_complex() and param.requires_grad for param in model.parameters())
     for stage in loaded.pipeline.stages:
         if isinstance(stage, StepStage):
             settings = stage.effective(loaded.pipeline)
             path = f"{key_path(stage, 'sync')}.{settings.sync.name}"
             options = settings.sync.settings
             source = options.source if isinstance(options, chosen.Broadcast) else None
-            if isinstance(options, chosen.Diloco) and options.fragments > len(names):
-                text = f"{options.fragments} fragments of {len(names)} parameters: each needs at least one"
-                faults.append(loaded.fault(f"{path}.fragments", text, f"at most {len(names)}"))
+            if isinstance(options, chosen.Diloco) and options.fragments > count:
+                text = f"{options.fragments} fragments of {count} parameters: each needs at least one"
+                faults.append(loaded.fault(f"{path}.fragments", text, f"at most {count}"))
+            if is_complex and settings.gradients and settings.hooks:
+                text = "the model has complex parameters, and hooks carry gradients of real numbers only"
+                faults.append(loaded.fault(key_path(stage, "hooks"), text, "remove the hooks"))
         else:
             path, source = stage.path, getattr(stage, "source", None)
         if source is not None and source >= ranks:

@@ -38,6 +38,7 @@ from ddprun_hooks.hook import Need
 from ddprun_hooks.teams import all_of
 
 _COMPARE_CLOCKS_EVERY_S = 60.0
+_STOP, _ASK_EVERY_S = "stop", 1.0
 
 
 class StopRequest:
@@ -131,6 +132,7 @@ class Session:
     """Of the stage that is running."""
 
     clocks_compared_s: float = 0.0
+    asked_s: float = 0.0
 
     def compare_clocks(self) -> None:
         """Measure each rank's clock against rank 0's; called by all ranks together."""
@@ -145,6 +147,18 @@ class Session:
             error_us=[round(value, 1) for value in measured[:, 1].tolist()],
         )
         self.clocks_compared_s = time.monotonic()
+
+    def stop_is_known(self) -> bool:
+        """Whether this rank is to stop, or has heard within the last second that another one is: for ranks
+        that exchange nothing else.
+        """
+        if self.stop.wanted:
+            self.ranks.store.set(_STOP, "")
+            return True
+        if time.monotonic() - self.asked_s < _ASK_EVERY_S:
+            return False
+        self.asked_s = time.monotonic()
+        return bool(self.ranks.store.check([_STOP]))
 
     @property
     def clocks_are_old(self) -> bool:
@@ -179,7 +193,7 @@ class Session:
             "feed": self.feed.state_dict(),
             "hooks": self.stacks.state_dict(),
             "sync": sync,
-            "together": [self.together, self.state_together, self.state_hosts],
+            "together": [self.together, self.state_together, self.state_hosts, self.mutated_at],
             "outer_momentum": {name: value.clone() for name, value in self.outer_momentum.items()},
             "generators": seeding.generator_state(self.place.device),
         }
@@ -194,7 +208,7 @@ class Session:
         self.stacks.load_state_dict(state["hooks"])
         if self.policy is not None:
             self.policy.load_state_dict(state["sync"])
-        self.together, self.state_together, self.state_hosts = state["together"]
+        self.together, self.state_together, self.state_hosts, self.mutated_at = state["together"]
         self.outer_momentum.clear()
         self.outer_momentum.update(state["outer_momentum"])
         seeding.restore_generators(state["generators"], self.place.device)
@@ -229,7 +243,7 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
     }
     stacks = open_stacks(loaded)
     feed = _open_feed(loaded, data.train, ranks, device.type == "cuda")
-    policies.check_policies(loaded, [name for name, _ in model.named_parameters()], ranks.size)
+    policies.check_policies(loaded, model, ranks.size)
 
     timeout = timedelta(seconds=pipeline.launch.timeout_s)
     control = open_control(timeout)

@@ -37,16 +37,29 @@ def take_step(course: Course, step: int, *, scaled: bool = True) -> bool:
         if scaled:
             stepped = precision.step(optimizer)
         else:
-            optimizer.step()
-            stepped = True
+            stepped = precision.scaler is None or _finite(session)
+            if stepped:
+                optimizer.step()
     if not stepped:
         session.events.warning(
             "step_skipped", step=session.step + 1, reason="a gradient is not finite", rank=session.ranks.rank
         )
-    elif course.schedule is not None:
-        course.schedule.step()
+    if stepped:
+        follow_schedule(course)
     optimizer.zero_grad(set_to_none=True)
     return stepped
+
+
+def follow_schedule(course: Course) -> None:
+    """The schedule's next step."""
+    if course.schedule is not None:
+        course.schedule.step()
+
+
+def _finite(session: Session) -> bool:
+    """Whether every gradient is: in half precision a score overflows sooner than a loss that is scaled."""
+    gradients = [param.grad for param in session.model.parameters() if param.grad is not None]
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
 
 
 @contextmanager

@@ -143,7 +143,7 @@ def look(loaded: Loaded, world: World, *, importing: bool) -> Sight:
         for stage in pipeline.step_stages():
             build.optimizer_settings(loaded, stage, model, optimizer)
     if model is not None:
-        check_policies(loaded, [name for name, _ in model.named_parameters()], world.ranks)
+        check_policies(loaded, model, world.ranks)
 
     verdict = None
     gradients: tuple[BucketLayout, ...] | None = None if _any_gradients(loaded) else ()

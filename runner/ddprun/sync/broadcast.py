@@ -18,6 +18,7 @@ class Broadcast(Policy):
     """
 
     gradients_everywhere = False
+    uses_hooks = False
 
     def __init__(self, place: Workplace, every: int, source: int) -> None:
         self._carrier = place.carrier

@@ -9,6 +9,7 @@ class Independent(Policy):
     """
 
     gradients_everywhere = False
+    uses_hooks = False
     never = True
 
     def synchronises(self, step: int) -> bool:

@@ -1,6 +1,7 @@
 """Averaging the optimizer's state (momentum and the like) along with the parameters."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from ddprun.sync.carrier import Carrier
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.team import Team
 
-_COUNTERS = ("step", "mu_product")
-"""What torch's optimizers count, or make of a count, for each parameter; some in floating point."""
+_COUNTERS = {"step": 0.0, "mu_product": 1.0}
+"""What torch's optimizers count, or make of a count, for each parameter, and what it is before a step."""
 
 
 def floating_state(optimizer: Optimizer) -> dict[str, Tensor]:
@@ -24,8 +25,8 @@ def floating_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def average_state(optimizer: Optimizer, carrier: Carrier, team: Team | None = None) -> None:
-    """Overwrite the optimizer's state by its mean over ranks; counters by those of rank 0, since a rank whose
-    gradients were not finite has counted less.
+    """Overwrite the optimizer's state by its mean over ranks, and counters by those of the rank with most
+    steps: one whose gradients were not finite has taken less, or none.
 
     Args:
         optimizer: of this rank.
@@ -36,17 +37,73 @@ def average_state(optimizer: Optimizer, carrier: Carrier, team: Team | None = No
     Raises:
         DisagreementError: the ranks' optimizers keep different state.
     """
+    complete_state(optimizer)
     named = floating_state(optimizer)
     control = carrier.exchange.control
     if team is None:
         control.agree("the optimizer's state", str([(name, tuple(v.shape)) for name, v in named.items()]))
-        counters = [value for _, name, value in _state(optimizer) if name in _COUNTERS]
+        counters = list(_counters(optimizer))
         if counters:
-            of_rank_0 = control.gather([float(value) for value in counters])[0].tolist()
-            for value, number in zip(counters, of_rank_0, strict=True):
-                value.fill_(number)
+            words = control.gather([float(kept[name]) for kept, name in counters])  # (ranks, counters)
+            for (kept, name), of_ranks in zip(counters, words.unbind(1), strict=True):
+                _set(kept, name, float(of_ranks.max() if name == "step" else of_ranks.min()))
     with torch.no_grad():
         carrier.average(ParameterBuckets(named, carrier.cap_bytes), "optimizer", team)
+
+
+def complete_state(optimizer: Optimizer) -> None:
+    """Make the state of parameters that have none yet, as it is before a first step.
+
+    Ranks then keep the same state whatever steps they have skipped. Optimizers make their state when they
+    first step; a step on gradients of zero makes it, and is taken back.
+    """
+    lacking = [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad and not optimizer.state.get(param)
+    ]
+    if not lacking:
+        return
+    everything = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in everything]
+    weights = [param.detach().clone() for param in lacking]
+    decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
+    for param in everything:
+        param.grad = None
+    for param in lacking:
+        param.grad = torch.zeros_like(param)
+    for group, _ in decays:
+        group["weight_decay"] = 0.0  # or the weights would enter the state
+    optimizer.step()
+    for group, decay in decays:
+        group["weight_decay"] = decay
+    with torch.no_grad():
+        for param, value in zip(lacking, weights, strict=True):
+            param.copy_(value)
+            for name, start in _COUNTERS.items():
+                if name in optimizer.state[param]:
+                    _set(optimizer.state[param], name, start)
+    for param, gradient in zip(everything, gradients, strict=True):
+        param.grad = gradient
+
+
+def _counters(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where each counter is kept, and its name."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            kept = optimizer.state.get(param, {})
+            yield from (
+                (kept, name) for name in _COUNTERS if isinstance(kept.get(name), Tensor | int | float)
+            )
+
+
+def _set(kept: dict[str, Any], name: str, number: float) -> None:
+    """Set a counter that is a tensor or a plain number."""
+    if isinstance(kept[name], Tensor):
+        kept[name].fill_(number)
+    else:
+        kept[name] = type(kept[name])(number)
 
 
 def _state(optimizer: Optimizer) -> Iterator[tuple[int, str, Tensor]]:

@@ -74,6 +74,9 @@ class Policy:
     gradients_everywhere = True
     """Backward averages gradients over all ranks: each step is a synchronisation."""
 
+    uses_hooks = True
+    """What ranks exchange goes through the stage's hooks."""
+
     averages_state = False
     """Where it makes all ranks' parameters equal it does the same with the optimizer's state."""
 

@@ -109,7 +109,7 @@ class Part:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self._base, self._left, self._means = (
-            [tensor.clone().to(base) for tensor, base in zip(state[name].values(), self._base, strict=True)]
+            [state[name][str(place)].clone().to(base) for place, base in enumerate(self._base)]
             if name in state
             else []
             for name in ("base", "left", "means")

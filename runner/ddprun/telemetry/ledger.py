@@ -142,12 +142,19 @@ class _Settled:
 
 @dataclass(slots=True)
 class _Round:
-    """This rank's losses since the last control word."""
+    """This rank's losses since the last control word, and what its hooks have found."""
 
     loss_sum: float = 0.0
     samples: int = 0
     steps: int = 0
     last_step: int = 0
+    code: int = 0
+    flights: list[Flight[int]] = field(default_factory=list)
+
+    def find(self, landed: Sequence[Flight[int]]) -> None:
+        """Keep the first finding."""
+        self.code = self.code or _first_finding(landed)
+        self.flights += [flight for flight in landed if flight.findings]
 
     def add(self, number: int, loss: float, samples: int) -> None:
         self.loss_sum += loss * samples if samples else 0.0
@@ -179,7 +186,8 @@ class Ledger:
         self._writer = writer
         self._every = every
         self._closed: deque[Step] = deque()  # ended, marks not read yet
-        self._posted: deque[tuple[int, _Settled | None, Posted]] = deque()  # step; control word under way
+        # step; what found something; control word under way
+        self._posted: deque[tuple[int, _Settled | None, list[Flight[int]], Posted]] = deque()
         self._round = _Round()
         self._step: Step | None = None
         self._aside = Marks()  # traffic outside of steps
@@ -254,12 +262,14 @@ class Ledger:
     def write_aside(self, stage: int, step: int) -> None:
         """Write the records of what was exchanged between steps, and count it."""
         traffic, self._aside = self._aside.read(self._clock), Marks()
+        self._round.find(traffic.landed)
         self._count_traffic(traffic.landed, 0)
         self._write_buckets(traffic.landed, stage, step)
 
     def _close(self, step: Step) -> None:
         settled = self._settle(step)
         self._round.add(step.number, settled.loss, settled.samples)
+        self._round.find(settled.landed)
         self.own_loss = settled.loss
         if step.synchronised:
             self._post(step.number, settled)
@@ -268,18 +278,18 @@ class Ledger:
 
     def _post(self, number: int, settled: _Settled | None) -> None:
         """Send the control word of a step in which ranks synchronised, or of those since the last one."""
-        word = [self._round.loss_sum, self._round.samples, 0.0, 0.0, 0.0, 0.0, 0.0]
+        found = self._round
+        word = [found.loss_sum, found.samples, 0.0, 0.0, 0.0, 0.0, float(found.code)]
         if settled is not None:
             step = settled.step
             ready = [traffic.last_ready_us for traffic in (settled.backward, settled.sync)]
-            word[2:] = [
+            word[2:6] = [
                 *(0.0 if at is None else at - self.offset_us for at in ready),
                 float(step.stop),
                 float(step.compare_clocks),
-                float(_first_finding(settled.landed)),
             ]
         self._round = _Round()
-        self._posted.append((number, settled, self._control.post(word)))
+        self._posted.append((number, settled, found.flights, self._control.post(word)))
 
     def _settle(self, step: Step) -> _Settled:
         start = self._clock.us(step.laps[0][1])
@@ -301,7 +311,7 @@ class Ledger:
         return _Settled(step, us, start, backward, sync, loss, samples)
 
     def _collect(self) -> Agreed:
-        number, settled, posted = self._posted.popleft()
+        number, settled, finders, posted = self._posted.popleft()
         words = posted.wait()  # (ranks, 7)
         losses, samples, backward, sync, stop, clocks, found = words.unbind(1)
         mean = float(losses.sum() / samples.sum())
@@ -313,7 +323,7 @@ class Ledger:
             rank_losses=tuple((losses / samples).tolist()),
             stop=bool(stop.any()),
             compare_clocks=bool(clocks[0]),
-            overflow=_overflow(found.long().tolist(), settled.landed if settled is not None else ()),
+            overflow=_overflow(found.long().tolist(), finders),
         )
 
     def _finish(self, settled: _Settled, mean: float | None, all_ready_us: Sequence[float]) -> None:

@@ -45,6 +45,19 @@ def _static_with_unused(pipeline: Pipeline) -> Iterator[Clash]:
 
 
 @reads("ddp", "sync", "stages")
+def _unused_parameters_inside_hosts(pipeline: Pipeline) -> Iterator[Clash]:
+    inside = any(stage.effective(pipeline).gradients == "host" for stage in pipeline.train_stages())
+    if pipeline.ddp.find_unused_parameters and inside:
+        text = (
+            '"find_unused_parameters: true" slows "hierarchical_sgd" with "within: 1": at every step DDP '
+            "tells all ranks which parameters were used, so hosts wait for each other"
+        )
+        yield Clash(
+            ("ddp", "find_unused_parameters"), text, "remove it if every parameter is used", "warning"
+        )
+
+
+@reads("ddp", "sync", "stages")
 def _ddp_without_gradients(pipeline: Pipeline) -> Iterator[Clash]:
     if any(stage.effective(pipeline).gradients for stage in pipeline.train_stages()):
         return
