@@ -12,6 +12,7 @@ from ddprun.spec import Loaded
 Load = Callable[..., Loaded]
 
 LOCAL = "sync: {local_sgd: {every: 2}}\n"
+TRAIN = "stages: [{train: {steps: 4}}]\n"
 APART = "{train: {steps: 4, sync: independent}}"
 
 
@@ -141,12 +142,12 @@ def test_local_steps_accumulate_with_any_ddp(loaded: Load) -> None:
 
 def test_unused_parameters_are_looked_for_over_all_hosts(loaded: Load) -> None:
     """DDP tells all ranks which parameters were used, though gradients stay inside a host."""
-    text = "ddp: {find_unused_parameters: true}\nsync: {hierarchical_sgd: {within: %d, across: 4}}\n"
+    text = "ddp: {find_unused_parameters: true}\nsync: {hierarchical_sgd: {within: %d, across: 4}}\n" + TRAIN
     ((path, problem),) = told(loaded, text % 1)
     assert path == "ddp.find_unused_parameters"
     assert "hosts wait for each other" in problem
     assert "hosts wait" not in str(told(loaded, text % 2))
-    assert told(loaded, "ddp: {find_unused_parameters: true}\n") == []
+    assert told(loaded, "ddp: {find_unused_parameters: true}\n" + TRAIN) == []
 
 
 @pytest.mark.parametrize(

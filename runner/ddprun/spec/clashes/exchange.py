@@ -133,6 +133,7 @@ def _hooks_that_nothing_uses(pipeline: Pipeline) -> Iterator[Clash]:
 RULES = (
     _accumulate_with_ddp,
     _static_with_unused,
+    _unused_parameters_inside_hosts,
     _ddp_without_gradients,
     _fidelity_without_gradients,
     _nccl_on_cpu,
