@@ -23,7 +23,8 @@ def refusal(folder: Path, file: str, settings: Sequence[str]) -> str | None:
 def run(
     folder: Path, file: str, settings: Sequence[str], *, local: int, run_dir: str, setup: str = "true"
 ) -> dict[str, int]:
-    """Run a pipeline of `folder` on two hosts; gives what each sent over the link in bytes, by its name.
+    """Run a pipeline of `folder` on two hosts; gives what programs of each sent over the link in bytes, by
+    the host's name.
 
     Args:
         folder: where the file is, and the run's folder will be.
@@ -59,4 +60,4 @@ def run(
         for one in finished:
             if one.code:
                 raise RuntimeError(one.stderr.strip() or f"exit code {one.code}")
-        return {host.name: host.tx_bytes("e0") for host in made}
+        return {host.name: host.tx_payload_bytes("e0") for host in made}

@@ -4,8 +4,9 @@
 
 Needs Linux and root; run it in the repository's folder. The hosts are two network namespaces, joined by a
 link that is not shaped. Each row is run for two numbers of steps: the difference of the bytes sent over the
-link, divided by the steps between, is what one step sends. It holds whatever crosses: headers,
-acknowledgements and the small control word of steps in which ranks meet, which row `[noop]` shows alone.
+link, divided by the steps between, is what one step sends. Packets' headers, acknowledgements and what had
+to be sent again are left out; the small control word of steps in which ranks meet is not, and row `[noop]`
+shows it alone.
 
 Prints a Markdown table, in units of S, the parameters' bytes in fp32: `hooks` is that of docs/hooks.md, on
 two ranks per host; `policies` that of docs/sync.md. Of the two directions the one that is further from the

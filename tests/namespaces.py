@@ -11,6 +11,12 @@ from pathlib import Path
 
 import pytest
 
+_HEADER_BYTES = 14 + 20 + 32
+"""Of Ethernet, IPv4, and TCP with a time stamp."""
+
+_SEGMENT_BYTES = 1500 - 20 - 32
+"""What a packet carries besides."""
+
 
 def _missing() -> str | None:
     if os.geteuid() != 0:
@@ -55,9 +61,20 @@ class Host:
 
     def tx_bytes(self, interface: str) -> int:
         """Bytes sent over an interface since the namespace was made."""
-        path = f"/sys/class/net/{interface}/statistics/tx_bytes"
-        read = ["ip", "netns", "exec", self.namespace, "cat", path]
-        return int(subprocess.run(read, capture_output=True, text=True, check=True).stdout)
+        return int(self._read(f"/sys/class/net/{interface}/statistics/tx_bytes"))
+
+    def tx_payload_bytes(self, interface: str) -> int:
+        """Of them those that programs gave to TCP: without the headers of packets, and counted once if they
+        were sent again. How the kernel cuts a stream, and what it loses on a full queue, vary by percents.
+        """
+        packets = int(self._read(f"/sys/class/net/{interface}/statistics/tx_packets"))
+        rows = [line.split() for line in self._read("/proc/net/snmp").splitlines() if line.startswith("Tcp:")]
+        again = int(dict(zip(*rows, strict=True))["RetransSegs"])
+        return self.tx_bytes(interface) - _HEADER_BYTES * packets - _SEGMENT_BYTES * again
+
+    def _read(self, path: str) -> str:
+        command = ["ip", "netns", "exec", self.namespace, "cat", path]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @contextmanager

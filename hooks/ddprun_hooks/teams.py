@@ -70,7 +70,7 @@ def inside_hosts(needs: Needs, hosts: int | None) -> dict[Need, int]:
         needs: of a stack whose collectives are among all ranks.
         hosts: into how many hosts the ranks are split; None: as they were launched.
     """
-    return {Need("within", hosts, need.shared): rounds for need, rounds in needs.items()}
+    return all_of({Need("within", hosts, need.shared): rounds} for need, rounds in needs.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,11 @@ def check(folder: Path, sync: str, hooks: str, model: str) -> None:
 
 @pytest.mark.parametrize(
     ("sync", "hooks", "model"),
-    [(sync, HOOKS[place % 4], ["mlp", "cnn"][place % 2]) for place, sync in enumerate(POLICIES)],
+    [
+        *((sync, HOOKS[place % 4], ["mlp", "cnn"][place % 2]) for place, sync in enumerate(POLICIES)),
+        # The legs inside a host of the one and the periods inside a host of the other share process groups.
+        ("{hierarchical_sgd: {within: 2, across: 4, hosts: 2}}", HOOKS[3], "mlp"),
+    ],
 )
 def test_policies_run_to_the_end(tmp_path: Path, sync: str, hooks: str, model: str) -> None:
     """On four ranks, two micro-batches to a step, uneven ends; all ranks end with the same weights."""

@@ -109,6 +109,7 @@ def open_course(session: Session, stage: StepStage) -> Course:
     session.buffers.setting = settings.buffers
     session.host_count = settings.sync.options.get("hosts")
     session.buffers.gradients_everywhere = policy.gradients_everywhere
+    session.ledger.patience = policy.patience
     signature = f"{policy.describe()}; {stack.described}; {place.buckets().layouts!r}"
     if settings.gradients and session.dispatcher is not None:
         dispatcher, world = session.dispatcher, session.exchange.gradients.world

@@ -12,7 +12,7 @@ from ddprun.sync.local_sgd import LocalSgd
 from ddprun.sync.policy import Policy, Workplace, averaged_parameters
 from ddprun_hooks.hook import Need
 from ddprun_hooks.stack import Stack
-from ddprun_hooks.teams import inside_hosts
+from ddprun_hooks.teams import all_of, inside_hosts
 
 
 class Still(Policy):
@@ -73,7 +73,7 @@ def delta_needs(settings: TrainSettings, stack: Stack, host_stack: Stack) -> dic
         case chosen.Broadcast() | chosen.Independent():
             return {}
         case chosen.HierarchicalSgd() as o if settings.gradients is None:
-            return {**stack.needs, **inside_hosts(host_stack.needs, o.hosts)}
+            return all_of([stack.needs, inside_hosts(host_stack.needs, o.hosts)])
     return dict(stack.needs)
 
 

@@ -62,6 +62,7 @@ class Diloco(Policy):
         momentum: dict[str, Tensor],
     ) -> None:
         self._every, self._overlap = every, overlap_steps
+        self.patience = max(1, overlap_steps)
         self._described = (every, outer_lr, outer_momentum, fragments, overlap_steps)
         self._momentum = momentum
         self._fragments: list[_Fragment] = []
@@ -80,11 +81,8 @@ class Diloco(Policy):
             fragment.part.begin()
 
     def synchronises(self, step: int) -> bool:
-        """Where an exchange begins, and where one is applied."""
-        return any(
-            fragment.begins(step, self._every) or fragment.begins(step - self._overlap, self._every)
-            for fragment in self._fragments
-        )
+        """Where an exchange is applied."""
+        return any(fragment.begins(step - self._overlap, self._every) for fragment in self._fragments)
 
     def after_step(self, step: int) -> Effect:
         """Apply what is due, begin what is due."""

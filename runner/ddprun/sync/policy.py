@@ -80,6 +80,9 @@ class Policy:
     averages_state = False
     """Where it makes all ranks' parameters equal it does the same with the optimizer's state."""
 
+    patience = 1
+    """Steps for which what else ranks tell each other may be on its way, beside an exchange."""
+
     never = False
     """Ranks do not synchronise before the stage's end."""
 

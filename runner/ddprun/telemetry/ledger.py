@@ -1,9 +1,10 @@
 """The ledger of steps: marks in the step, agreement with the other ranks beside it, records after it.
 
 At the end of a step in which ranks synchronise, each rank posts one small control word (loss, samples, when
-its last payload was ready, whether a stop is wanted) and reads it a step later, when it has long arrived. So
-all ranks learn the mean loss, divide their waiting alike and stop at the same step, and none of that costs a
-wait. A step in which ranks do not synchronise posts nothing: its loss is in the next step's word that does.
+its last payload was ready, whether a stop is wanted) and reads it a step later (`patience`), when it has long
+arrived. So all ranks learn the mean loss, divide their waiting alike and stop at the same step, and none of
+that costs a wait. A step in which ranks do not synchronise posts nothing: its loss is in the next step's word
+that does.
 """
 
 import math
@@ -178,6 +179,10 @@ class Ledger:
         self.offset_us = 0.0
         """How far this rank's clock is ahead of rank 0's."""
 
+        self.patience = 1
+        """A control word is read so many steps after its own: more where it shares a slow link with what goes
+        on beside training."""
+
         self.own_loss = math.nan
         """This rank's mean loss in the newest step whose marks have been read."""
 
@@ -245,10 +250,10 @@ class Ledger:
         self._last_end = step.laps[-1][1]
         self._closed.append(step)
         self._step = None
-        earlier = len(self._posted)
+        due = sum(number + self.patience <= step.number for number, *_ in self._posted)
         if len(self._closed) > self._clock.lag:
             self._close(self._closed.popleft())
-        return [self._collect() for _ in range(earlier)]
+        return [self._collect() for _ in range(due)]
 
     def flush(self) -> list[Agreed]:
         """Settle every step that is still open; called at a stage's end by all ranks."""
