@@ -183,9 +183,7 @@ def synchronise(course: Course, step: int) -> bool:
     _note_effect(course, policy.after_step(step))
     met = policy.synchronises(step)
     session.buffers.after_step(step, synchronised=met)
-    every = session.loaded.pipeline.audit.every
-    audited = every > 0 and step % every == 0
-    if audited:
+    if _audits(course, step):
         look(session, f"after step {session.step + 1} of {course.stage.path}", session.step + 1)
     if met and not policy.never and step != course.steps:
         _mutate(course, session.step + 1)
@@ -195,10 +193,14 @@ def synchronise(course: Course, step: int) -> bool:
 
 def meets(course: Course, step: int) -> bool:
     """Whether all ranks exchange something in this step of the stage."""
-    session = course.session
-    every = session.loaded.pipeline.audit.every
-    audited = every > 0 and step % every == 0
-    return course.policy.synchronises(step) or audited or session.buffers.synchronises(step)
+    by_policy, by_buffers = course.policy.synchronises(step), course.session.buffers.synchronises(step)
+    return by_policy or by_buffers or _audits(course, step)
+
+
+def _audits(course: Course, step: int) -> bool:
+    """Whether all ranks' parameters are compared after this step of the stage."""
+    every = course.session.loaded.pipeline.audit.every
+    return every > 0 and step % every == 0
 
 
 def _share_optimizer_state(session: Session, stage: StepStage, settings: TrainSettings) -> None:
