@@ -200,6 +200,17 @@ def test_buffers_that_training_reads(tmp_path: Path, capsys: Out) -> None:
     assert found["stages"][0]["mean_step"]["all_ranks"] == 3 * 64 * 4 + 2 * 650 * 4
 
 
+def test_control_words_where_exchanges_go_on_beside_training(file: Path, capsys: Out) -> None:
+    """A step in which an exchange is applied, the first time after the first cycle."""
+    sync = "{diloco: {every: 8, fragments: 2, overlap_steps: 2}}"
+    stages = f"stages=[{{train: {{steps: 40, sync: {sync}}}}}]"
+    (stage,) = as_object(file, capsys, "--set", stages)["stages"]
+    assert (stage["cycle"], stage["control_words"]) == (8, [6, 10])
+    assert folded(said(file, capsys, "--set", stages)).count("In steps 6, 10, 14, 18 … each rank") == 1
+    (stage,) = as_object(file, capsys, "--set", stages.replace("40", "9"))["stages"]
+    assert stage["control_words"] == [6]
+
+
 def test_the_object(file: Path, capsys: Out) -> None:
     """All names are in it, and numbers are bytes."""
     stages = "stages=[{train: {steps: 20, sync: {local_sgd: {every: 8}}}}]"
@@ -210,7 +221,7 @@ def test_the_object(file: Path, capsys: Out) -> None:
     assert found["start"] == {"per_rank": 3 * size / 4, "all_ranks": 3 * size, "between_hosts": size}
     (stage,) = found["stages"]
     assert [pattern["steps"] for pattern in stage["patterns"]] == [[8], [1, 2, 3, 4, 5, 6, 7]]
-    assert [pattern["control_word"] for pattern in stage["patterns"]] == [True, False]
+    assert (stage["cycle"], stage["control_words"]) == (8, [8])
     each, end = stage["exchanges"]
     assert (each["kind"], each["when"], each["among"], each["ranks"]) == ("delta", "after_step", "all", 4)
     assert [name for bucket in each["buckets"] for name in bucket["params"]] == [

@@ -202,11 +202,17 @@ def _end(stage: StageExplained) -> Iterator[str]:
 
 
 def _control_word(stage: StageExplained) -> str:
-    steps = sorted(step for pattern in stage.patterns if pattern.synchronised for step in pattern.steps)
+    steps = stage.control_words
     if not steps:
         return "None: ranks hear nothing of each other before the stage's end."
+    if max(steps) <= stage.cycle:
+        when = _when(steps, stage)
+    else:  # the first exchanges that go on beside training are applied in the second cycle
+        whole = sorted(step + cycle * stage.cycle for step in steps for cycle in range(3))
+        listed = [step for step in whole if stage.steps is None or step <= stage.steps]
+        when = f"steps {', '.join(map(str, listed[:4]))}{' …' if len(listed) > 4 else ''}"
     return (
-        f"In {_when(steps, stage)} each rank tells the others its loss, and whether it is to stop: a few "
+        f"In {when} each rank tells the others its loss, and whether it is to stop: a few "
         "numbers, which are not among the bytes below."
     )
 

@@ -190,7 +190,15 @@ def synchronise(course: Course, step: int) -> bool:
     if met and not policy.never and step != course.steps:
         _mutate(course, session.step + 1)
     session.ledger.lap("sync_us")
-    return met or audited or session.buffers.synchronises(step)
+    return meets(course, step)
+
+
+def meets(course: Course, step: int) -> bool:
+    """Whether all ranks exchange something in this step of the stage."""
+    session = course.session
+    every = session.loaded.pipeline.audit.every
+    audited = every > 0 and step % every == 0
+    return course.policy.synchronises(step) or audited or session.buffers.synchronises(step)
 
 
 def _share_optimizer_state(session: Session, stage: StepStage, settings: TrainSettings) -> None:

@@ -82,8 +82,8 @@ class Plan:
     by_step: tuple[tuple[Sent, ...], ...] = ()
     """What else is sent, by step, up to where it begins again from the first."""
 
-    synchronised: tuple[bool, ...] = ()
-    """Whether ranks exchange a control word, by step."""
+    control_words: tuple[int, ...] = ()
+    """The first steps in which ranks exchange a control word; they come again with the cycle."""
 
     end: tuple[Sent, ...] | None = ()
     """What is sent after the last step, or by a stage without steps. None: not known."""
@@ -169,13 +169,12 @@ class _DryRun:
             self._carrier.known_state = not self._sight.unknown.optimizer
         self._buffers_used = True
         by_step: list[tuple[Sent, ...]] = []
-        synchronised: list[bool] = []
         for step in range(1, length + 1):
             self._carrier.moment = "before_forward"
             for _ in range(settings.accumulate):
                 self._buffers.before_forward()
             self._carrier.moment = "after_step"
-            synchronised.append(course.synchronise(ours, step))
+            course.synchronise(ours, step)
             by_step.append(self._carrier.taken())
         end = self._sent("end", partial(course.close_course, ours))
         return Plan(
@@ -185,7 +184,7 @@ class _DryRun:
             begin,
             tuple(self._gradients(settings)),
             tuple(by_step[:cycle]),
-            tuple(synchronised[:cycle]),
+            tuple(_control_words(ours, steps, cycle)),
             None if steps is None and cycle > 1 else end,
             left_apart=self._session.together != "common",
         )
@@ -331,6 +330,15 @@ def _cycle(settings: TrainSettings) -> int:
     """After how many steps everything begins again."""
     periods = [settings.sync.options.get(key) for key in ("every", "within", "across")]
     return min(math.lcm(*(period for period in [*periods, settings.buffers.every] if period)), _LONGEST_CYCLE)
+
+
+def _control_words(ours: course.Course, steps: int | None, cycle: int) -> Iterator[int]:
+    """An exchange that goes on beside training may be applied, for the first time, in the second cycle."""
+    known: set[int] = set()
+    for step in range(1, min(2 * cycle, steps or 2 * cycle) + 1):
+        if course.meets(ours, step) and step % cycle not in known:
+            known.add(step % cycle)
+            yield step
 
 
 def _nothing_excluded(model: nn.Module) -> Verdict:

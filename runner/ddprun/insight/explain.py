@@ -55,16 +55,16 @@ class _Stage:
     def explained(self) -> StageExplained:
         plan = self._plan
         begin = tuple(self._exchanges(plan.begin))
-        steps: dict[tuple[tuple[Sent, ...], bool], list[int]] = {}
-        for place, what in enumerate(zip(plan.by_step, plan.synchronised, strict=True)):
+        steps: dict[tuple[Sent, ...], list[int]] = {}
+        for place, what in enumerate(plan.by_step):
             steps.setdefault(what, []).append(place + 1)
         patterns = []
-        for (sent, synchronised), places in steps.items():
+        for sent, places in steps.items():
             before = [one for one in sent if one.moment == "before_forward"]
             later = [one for one in sent if one.moment != "before_forward"]
             found = list(self._exchanges([*before, *plan.backward, *later]))
             amount = total([e.amount(self._world.ranks) for e in found], self._world.ranks)
-            patterns.append(Pattern(tuple(places), tuple(found), synchronised, amount))
+            patterns.append(Pattern(tuple(places), tuple(found), amount))
         return StageExplained(
             plan.stage.index,
             plan.stage.name,
@@ -72,6 +72,7 @@ class _Stage:
             plan.steps,
             len(plan.by_step),
             tuple(sorted(patterns, key=lambda pattern: len(pattern.steps))),
+            plan.control_words,
             begin,
             None if plan.end is None else tuple(self._exchanges(plan.end)),
             plan.left_apart,

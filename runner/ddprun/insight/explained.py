@@ -57,9 +57,6 @@ class Pattern:
     """Which of the first `StageExplained.cycle` steps; the rest follows from them."""
 
     exchanges: tuple[Exchange, ...]
-    synchronised: bool
-    """Ranks exchange a control word."""
-
     amount: Amount | None
     """Of one such step; None if it is not known."""
 
@@ -81,6 +78,9 @@ class StageExplained:
 
     patterns: tuple[Pattern, ...]
     """The rarest first."""
+
+    control_words: tuple[int, ...]
+    """The first steps in which ranks exchange a control word; they come again with the cycle."""
 
     begin: tuple[Exchange, ...]
     """What is sent before the first step."""
@@ -187,11 +187,11 @@ def _stage(stage: StageExplained) -> dict[str, Any]:
                 {
                     "steps": list(pattern.steps),
                     "exchanges": [exchange.number for exchange in pattern.exchanges],
-                    "control_word": pattern.synchronised,
                     "sent": sent(pattern.amount),
                 }
                 for pattern in stage.patterns
             ],
+            "control_words": list(stage.control_words),
             "mean_step": sent(cycle, stage.cycle),
             "thousand_steps": sent(cycle, stage.cycle, 1000),
         }
