@@ -1,5 +1,6 @@
 """Safetensors files: what is whole is read bit for bit, and what is not is refused before it costs memory."""
 
+import hashlib
 import json
 import os
 import random
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ddprun.checkpoint import tensors
-from ddprun.checkpoint.tensors import DamagedError, read_tensors
+from ddprun.checkpoint.tensors import DamagedError, read_tensors, write_tensors
 
 
 def written(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
@@ -159,3 +160,24 @@ def test_no_header_costs_much_memory(tmp_path: Path) -> None:
         with pytest.raises(DamagedError):
             read_tensors(written(tmp_path / "t.safetensors", header, b"\0" * 64))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
+
+
+def test_what_is_written_is_a_safetensors_file(tmp_path: Path) -> None:
+    """The library reads it, and so do we; the hash is the file's."""
+    weights = {
+        'odd "name" é': torch.randn(3, 2),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(3),
+        "bool": torch.tensor([True, False]),
+        "bf16": torch.randn(5).bfloat16(),
+    }
+    path = tmp_path / "t.safetensors"
+    digest = write_tensors(path, weights)
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    for found in (load_file(path), read_tensors(path)):
+        assert found.keys() == weights.keys()
+        for name, tensor in weights.items():
+            assert torch.equal(found[name], tensor)
+            assert found[name].dtype == tensor.dtype
+    write_tensors(path, {})
+    assert read_tensors(path) == load_file(path) == {}

@@ -21,12 +21,16 @@ from ddprun.checkpoint.writer import CheckpointWriter, Outcome
 RANKS = 3
 
 
-def writers(root: Path, **changes: Any) -> list[CheckpointWriter]:
+def writers(root: Path, hold: threading.Event | None = None, **changes: Any) -> list[CheckpointWriter]:
     store = dist.HashStore()
     settings: dict[str, Any] = {"keep": 2, "away": (), "control": None, "limit_s": 30.0}
     settings |= changes
+    slow = {"before": hold.wait} if hold is not None else {}
     return [
-        CheckpointWriter(root, store, token="t", rank=rank, ranks=RANKS, **settings) for rank in range(RANKS)
+        CheckpointWriter(
+            root, store, token="t", rank=rank, ranks=RANKS, **settings, **(slow if rank == 2 else {})
+        )
+        for rank in range(RANKS)
     ]
 
 
@@ -70,12 +74,12 @@ def test_all_parts_are_one_checkpoint(tmp_path: Path) -> None:
 
 def test_one_that_comes_too_soon_is_left_out(tmp_path: Path) -> None:
     """A rank whose disk is slow: the step is named, nothing is left behind, the next one is written."""
-    ranks = writers(tmp_path)
-    for rank in (0, 1):
-        ranks[rank].put(10, parts(rank))
-    for rank, writer in enumerate(ranks):
-        writer.put(20, parts(rank))  # rank 2 has no part of step 10, so rank 0 is not done with it
-    ranks[2].put(10, parts(2), wait=True)
+    hold = threading.Event()
+    ranks = writers(tmp_path, hold)
+    for step in (10, 20):
+        for rank, writer in enumerate(ranks):
+            writer.put(step, parts(rank))
+    hold.set()
     outcomes = [ranks[0].outcomes.get(timeout=30) for _ in range(2)]
     assert outcomes[0].written is not None
     assert outcomes[1].problem == "rank 0 was not done with that of step 10"
@@ -87,9 +91,9 @@ def test_one_that_comes_too_soon_is_left_out(tmp_path: Path) -> None:
 def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
     """After a time; the others' parts are deleted."""
     ranks = writers(tmp_path, limit_s=0.3)
-    for rank in (0, 2):
+    for rank in (0, 1):
         ranks[rank].put(10, parts(rank))
-    assert ranks[0].outcomes.get(timeout=30).problem == "rank 1 has not written its part within 0.3 s"
+    assert ranks[0].outcomes.get(timeout=30).problem == "rank 2 has not written its part within 0.3 s"
     close(ranks)
     assert list(tmp_path.iterdir()) == []
 

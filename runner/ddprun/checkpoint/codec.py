@@ -34,6 +34,16 @@ def encode(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]
     return {key: _encode(value, key, tensors) for key, value in state.items()}, tensors
 
 
+def check(state: Mapping[str, Any]) -> None:
+    """Make sure that `encode` could take nested state apart, without copying any of it.
+
+    Raises:
+        UnstorableError: it could not.
+    """
+    for key, value in state.items():
+        _encode(value, key, None)
+
+
 def decode(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Put together what `encode` has taken apart.
 
@@ -43,7 +53,7 @@ def decode(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, 
     return {key: _decode(value, tensors) for key, value in tree.items()}
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
     if isinstance(value, Tensor):
         return _encode_tensor(value, path, tensors)
     if value is None or isinstance(value, bool | str) or type(value) is int:
@@ -61,17 +71,19 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise UnstorableError(f"{path.replace('/', '.')} is {_kind(value)}, which a checkpoint cannot hold")
 
 
-def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor] | None) -> dict[str, Any]:
     items = {key: _encode(item, f"{path}/{key}", tensors) for key, item in value.items()}
     if all(isinstance(key, str) for key in items) and _TAG not in items:
         return items
     return {_TAG: "mapping", "items": [[_encode(key, path, tensors), item] for key, item in items.items()]}
 
 
-def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor] | None) -> dict[str, Any]:
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
         raise UnstorableError(f"{path.replace('/', '.')} is {_kind(value)} that is not dense")
     name = path
+    if tensors is None:
+        return {}
     while name in tensors:  # two keys of a mapping may read alike
         name += "'"
     copied = value.detach().to("cpu", copy=True).contiguous()

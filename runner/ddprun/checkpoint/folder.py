@@ -22,12 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ddprun.checkpoint.codec import decode, encode
-from ddprun.checkpoint.tensors import DamagedError, read_tensors
+from ddprun.checkpoint.tensors import DamagedError, read_tensors, write_tensors
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -97,11 +95,11 @@ def write(folder: Path, name: str, state: Apart) -> Files:
     folder.mkdir(parents=True, exist_ok=True)
     text, weights = paths(folder, name)
     text.write_text(json.dumps(state.tree, allow_nan=False))
-    try:
-        save_file(state.tensors, str(weights))
-    except SafetensorError as error:
-        raise OSError(None, str(error)) from None  # how it tells of a full disk
-    return {path.name: _brought_to_disk(path) for path in (text, weights)}
+    digest = write_tensors(weights, state.tensors)
+    return {
+        text.name: _brought_to_disk(text),
+        weights.name: {"bytes": weights.stat().st_size, "sha256": digest},
+    }
 
 
 def paths(folder: Path, name: str) -> list[Path]:
@@ -247,9 +245,9 @@ def clear_unfinished(root: Path) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
-def discard(root: Path, step: int, token: str) -> None:
+def discard(folder: Path) -> None:
     """Give up writing a checkpoint."""
-    shutil.rmtree(unfinished(root, step, token), ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,16 +1,18 @@
-"""Reading a safetensors file that may be damaged or hostile: everything it claims is checked before memory
-is allocated for it.
+"""Safetensors files: written in one pass that hashes and syncs them, and read as if they were hostile:
+everything a file claims is checked before memory is allocated for it.
 
 A file is the header's length (8 bytes, little-endian), the header (JSON) and the data
 (https://huggingface.co/docs/safetensors). The header is checked and the data read through one open file, so
 nobody can exchange the file in between.
 """
 
+import hashlib
 import json
 import math
 import os
 import stat
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -24,6 +26,7 @@ MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 64
 _MAX_NUMEL = 2**63 - 1
 _LENGTH_BYTES = 8
+_ALIGNMENT = 8
 _METADATA = "__metadata__"
 
 _DTYPES = {
@@ -46,6 +49,9 @@ _DTYPES = {
 }
 
 
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
 class DamagedError(ValueError):
     """A file that is not whole, or does not hold what it claims; the message names the file and the fault."""
 
@@ -61,6 +67,44 @@ class _Entry:
     """First byte, counted from the start of the data."""
 
     end: int
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors to a file and bring it to disk.
+
+    Args:
+        path: the file, made or overwritten.
+        tensors: by name, on the CPU.
+
+    Returns:
+        SHA-256 of the file, in hexadecimal.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    assert sys.byteorder == "little", "safetensors data are little-endian"
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        described = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = {**described, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        start: list[bytes | memoryview] = [len(text).to_bytes(_LENGTH_BYTES, "little"), text]
+        for piece in (*start, *map(_raw, tensors.values())):
+            digest.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """The memory of a tensor."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

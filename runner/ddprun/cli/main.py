@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ddprun import __version__
-from ddprun.cli import catalog, check, explain, init, run, schema
+from ddprun.cli import catalog, check, explain, init, resume, run, schema
 
 
 class _Commands(click.Group):
@@ -79,7 +79,15 @@ def cli() -> None:
     """
 
 
-for _command in (run.run, check.check, explain.explain, init.init, catalog.catalog, schema.schema):
+for _command in (
+    run.run,
+    resume.resume,
+    check.check,
+    explain.explain,
+    init.init,
+    catalog.catalog,
+    schema.schema,
+):
     cli.add_command(_command)
 
 

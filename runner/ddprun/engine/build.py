@@ -28,11 +28,10 @@ MUTATIONS: dict[str, Callable[..., None]] = {"noise": noise}
 UPDATES: dict[str, Callable[..., None]] = {"evolution_strategies": evolution_strategies}
 
 
-def make_folder_importable(pipeline_file: Path) -> None:
+def make_folder_importable(folder: Path) -> None:
     """Let dotted names find modules beside the pipeline file, after everything that is installed."""
-    folder = str(pipeline_file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 def build_model(loaded: Loaded) -> nn.Module:
@@ -207,7 +206,7 @@ def build_metric(loaded: Loaded, path: str, choice: Choice) -> Callable[[Any, An
 def _dataset(loaded: Loaded, path: str, choice: Choice) -> Split:
     if choice.source == "built-in":
         try:
-            return DATA[choice.name](folder=loaded.path.resolve().parent, **choice.options)
+            return DATA[choice.name](folder=loaded.folder, **choice.options)
         except DataError as error:
             raise _refused(loaded, _key(path, choice), str(error)) from None
     made = _call(loaded, path, choice)
@@ -247,7 +246,7 @@ def _imported(loaded: Loaded, path: str, choice: Choice) -> Any:
             loaded,
             _key(path, choice),
             str(error),
-            f"names are looked for among what is installed, then in {loaded.path.resolve().parent}",
+            f"names are looked for among what is installed, then in {loaded.folder}",
         ) from None
 
 

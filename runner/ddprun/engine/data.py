@@ -101,6 +101,16 @@ class Feed:
         micro = self.micro_batches_per_epoch
         return None if micro is None else -(-micro // accumulate)
 
+    def steps_left(self, accumulate: int, epochs: int) -> int | None:
+        """Optimizer steps from here to the end of so many epochs, the current one included."""
+        if self.iterable:
+            return None
+        whole, rest = divmod(len(self.dataset) - self._used, self.batch_size * self.ranks)
+        micro = whole + (1 if rest and not self.drop_last else 0)
+        later = self.steps_per_epoch(accumulate)
+        assert later is not None
+        return -(-micro // accumulate) + max(0, epochs - 1) * later
+
     def first_batch(self) -> Any:
         """A batch of the coming epoch that leaves no trace: for shapes, not for learning."""
         if not self.iterable:

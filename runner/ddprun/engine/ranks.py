@@ -88,18 +88,23 @@ class Ranks:
         dist.init_process_group(
             place.backend, store=self._base, rank=self.rank, world_size=self.size, timeout=self._timeout
         )
-        store = self.store
-        store.set(f"host/{self.rank}", json.dumps([socket.gethostname(), self.environment.local_world_size]))
-        if self.rank == 0:
-            places = [json.loads(store.get(f"host/{rank}")) for rank in range(self.size)]
-            store.set("hosts", json.dumps(places))
-        self.hosts, self.local_sizes = zip(*json.loads(store.get("hosts")), strict=True)
+        place_of_rank = json.dumps([socket.gethostname(), self.environment.local_world_size])
+        self.hosts, self.local_sizes = zip(*map(json.loads, self.gather("hosts", place_of_rank)), strict=True)
 
     def tell_all(self, key: str, make: Callable[[], str]) -> str:
         """What rank 0 makes, on every rank."""
         if self.rank == 0:
             self.store.set(key, make())
         return str(self.store.get(key).decode())
+
+    def gather(self, key: str, value: str) -> list[str]:
+        """Every rank's text on every rank, in rank order."""
+        store = self.store
+        store.set(f"{key}/{self.rank}", value)
+        if self.rank == 0:
+            store.set(key, json.dumps([store.get(f"{key}/{rank}").decode() for rank in range(self.size)]))
+        found: list[str] = json.loads(store.get(key))
+        return found
 
     def first_to_fail(self, exit_code: int) -> tuple[bool, int]:
         """Claim to be the first rank that failed.

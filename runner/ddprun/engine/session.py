@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -12,12 +13,15 @@ import structlog
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun.engine import build, policies, seeding
+from ddprun.engine.checkpoints import Checkpoints
 from ddprun.engine.data import Feed
 from ddprun.engine.layout import freeze_layout, look_at_buffers, wrap
 from ddprun.engine.objective import Objective
 from ddprun.engine.place import Place
+from ddprun.engine.position import Position
 from ddprun.engine.precision import Precision
 from ddprun.engine.ranks import Ranks
 from ddprun.engine.stacks import Stacks, open_stacks
@@ -42,14 +46,28 @@ _STOP, _ASK_EVERY_S = "stop", 1.0
 
 
 class StopRequest:
-    """Notes SIGINT; the training loop lets all ranks stop after the same step."""
+    """Notes SIGINT and SIGTERM, after which all ranks stop after the same step, and SIGUSR1, after which all
+    take a checkpoint and go on.
+    """
 
     def __init__(self) -> None:
         self.wanted = False
-        signal.signal(signal.SIGINT, self._note)
+        self._checkpoint_wanted = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+        if hasattr(signal, "SIGUSR1"):
+            signal.signal(signal.SIGUSR1, self._note_checkpoint)
+
+    def take_checkpoint_wish(self) -> bool:
+        """Whether a checkpoint was asked for since this was asked last."""
+        wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
+        return wanted
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.wanted = True
+
+    def _note_checkpoint(self, number: int, frame: FrameType | None) -> None:
+        self._checkpoint_wanted = True
 
 
 @dataclass(slots=True)
@@ -94,6 +112,8 @@ class Session:
     held_out: Any
     """The dataset to evaluate on; None if there is none."""
 
+    checkpoints: Checkpoints
+
     step: int = 0
     """Optimizer steps done."""
 
@@ -128,8 +148,16 @@ class Session:
     told_apart: bool = False
     """The screen has said that ranks are apart, and not yet that they are equal again."""
 
+    position: Position = field(default_factory=Position)
+
+    mid_stage: Mapping[str, Any] | None = None
+    """State from which the stage that runs next goes on."""
+
     policy: Policy | None = None
     """Of the stage that is running."""
+
+    schedule: LRScheduler | None = None
+    """Of the last stage that has begun and takes steps."""
 
     clocks_compared_s: float = 0.0
     asked_s: float = 0.0
@@ -181,40 +209,10 @@ class Session:
             self.told_apart = False
             self.screen.note(f"audit, step {step}: the ranks hold the same parameters again")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that decides the next step on this rank."""
-        # First, because it waits for what is under way: until then hooks may still change what they keep.
-        sync = self.policy.state_dict() if self.policy is not None else {}
-        return {
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "precision": self.precision.state_dict(),
-            "feed": self.feed.state_dict(),
-            "hooks": self.stacks.state_dict(),
-            "sync": sync,
-            "together": [self.together, self.state_together, self.state_hosts, self.mutated_at],
-            "outer_momentum": {name: value.clone() for name, value in self.outer_momentum.items()},
-            "generators": seeding.generator_state(self.place.device),
-        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was taken."""
-        self.step = state["step"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.precision.load_state_dict(state["precision"])
-        self.feed.load_state_dict(state["feed"])
-        self.stacks.load_state_dict(state["hooks"])
-        if self.policy is not None:
-            self.policy.load_state_dict(state["sync"])
-        self.together, self.state_together, self.state_hosts, self.mutated_at = state["together"]
-        self.outer_momentum.clear()
-        self.outer_momentum.update(state["outer_momentum"])
-        seeding.restore_generators(state["generators"], self.place.device)
-
-
-def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop: StopRequest) -> Session:
+def open_session(
+    loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop: StopRequest, token: str = "0"
+) -> Session:
     """Build everything, then freeze the bucket layout.
 
     1. seed; model, data, loss, optimizer, hooks: what cannot be had is told before anything is exchanged
@@ -228,7 +226,7 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
         PipelineError: something in the file that only a run can see.
     """
     pipeline, device = loaded.pipeline, place.device
-    build.make_folder_importable(loaded.path)
+    build.make_folder_importable(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
     precision = Precision(pipeline.precision, device)
@@ -294,7 +292,9 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
         objective=objective,
         feed=feed,
         held_out=data.evaluate,
+        checkpoints=Checkpoints(loaded, run_dir, ranks, records, token),
     )
+    session.checkpoints.check(session)
     session.compare_clocks()
     return session
 

@@ -2,21 +2,23 @@
 
 import gc
 import os
-import secrets
 import sys
 import time
 import traceback
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from ddprun import __version__
+from ddprun.engine import notes
 from ddprun.engine.common import average, broadcast
 from ddprun.engine.evaluate import evaluate
 from ddprun.engine.forward import forward
 from ddprun.engine.place import place_of
 from ddprun.engine.ranks import Environment, Ranks, die_with_parent
+from ddprun.engine.resume import resume
+from ddprun.engine.run_folder import RunFolderError, agree_on_folder
 from ddprun.engine.save import save
 from ddprun.engine.session import Session, StopRequest, open_session
 from ddprun.engine.summary import summarise, write_summary
@@ -58,21 +60,23 @@ class _Work:
     session: Session | None = None
 
 
-def work(loaded: Loaded, run_dir: Path | None) -> int:
+def work(loaded: Loaded, run_dir: Path | None, *, resuming: bool = False) -> int:
     """Run this rank's share of the pipeline; gives the exit code.
 
     Args:
         loaded: the checked pipeline.
         run_dir: where the run's files go; None makes a new folder under `runs/<name>/`.
+        resuming: `run_dir` is the folder of a run that is to go on.
     """
     die_with_parent()
     stop = StopRequest()
+    notes.keep_pid()
     timeout = timedelta(seconds=loaded.pipeline.launch.timeout_s)
     ranks = Ranks(Environment.read(), timeout)
     known = _Work()
     try:
         ranks.connect()
-        code = _run(loaded, run_dir, ranks, stop, known)
+        code = _run(loaded, run_dir, ranks, stop, known, resuming=resuming)
     except BaseException as error:
         code = _report(error, ranks, known)
         sys.stdout.flush()
@@ -83,35 +87,51 @@ def work(loaded: Loaded, run_dir: Path | None) -> int:
     known.session = None
     gc.collect()
     ranks.leave()
-    return code
+    return notes.keep_outcome(code) if code == INTERRUPTED else code
 
 
-def _run(loaded: Loaded, run_dir: Path | None, ranks: Ranks, stop: StopRequest, known: _Work) -> int:
+def _run(
+    loaded: Loaded, run_dir: Path | None, ranks: Ranks, stop: StopRequest, known: _Work, *, resuming: bool
+) -> int:
     environment = ranks.environment
     place = place_of(loaded, environment.local_rank, environment.local_world_size)
     ranks.join(place)
-    known.run_dir = _agree_on_folder(loaded, run_dir, ranks)
-    session = known.session = open_session(loaded, known.run_dir, ranks, place, stop)
+    folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=notes.run_dir())
+    known.run_dir = folder.path
+    notes.keep_run_dir(folder.path)
+    session = known.session = open_session(loaded, folder.path, ranks, place, stop, folder.token)
     _greet(session)
-    started, entries = time.monotonic(), []
-    status: Literal["done", "interrupted"] = "done"
-    for stage in loaded.pipeline.stages:
-        entry = _run_stage(session, stage)
-        entries.append({"kind": stage.name, "index": stage.index, **entry})
-        session.records.collect()
-        if entry.get("interrupted"):
-            status = "interrupted"
-            break
-    summary = summarise(session, status=status, seconds=time.monotonic() - started, stages=entries)
+    if folder.goes_on:
+        resume(session)
+    started = time.monotonic()
+    status = _run_stages(session)
+    seconds = time.monotonic() - started
+    session.checkpoints.close(session)
+    summary = summarise(session, status=status, seconds=seconds, stages=session.position.entries)
     if ranks.rank == 0:
         session.events.info("finished", status=status, step=session.step)
     session.records.close()
     if ranks.rank == 0:
-        write_summary(known.run_dir, summary)
+        write_summary(folder.path, summary)
         session.screen.closing(summary)
-        print(known.run_dir, flush=True)
+        print(folder.path, flush=True)
     session.exchange.control.barrier()
     return DONE if status == "done" else INTERRUPTED
+
+
+def _run_stages(session: Session) -> Literal["done", "interrupted"]:
+    """Run the stages that are left."""
+    position = session.position
+    while position.next < len(session.loaded.pipeline.stages):
+        stage = session.loaded.pipeline.stages[position.next]
+        entry = {"kind": stage.name, "index": stage.index, **_run_stage(session, stage)}
+        session.records.collect()
+        if entry.get("interrupted"):
+            position.entries.append(entry)
+            return "interrupted"
+        position.end(entry)
+    session.checkpoints.take(session, at_end=True)
+    return "done"
 
 
 def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
@@ -129,28 +149,6 @@ def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
         case Save():
             return save(session, stage)
     raise AssertionError(f"a stage without an engine: {stage!r}")
-
-
-def _agree_on_folder(loaded: Loaded, wanted: Path | None, ranks: Ranks) -> Path:
-    """Make the run's folder on rank 0 and tell all ranks."""
-
-    def make() -> str:
-        now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        folder = wanted or Path("runs") / loaded.pipeline.name / f"{now}-{secrets.token_hex(2)}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                raise RunFolderError(f"the run folder {folder} is not empty: name another with --run-dir")
-            (folder / "pipeline.yaml").write_text(loaded.resolved())
-        except OSError as error:
-            raise RunFolderError(f"cannot make the run folder {folder}: {error.strerror}") from None
-        return str(folder)
-
-    return Path(ranks.tell_all("run_dir", make))
-
-
-class RunFolderError(Exception):
-    """The folder for the run's files cannot be used: bad input."""
 
 
 def _greet(session: Session) -> None:

@@ -128,7 +128,7 @@ def look(loaded: Loaded, world: World, *, importing: bool) -> Sight:
     )
     precision = Precision(pipeline.precision, device)
     if importing:
-        build.make_folder_importable(loaded.path)
+        build.make_folder_importable(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
     model = None

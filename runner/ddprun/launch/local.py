@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
@@ -18,6 +19,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import elastic_launch
 
 from ddprun import LAUNCHED
+from ddprun.engine.notes import SCRATCH, outcome, pids
 from ddprun.engine.place import default_ranks, place_of
 from ddprun.spec import Loaded
 
@@ -30,7 +32,12 @@ _SHUTDOWN_TIMEOUT_S = "10"
 
 
 def launch(
-    loaded: Loaded, flags: Mapping[str, str | bool], overrides: Sequence[str], run_dir: Path | None
+    loaded: Loaded,
+    flags: Mapping[str, str | bool],
+    overrides: Sequence[str],
+    run_dir: Path | None,
+    *,
+    resuming: bool,
 ) -> int:
     """Start this host's ranks, wait for them, give the exit code of the run.
 
@@ -47,18 +54,24 @@ def launch(
     if str(flags["nproc_per_node"]).isdigit():
         place_of(loaded, 0, int(str(flags["nproc_per_node"])))
     _prepare_environment()
-    command = ["-m", "ddprun", "run", str(loaded.path)]
+    command = (
+        ["-m", "ddprun", "resume", str(run_dir)] if resuming else ["-m", "ddprun", "run", str(loaded.path)]
+    )
     for override in overrides:
         command += ["--set", override]
-    if run_dir is not None:
+    if run_dir is not None and not resuming:
         command += ["--run-dir", str(run_dir)]
     with tempfile.TemporaryDirectory(prefix="ddprun-") as scratch:  # torchelastic would leave its own behind
         flags["log_dir"] = scratch
+        os.environ[SCRATCH] = scratch
         try:
             config, program, arguments = torchrun.config_from_args(_torchrun_arguments(flags, command))
         except (ValueError, AssertionError) as error:
             print(f"ddprun: {error}", file=sys.stderr)
             return BAD_INPUT
+        # Ranks end by themselves when they are asked to; torchelastic would end them.
+        config.signals_to_handle = "SIGQUIT"
+        _pass_signals_on(Path(scratch), config.nproc_per_node)
         try:
             elastic_launch(config, program)(*arguments)
         except ChildFailedError as error:
@@ -71,7 +84,32 @@ def launch(
         except (DistError, RendezvousError, OSError) as error:
             print(f"ddprun: cannot meet the other hosts at {config.rdzv_endpoint}: {error}", file=sys.stderr)
             return FAILED
-    return 0
+        return outcome(Path(scratch))
+
+
+def _pass_signals_on(scratch: Path, ranks: int) -> None:
+    """SIGUSR1 goes to the ranks, and the first SIGINT, SIGTERM or SIGHUP: they take a checkpoint, and for the
+    latter three stop after it. The second one, or one that comes before all ranks are there, ends them.
+    """
+    asked = False
+
+    def stop(number: int, _: FrameType | None) -> None:
+        nonlocal asked
+        found, name = pids(scratch), signal.Signals(number).name
+        if asked or len(found) < ranks:
+            raise SignalException(f"ended by {name}", signal.Signals(number))
+        asked = True
+        print(f"ddprun: {name}: stops after this step; once more ends it at once", file=sys.stderr)
+        for pid in found:
+            os.kill(pid, signal.SIGTERM)
+
+    def checkpoint(number: int, _: FrameType | None) -> None:
+        for pid in pids(scratch):
+            os.kill(pid, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    signal.signal(signal.SIGUSR1, checkpoint)
 
 
 def _torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) -> object:

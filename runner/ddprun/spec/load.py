@@ -36,6 +36,10 @@ class Loaded:
     path: Path
     """The file, as it was named."""
 
+    folder: Path
+    """What it names is looked for there: the file's own, or, where a run is resumed, that of the file with
+    which it was started."""
+
     pipeline: Pipeline
     warnings: tuple[Fault, ...]
     overrides: tuple[str, ...]
@@ -61,17 +65,23 @@ class Loaded:
         """
         return resolving.resolved(self.pipeline, self.root)
 
+    def plain(self) -> dict[str, Any]:
+        """The whole pipeline as mappings, lists and scalars, defaults filled in."""
+        whole: dict[str, Any] = resolving.plain(self.pipeline)
+        return whole
+
     def digest(self) -> str:
         """SHA-256 of the pipeline in hexadecimal; what the file says counts, not how it is written."""
         return resolving.digest(self.pipeline)
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) -> Loaded:
     """Read a pipeline file and apply overrides. Neither torch nor user code is imported.
 
     Args:
         path: the file.
         overrides: each `key.path=value`, the value as YAML, applied in order.
+        folder: where what it names is looked for; None: in the file's own.
 
     Raises:
         PipelineError: with every fault that was found.
@@ -88,7 +98,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     faults = _sorted([*faults, *found])
     if pipeline is None or any(fault.severity == "error" for fault in faults):
         raise PipelineError(faults)
-    return Loaded(path, pipeline, tuple(faults), tuple(overrides), root)
+    folder = path.resolve().parent if folder is None else folder
+    return Loaded(path, folder, pipeline, tuple(faults), tuple(overrides), root)
 
 
 def _check(root: Node, path: Path) -> tuple[Pipeline | None, list[Fault]]:

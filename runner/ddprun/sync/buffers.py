@@ -173,6 +173,15 @@ class BufferSync:
             self._seen = self._copied()
         return tuple(wanted)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Values that all ranks had in common last."""
+        return dict(self._seen)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Bring them back."""
+        for name, seen in self._seen.items():
+            seen.copy_(state[name])
+
     def _copied(self) -> dict[str, Tensor]:
         """Values that all ranks have in common now."""
         return {name: buffer.detach().clone() for name, buffer in self._named.items()}

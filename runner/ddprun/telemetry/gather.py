@@ -26,9 +26,10 @@ class Records:
         self._control = control
         self._target = folder
         shared = self._sees_rank_0(store)
-        self._away = [
+        self.away = [
             rank for rank, sees in enumerate(control.gather([float(shared)])[:, 0].tolist()) if not sees
         ]
+        """Ranks that do not see rank 0's folder."""
         self._scratch = None if shared else tempfile.TemporaryDirectory(prefix="ddprun-")
         self.writer = Writer(folder if self._scratch is None else Path(self._scratch.name))
         self._sent = dict.fromkeys(FOLDERS, 0)
@@ -36,7 +37,7 @@ class Records:
     def collect(self) -> None:
         """Bring all records so far to disk, and those of other hosts to rank 0; called by all ranks."""
         self.writer.flush()
-        for rank in self._away:
+        for rank in self.away:
             for name in FOLDERS:
                 if self._control.rank == rank:
                     self._control.send_bytes(self._new_bytes(name), 0)
