@@ -25,7 +25,7 @@ def writers(root: Path, hold: threading.Event | None = None, **changes: Any) -> 
     store = dist.HashStore()
     settings: dict[str, Any] = {"keep": 2, "away": (), "control": None, "limit_s": 30.0}
     settings |= changes
-    slow = {"before": hold.wait} if hold is not None else {}
+    slow: dict[str, Any] = {"before": hold.wait} if hold is not None else {}
     return [
         CheckpointWriter(
             root, store, token="t", rank=rank, ranks=RANKS, **settings, **(slow if rank == 2 else {})

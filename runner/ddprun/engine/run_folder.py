@@ -15,7 +15,7 @@ from ddprun.engine.ranks import Ranks
 from ddprun.spec import Loaded
 
 PIPELINE, ABOUT, SUMMARY = "pipeline.yaml", "run.json", "summary.json"
-_LOCK = ".lock"
+_LOCK = "run.lock"
 _WAIT_S = 10.0
 """A rank 0 that was killed, perhaps on another host, may take so long to be gone."""
 
