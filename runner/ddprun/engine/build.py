@@ -2,15 +2,14 @@
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from ddprun.engine.data import is_iterable
 from ddprun.engine.evolution import evolution_strategies
@@ -18,21 +17,29 @@ from ddprun.spec import Choice, DataPair, Loaded, PipelineError, StepStage, leng
 from ddprun.sync.noise import noise
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS
-from ddprun_hooks.dotted import DottedNameError, import_dotted
-from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.dotted import import_dotted
+from ddprun_hooks.errors import DottedNameError, HookSetupError
 from ddprun_hooks.options import parse_spec
 from ddprun_hooks.registry import make_hook
 from ddprun_hooks.stack import Stack
+from ddprun_hooks.trust import TrustSettingError, UntrustedError, Wanted
 
 MUTATIONS: dict[str, Callable[..., None]] = {"noise": noise}
 UPDATES: dict[str, Callable[..., None]] = {"evolution_strategies": evolution_strategies}
 
-
-def make_folder_importable(pipeline_file: Path) -> None:
-    """Let dotted names find modules beside the pipeline file, after everything that is installed."""
-    folder = str(pipeline_file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+_WANTED = {
+    "model": Wanted("a model is an nn.Module class or a function that returns one", nn.Module, (), nn.Module),
+    "data": Wanted(
+        "data is a Dataset class or a function that returns a dataset", Dataset, ("__getitem__", "__iter__")
+    ),
+    "loss": Wanted("a loss is a function of (output, target) or an nn.Module class", nn.Module),
+    "optimizer": Wanted("an Optimizer class is wanted", Optimizer, (), Optimizer),
+    "schedule": Wanted("an LRScheduler class is wanted", LRScheduler, (), LRScheduler),
+    "mutate": Wanted("a function of (model) is wanted"),
+    "update": Wanted("a function of (model, score) is wanted"),
+    "metric": Wanted("a metric is a function of (output, target)"),
+}
+"""By the kind of a choice."""
 
 
 def build_model(loaded: Loaded) -> nn.Module:
@@ -241,7 +248,11 @@ def _call(loaded: Loaded, path: str, choice: Choice) -> Any:
 
 def _imported(loaded: Loaded, path: str, choice: Choice) -> Any:
     try:
-        return import_dotted(choice.name)
+        return import_dotted(choice.name, _WANTED[choice.kind])
+    except UntrustedError as error:
+        raise _refused(loaded, _key(path, choice), str(error), error.allowed) from None
+    except TrustSettingError as error:
+        raise _refused(loaded, _key(path, choice), str(error)) from None
     except DottedNameError as error:
         raise _refused(
             loaded,

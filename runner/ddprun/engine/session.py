@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddprun.engine import build, policies, seeding
+from ddprun.engine.beside import make_folder_importable
 from ddprun.engine.data import Feed
 from ddprun.engine.layout import freeze_layout, look_at_buffers, wrap
 from ddprun.engine.objective import Objective
@@ -228,7 +229,7 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
         PipelineError: something in the file that only a run can see.
     """
     pipeline, device = loaded.pipeline, place.device
-    build.make_folder_importable(loaded.path)
+    make_folder_importable(loaded.path)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
     precision = Precision(pipeline.precision, device)

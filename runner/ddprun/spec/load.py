@@ -19,6 +19,7 @@ from ddprun.spec.problems import told
 from ddprun.spec.reader import read_file
 from ddprun.spec.schema import Pipeline
 from ddprun.spec.tree import Node, Place, Source, find, parse_path, show
+from ddprun_hooks.trust import VARIABLE, TrustSettingError, trust
 
 _PLACEHOLDERS: dict[str, Any] = {
     "model": Choice("model", "mlp", {}, "built-in", Mlp(inputs=1, outputs=1)),
@@ -76,6 +77,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     Raises:
         PipelineError: with every fault that was found.
     """
+    try:
+        trust()
+    except TrustSettingError as error:
+        problem, _, allowed = str(error).partition("; ")
+        problem = problem.removeprefix(f"{VARIABLE}: ")
+        raise PipelineError(
+            [Fault(file=VARIABLE, line=0, column=0, path="", problem=problem, allowed=allowed)]
+        ) from None
     tree = read_file(path)
     faults = list(tree.faults)
     if tree.root is None:
