@@ -44,7 +44,7 @@ _WANTED = {
 
 def build_model(loaded: Loaded) -> nn.Module:
     """The model that the file chooses, on the CPU."""
-    choice = loaded.pipeline.model
+    choice = loaded.filled("model", loaded.pipeline.model)
     if choice.source == "built-in":
         return MODELS[choice.name](**choice.options)
     made = _call(loaded, "model", choice)
@@ -71,7 +71,7 @@ def build_data(loaded: Loaded) -> Split:
 
 def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Tensor] | None:
     """The loss as a function of (output, target); None where the model returns its own."""
-    choice = loaded.pipeline.loss
+    choice = loaded.filled("loss", loaded.pipeline.loss)
     if choice.source == "built-in":
         return None
     if choice.source == "torch":
@@ -95,7 +95,7 @@ def build_optimizer(
     loaded: Loaded, model: nn.Module, choice: Choice | None = None, path: str = "optimizer"
 ) -> Optimizer:
     """The optimizer over all parameters that require a gradient."""
-    choice = choice or loaded.pipeline.optimizer
+    choice = loaded.filled(path, choice or loaded.pipeline.optimizer)
     path = _key(path, choice)
     params = [param for param in model.parameters() if param.requires_grad]
     if choice.source == "torch":
@@ -126,6 +126,7 @@ def build_schedule(
     """The schedule of one stage; a length that is left out becomes the stage's `steps`."""
     if choice is None:
         return None
+    choice = loaded.filled(path, choice)
     options, where = dict(choice.options), _key(path, choice)
     if choice.source == "torch":
         target: Any = getattr(torch.optim.lr_scheduler, choice.name)
@@ -161,7 +162,8 @@ def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...], *, inside_
             `within`.
     """
     named = []
-    for place, choice in enumerate(hooks):
+    for place, written in enumerate(hooks):
+        choice = loaded.filled(f"{path}[{place}]", written)
         chosen = [(choice.name, dict(choice.options))]
         if inside_host and choice.name == "hierarchical" and choice.source == "built-in":
             chosen = [parse_spec(spec) for spec in choice.options.get("within", ())]
@@ -178,6 +180,7 @@ def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...], *, inside_
 
 def build_mutation(loaded: Loaded, path: str, choice: Choice) -> Callable[[nn.Module], Any]:
     """What changes a rank's weights: a function of the model."""
+    choice = loaded.filled(path, choice)
     if choice.source == "built-in":
         return functools.partial(MUTATIONS[choice.name], **choice.options)
     return _function(loaded, path, choice, None)
@@ -187,6 +190,7 @@ def build_update(
     loaded: Loaded, path: str, choice: Choice
 ) -> Callable[[nn.Module, Callable[[], Tensor]], Any]:
     """What a forward stage does in a step: a function of the model and of its score."""
+    choice = loaded.filled(path, choice)
     if choice.source == "built-in":
         return functools.partial(UPDATES[choice.name], **choice.options)
     return _function(loaded, path, choice, None, None)
@@ -203,6 +207,7 @@ def _function(loaded: Loaded, path: str, choice: Choice, *positional: Any) -> Ca
 
 def build_metric(loaded: Loaded, path: str, choice: Choice) -> Callable[[Any, Any], Any]:
     """A dotted metric: a function of (output, target) that returns a number."""
+    choice = loaded.filled(path, choice)
     target = _imported(loaded, path, choice)
     if not callable(target):
         raise _refused(
@@ -212,6 +217,7 @@ def build_metric(loaded: Loaded, path: str, choice: Choice) -> Callable[[Any, An
 
 
 def _dataset(loaded: Loaded, path: str, choice: Choice) -> Split:
+    choice = loaded.filled(path, choice)
     if choice.source == "built-in":
         try:
             return DATA[choice.name](folder=loaded.path.resolve().parent, **choice.options)

@@ -281,8 +281,10 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
         records=records,
         clock=clock,
         ledger=ledger,
-        screen=screen_for(ranks.rank),
-        events=event_log(records.writer if ranks.rank == 0 else None, rank=ranks.rank),
+        screen=screen_for(ranks.rank, loaded.secrets.redact),
+        events=event_log(
+            records.writer if ranks.rank == 0 else None, loaded.secrets.redact_all, rank=ranks.rank
+        ),
         model=model,
         ddp=ddp,
         dispatcher=dispatcher,
