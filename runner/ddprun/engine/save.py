@@ -38,10 +38,9 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
                 [session.loaded.fault(f"{stage.path}.to", f"cannot write {target}: {reason}")]
             ) from None
     session.exchange.control.barrier()
-    written = session.loaded.secrets.redact(str(target))
-    session.events.info("saved", stage=stage.index, step=session.step, file=written)
-    session.screen.note(f"{stage.name}: {written}")
-    return {"file": written}
+    session.events.info("saved", stage=stage.index, step=session.step, file=str(target))
+    session.screen.note(f"{stage.name}: {target}")
+    return {"file": str(target)}
 
 
 class _Replacing:
