@@ -113,7 +113,9 @@ def main(args: Sequence[str] | None = None) -> int:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         return 2
     except click.ClickException as error:
-        message = " ".join(error.format_message().split()).rstrip(".")
+        from ddprun.spec.secrets import Secrets
+
+        message = " ".join(Secrets.of().redact(error.format_message()).split()).rstrip(".")
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "ddprun"
         click.echo(f"{command}: {message[:1].lower()}{message[1:]}; see `{command} --help`", err=True)
         return 2

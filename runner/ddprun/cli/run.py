@@ -82,6 +82,10 @@ def start(
         for name, value in flags.items()
         if value is not None and value is not False
     }
+    if LAUNCHED in os.environ:
+        from ddprun.launch.environment import handed_down
+
+        overrides = (*handed_down(), *overrides)
     try:
         loaded = load(pipeline, overrides, folder)
         from ddprun import launch

@@ -24,7 +24,7 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
     """
     session.where = stage.path
     make_buffers_equal(session, stage)
-    target = session.run_dir / stage.to
+    target = session.run_dir / session.loaded.filled(f"{stage.path}.to", stage.to)
     if session.ranks.rank == 0:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun.engine import build, policies, seeding
+from ddprun.engine.beside import make_folder_importable
 from ddprun.engine.checkpoints import Checkpoints
 from ddprun.engine.data import Feed
 from ddprun.engine.layout import freeze_layout, look_at_buffers, wrap
@@ -226,7 +227,7 @@ def open_session(
         PipelineError: something in the file that only a run can see.
     """
     pipeline, device = loaded.pipeline, place.device
-    build.make_folder_importable(loaded.folder)
+    make_folder_importable(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
     precision = Precision(pipeline.precision, device)
@@ -278,8 +279,10 @@ def open_session(
         records=records,
         clock=clock,
         ledger=ledger,
-        screen=screen_for(ranks.rank),
-        events=event_log(records.writer if ranks.rank == 0 else None, rank=ranks.rank),
+        screen=screen_for(ranks.rank, loaded.secrets.redact),
+        events=event_log(
+            records.writer if ranks.rank == 0 else None, loaded.secrets.redact_all, rank=ranks.rank
+        ),
         model=model,
         ddp=ddp,
         dispatcher=dispatcher,

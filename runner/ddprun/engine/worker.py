@@ -33,6 +33,7 @@ from ddprun.spec import (
     Save,
     Train,
 )
+from ddprun.spec.secrets import Secrets
 from ddprun.sync.audit import DriftError
 from ddprun_hooks.errors import DisagreementError
 
@@ -78,7 +79,7 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: bool = False) -> int
         ranks.connect()
         code = _run(loaded, run_dir, ranks, stop, known, resuming=resuming)
     except BaseException as error:
-        code = _report(error, ranks, known)
+        code = _report(error, ranks, known, loaded.secrets)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # threads may hang in collectives whose peers are gone
@@ -107,7 +108,8 @@ def _run(
     status = _run_stages(session)
     seconds = time.monotonic() - started
     session.checkpoints.close(session)
-    summary = summarise(session, status=status, seconds=seconds, stages=session.position.entries)
+    found = summarise(session, status=status, seconds=seconds, stages=session.position.entries)
+    summary = {**loaded.secrets.redact_all(found), "run_dir": found["run_dir"]}
     if ranks.rank == 0:
         session.events.info("finished", status=status, step=session.step)
     session.records.close()
@@ -211,7 +213,7 @@ def _tell_verdict(session: Session) -> None:
         session.screen.note(f"buffers: {verdict.words()}")
 
 
-def _report(error: BaseException, ranks: Ranks, known: _Work) -> int:
+def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) -> int:
     """Tell what went wrong, unless another rank was first; gives the exit code."""
     bad_input = isinstance(error, PipelineError | RunFolderError)
     if not bad_input and _is_lost_peer(error):
@@ -224,10 +226,11 @@ def _report(error: BaseException, ranks: Ranks, known: _Work) -> int:
         time.sleep(_LAUNCHER_NOTICES_S)
         return code
     if bad_input:
-        print(error if isinstance(error, PipelineError) else f"ddprun: {error}", file=sys.stderr, flush=True)
+        told = str(error) if isinstance(error, PipelineError) else secrets.redact(f"ddprun: {error}")
+        print(told, file=sys.stderr, flush=True)
     else:
         where = known.session.where if known.session else "before the first stage"
-        head = f"ddprun: rank {ranks.rank} failed ({where}): {_headline(error)}"
+        head = f"ddprun: rank {ranks.rank} failed ({where}): {_headline(error, secrets)}"
         if isinstance(error, DriftError | DisagreementError):
             detail = str(error)  # all ranks found it together; where in the code says nothing
             head = f"ddprun: the run failed ({where}):"
@@ -235,19 +238,19 @@ def _report(error: BaseException, ranks: Ranks, known: _Work) -> int:
             detail = "another rank is gone; its own message, if it left one, is in its launcher's output"
         else:
             detail = "".join(traceback.format_exception(error)).rstrip()
-        print(f"{head}\n{detail}", file=sys.stderr, flush=True)
-    _leave_trace(error, ranks, known)
+        print(secrets.redact(f"{head}\n{detail}"), file=sys.stderr, flush=True)
+    _leave_trace(error, ranks, known, secrets)
     if ranks.holds_store:
         time.sleep(_OTHERS_LOOK_S)  # so that the others can still read whose failure was first
     return code
 
 
-def _leave_trace(error: BaseException, ranks: Ranks, known: _Work) -> None:
+def _leave_trace(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) -> None:
     """Keep what failed with the run, as far as this host sees its folder."""
     if known.session is not None:
         known.session.records.writer.flush()
     if known.run_dir is not None and known.run_dir.is_dir():
-        failure = {"rank": ranks.rank, "message": _headline(error)}
+        failure = {"rank": ranks.rank, "message": _headline(error, secrets)}
         step = known.session.step if known.session else 0
         try:
             write_summary(known.run_dir, {"status": "failed", "steps": step, "error": failure})
@@ -255,8 +258,8 @@ def _leave_trace(error: BaseException, ranks: Ranks, known: _Work) -> None:
             return
 
 
-def _headline(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
+def _headline(error: BaseException, secrets: Secrets) -> str:
+    text = secrets.redact(str(error)).strip().splitlines()  # before a secret of several lines is cut
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 

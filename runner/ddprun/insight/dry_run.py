@@ -131,7 +131,7 @@ class _DryRun:
             dispatcher=None,
             feed=SimpleNamespace(steps_per_epoch=lambda accumulate: None),
             ledger=SimpleNamespace(lap=lambda part: None, write_aside=lambda stage, step: None),
-            events=event_log(None),
+            events=event_log(None, dict),
             screen=Silent(),
             step=0,
             together="common",

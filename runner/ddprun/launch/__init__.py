@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ddprun import LAUNCHED
+from ddprun.launch import endpoint
 from ddprun.launch.environment import is_worker
 from ddprun.spec import Loaded
 
@@ -23,7 +25,7 @@ def start(
     Args:
         loaded: the checked pipeline.
         flags: torchrun's own flags that were given, such as `nproc_per_node`.
-        overrides: the `--set` options, for the ranks' own command lines.
+        overrides: the `--set` options, for the ranks.
         run_dir: where the run's files go; None makes a new folder.
         resuming: `run_dir` is the folder of a run that is to go on.
 
@@ -42,7 +44,12 @@ def start(
     if is_worker():
         from ddprun.engine.worker import work
 
+        if LAUNCHED not in os.environ and os.environ["RANK"] == "0":
+            told = endpoint.warning(os.environ["MASTER_ADDR"])
+            if told is not None:
+                print(told, file=sys.stderr)
         return work(loaded, run_dir, resuming=resuming)
+    loaded.check_environment()
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
     # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;
     # torchelastic puts its own handlers in place of these.

@@ -21,6 +21,8 @@ from torch.distributed.launcher.api import elastic_launch
 from ddprun import LAUNCHED
 from ddprun.engine.notes import SCRATCH, outcome, pids
 from ddprun.engine.place import default_ranks, place_of
+from ddprun.launch import endpoint
+from ddprun.launch.environment import handed_on
 from ddprun.spec import Loaded
 
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128
@@ -54,11 +56,7 @@ def launch(
     if str(flags["nproc_per_node"]).isdigit():
         place_of(loaded, 0, int(str(flags["nproc_per_node"])))
     _prepare_environment()
-    command = (
-        ["-m", "ddprun", "resume", str(run_dir)] if resuming else ["-m", "ddprun", "run", str(loaded.path)]
-    )
-    for override in overrides:
-        command += ["--set", override]
+    command = ["-m", "ddprun", *(["resume", str(run_dir)] if resuming else ["run", str(loaded.path)])]
     if run_dir is not None and not resuming:
         command += ["--run-dir", str(run_dir)]
     with tempfile.TemporaryDirectory(prefix="ddprun-") as scratch:  # torchelastic would leave its own behind
@@ -67,13 +65,16 @@ def launch(
         try:
             config, program, arguments = torchrun.config_from_args(_torchrun_arguments(flags, command))
         except (ValueError, AssertionError) as error:
-            print(f"ddprun: {error}", file=sys.stderr)
+            print(loaded.secrets.redact(f"ddprun: {error}"), file=sys.stderr)
             return BAD_INPUT
+        if told := endpoint.warning(config.rdzv_endpoint):
+            print(told, file=sys.stderr)
         # Ranks end by themselves when they are asked to; torchelastic would end them.
         config.signals_to_handle = "SIGQUIT"
         _pass_signals_on(Path(scratch), config.nproc_per_node)
         try:
-            elastic_launch(config, program)(*arguments)
+            with handed_on(overrides):
+                elastic_launch(config, program)(*arguments)
         except ChildFailedError as error:
             if config.max_nodes > 1:
                 time.sleep(_OTHERS_LOOK_S)
@@ -82,7 +83,8 @@ def launch(
             print(f"ddprun: stopped by {signal.Signals(caught.sigval).name}", file=sys.stderr)
             return SIGNALLED + int(caught.sigval)
         except (DistError, RendezvousError, OSError) as error:
-            print(f"ddprun: cannot meet the other hosts at {config.rdzv_endpoint}: {error}", file=sys.stderr)
+            told = f"ddprun: cannot meet the other hosts at {config.rdzv_endpoint}: {error}"
+            print(loaded.secrets.redact(told), file=sys.stderr)
             return FAILED
         return outcome(Path(scratch))
 

@@ -47,12 +47,11 @@ def changes(loaded: Loaded, before: dict[str, Any], *, next_stage: int, begun: i
         text = f"the checkpoint's pipeline is none for this version of ddprun: {error.error_count()} faults"
         raise PipelineError([loaded.fault("", text)]) from None
     new = loaded.pipeline
-    faults = [*_fixed(loaded, old), *_stages(loaded, old, next_stage, begun)]
-    if faults:
+    if faults := [*_fixed(loaded, old), *_stages(loaded, old, next_stage, begun)]:
         raise PipelineError(faults)
     return [
         f"{show(path)}: {_shown(was)} in the checkpoint, {_shown(now)} from here on"
-        for path, was, now in _differences(plain(old), plain(new), ())
+        for path, was, now in _differences(before, loaded.plain(), ())
     ]
 
 
@@ -70,9 +69,9 @@ def schedule_changed(loaded: Loaded, before: dict[str, Any], stage: int) -> bool
 
 
 def _fixed(loaded: Loaded, old: Pipeline) -> Iterator[Fault]:
-    new = loaded.pipeline
+    new, before, here = loaded.pipeline, plain(old), loaded.plain()
     for key, why in _FIXED.items():
-        was, now = plain(getattr(old, key)), plain(getattr(new, key))
+        was, now = before[key], here[key]
         if was != now:
             yield _refused(loaded, key, was, now, why)
     if old.optimizer.name != new.optimizer.name:

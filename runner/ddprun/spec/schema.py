@@ -185,7 +185,7 @@ class Pipeline(Options):
         }
     )
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "pipeline"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=200)] = "pipeline"
     """Name of the run's folder; the file's own name if left out."""
 
     seed: NonNegativeInt = 0
