@@ -41,7 +41,8 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
                 value, count = measure(outcome, samples)
                 sums[place] += value
                 counts[place] += count
-    words = session.exchange.control.gather([*(float(total) for total in sums), *counts]).sum(0).tolist()
+    mine = [*(float(total) for total in sums), *counts]
+    words = session.exchange.control.gather(mine, "sums of the evaluation").sum(0).tolist()
     metrics = {
         name: words[place] / words[len(measures) + place] if words[len(measures) + place] else math.nan
         for place, name in enumerate(measures)

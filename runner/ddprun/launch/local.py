@@ -2,12 +2,13 @@
 
 import logging
 import os
+import shutil
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import DistError
@@ -19,7 +20,9 @@ from torch.distributed.launcher.api import elastic_launch
 
 from ddprun import LAUNCHED
 from ddprun.engine.place import default_ranks, place_of
+from ddprun.launch.scratch import scratch
 from ddprun.spec import Loaded
+from ddprun.watch.keeper import Keeper, address_towards
 
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128
 INTERRUPTED = SIGNALLED + signal.SIGINT
@@ -52,19 +55,23 @@ def launch(
         command += ["--set", override]
     if run_dir is not None:
         command += ["--run-dir", str(run_dir)]
-    with tempfile.TemporaryDirectory(prefix="ddprun-") as scratch:  # torchelastic would leave its own behind
-        flags["log_dir"] = scratch
+    with scratch() as folder:  # torchelastic would leave its own behind
+        flags["log_dir"] = str(folder)
         try:
             config, program, arguments = torchrun.config_from_args(_torchrun_arguments(flags, command))
         except (ValueError, AssertionError) as error:
             print(f"ddprun: {error}", file=sys.stderr)
             return BAD_INPUT
+        address = address_towards(config.rdzv_endpoint) if config.max_nodes > 1 else None
+        end = None if config.max_restarts else partial(_end_without_the_others, folder)
+        keeper = Keeper(folder, asked.timeout_s, address, end)
         try:
-            elastic_launch(config, program)(*arguments)
+            with keeper:
+                elastic_launch(config, program)(*arguments)
         except ChildFailedError as error:
             if config.max_nodes > 1:
                 time.sleep(_OTHERS_LOOK_S)
-            return _exit_code(*error.get_first_failure())
+            return _exit_code(*error.get_first_failure(), keeper.ended)
         except SignalException as caught:
             print(f"ddprun: stopped by {signal.Signals(caught.sigval).name}", file=sys.stderr)
             return SIGNALLED + int(caught.sigval)
@@ -112,7 +119,21 @@ def _prepare_environment() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _exit_code(rank: int, failure: ProcessFailure) -> int:
+def _end_without_the_others(folder: Path) -> None:
+    """End this process from beside torchelastic, which is waiting for hosts that it cannot reach."""
+    print("ddprun: the other hosts cannot be reached; the run has failed", file=sys.stderr, flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(FAILED)
+
+
+def _exit_code(rank: int, failure: ProcessFailure, ended: Mapping[int, str]) -> int:
+    if rank in ended:
+        print(
+            f"ddprun: rank {rank} was stopped in {ended[rank]} and did not go on, and has been ended; "
+            "the run has failed",
+            file=sys.stderr,
+        )
+        return FAILED
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = "; out of memory is the usual cause" if name == "SIGKILL" else ""
