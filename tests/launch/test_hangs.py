@@ -77,11 +77,11 @@ class Net(nn.Module):
 
 class Data(torch.utils.data.Dataset):
     def __len__(self):
-        return 96
+        return 960
 
     def __getitem__(self, index):
         halt("data")
-        return torch.full((64,), index / 96), index % 10
+        return torch.full((64,), index / 960), index % 10
 """
 
 FIRST_STEP_BACKWARD = 3
@@ -104,6 +104,14 @@ def started(folder: Path, *arguments: str, **more: Any) -> Iterator[Running]:
         "hang.yaml", "--run-dir", "run", *arguments, cwd=folder, environment=environment, **more
     ) as it:
         yield it
+
+
+def workers_of(pid: int) -> list[int]:
+    """A rank's loading processes."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    )
+    return [int(child) for child in listed.stdout.split()]
 
 
 def halting(rank: int, where: str, call: int) -> str:
@@ -234,6 +242,17 @@ def test_a_rank_that_sleeps_elsewhere_is_named_too(
     assert not any(map(is_running, ranks))
 
 
+def test_loading_processes_end_with_a_rank_that_sleeps(folder: Path) -> None:
+    """Also those of the other ranks, which end without a word to theirs."""
+    with started(folder, halting(1, "forward", 8), "--set=loader.workers=1") as running:
+        ranks = wait_for(folder / "asleep", running)
+        loading = [worker for rank in ranks for worker in workers_of(rank)]
+        done, _ = end_of(running)
+    assert done.stderr.count("rank 1 did not arrive within 4 s") == 1
+    assert len(loading) == len(ranks) == 3
+    assert not any(map(is_running, ranks + loading))
+
+
 def test_a_host_whose_ranks_are_all_stopped_is_ended_by_its_launcher(folder: Path) -> None:
     """No rank is left to tell, so the launcher does."""
     with started(folder) as running:
@@ -285,21 +304,25 @@ def by_hand(folder: Path, rank: int, size: int, port: int) -> "subprocess.Popen[
     )
 
 
-def test_every_other_rank_exits_1_under_any_launcher(folder: Path) -> None:
-    """Ranks that find each other by the store alone; nothing is left behind by the one that is killed."""
+@pytest.mark.parametrize("stopped", [2, 0])
+def test_every_other_rank_exits_1_under_any_launcher(folder: Path, stopped: int) -> None:
+    """Ranks that find each other by the store alone. If that is in the stopped rank, nobody waits for it:
+    then each tells the screen.
+    """
+    others = sorted({0, 1, 2} - {stopped})
     port = free_port()
     ranks = [by_hand(folder, rank, 3, port) for rank in range(3)]
     try:
         end = time.monotonic() + 60
         while not (folder / "run" / "steps" / "rank-00002.jsonl").exists() and time.monotonic() < end:
             time.sleep(0.05)
-        os.kill(ranks[2].pid, signal.SIGSTOP)
+        os.kill(ranks[stopped].pid, signal.SIGSTOP)
         since = time.time()
-        outs = [ranks[rank].communicate(timeout=30) for rank in (0, 1)]
+        outs = [ranks[rank].communicate(timeout=30) for rank in others]
         assert time.time() - since < ENDED_WITHIN_S
-        assert [rank.returncode for rank in ranks[:2]] == [1, 1]
+        assert [ranks[rank].returncode for rank in others] == [1, 1]
         told = "".join(err for _, err in outs)
-        assert told.count("rank 2 did not arrive within 4 s") == told.count("the run hangs") == 1, told
+        assert told.count(f"rank {stopped} did not arrive within 4 s") == (1 if stopped else 2), told
         assert "is stopped, by SIGSTOP" in told
     finally:
         for rank in ranks:
