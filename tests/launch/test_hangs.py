@@ -242,17 +242,6 @@ def test_a_rank_that_sleeps_elsewhere_is_named_too(
     assert not any(map(is_running, ranks))
 
 
-def test_loading_processes_end_with_a_rank_that_sleeps(folder: Path) -> None:
-    """Also those of the other ranks, which end without a word to theirs."""
-    with started(folder, halting(1, "forward", 8), "--set=loader.workers=1") as running:
-        ranks = wait_for(folder / "asleep", running)
-        loading = [worker for rank in ranks for worker in workers_of(rank)]
-        done, _ = end_of(running)
-    assert done.stderr.count("rank 1 did not arrive within 4 s") == 1
-    assert len(loading) == len(ranks) == 3
-    assert not any(map(is_running, ranks + loading))
-
-
 def test_a_host_whose_ranks_are_all_stopped_is_ended_by_its_launcher(folder: Path) -> None:
     """No rank is left to tell, so the launcher does."""
     with started(folder) as running:
@@ -285,7 +274,7 @@ def test_a_stopped_rank_ends_with_its_launcher(folder: Path, number: signal.Sign
     assert temporary(folder) == [], "the next launcher clears up after one that was killed"
 
 
-def by_hand(folder: Path, rank: int, size: int, port: int) -> "subprocess.Popen[str]":
+def by_hand(folder: Path, rank: int, size: int, port: int, *options: str) -> "subprocess.Popen[str]":
     """A rank whose launcher is this test: it gives the exit code of each."""
     environment: Mapping[str, str] = {
         **os.environ,
@@ -298,7 +287,7 @@ def by_hand(folder: Path, rank: int, size: int, port: int) -> "subprocess.Popen[
         "GLOO_SOCKET_IFNAME": "lo",
         "TMPDIR": str(folder / "tmp"),
     }
-    command = [sys.executable, "-m", "ddprun", "run", "hang.yaml", "--run-dir", "run"]
+    command = [sys.executable, "-m", "ddprun", "run", "hang.yaml", "--run-dir", "run", *options]
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -360,3 +349,24 @@ def process_of(ranks: list[int], rank: int) -> int:
         if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_text().split("\0"):
             return pid
     raise AssertionError(f"no rank {rank}")
+
+
+def test_loading_processes_end_with_a_rank_that_is_killed(folder: Path) -> None:
+    """By themselves they would look for it every 5 s."""
+    rank = by_hand(folder, 0, 1, free_port(), "--set=loader.workers=1")
+    try:
+        end = time.monotonic() + 60
+        while not (folder / "run" / "steps" / "rank-00000.jsonl").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        while not (loading := workers_of(rank.pid)) and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.5)
+    finally:
+        rank.kill()
+    end = time.monotonic() + 3
+    while any(map(is_running, loading)) and time.monotonic() < end:
+        time.sleep(0.02)
+    left = [worker for worker in loading if is_running(worker)]
+    rank.communicate()
+    assert loading
+    assert left == []
