@@ -160,12 +160,15 @@ def _run(course: Course, compute: Compute) -> bool:
     while True:
         step = session.step - first + 1
         session.where = f"{course.stage.path}, step {session.step + 1}"
+        session.ranks.watch.step(session.step + 1)
+        session.ranks.watch.turn(b"data")
         ledger.start(session.step + 1, course.stage.index)
         batches = next(row, None)
         if batches is None:
             ledger.cancel()
             break
         compute(course, batches, step)
+        session.ranks.watch.turn(b"sync")
         synchronised = synchronise(course, step)
         session.step += 1
         agreed = ledger.end(
@@ -191,7 +194,7 @@ def _run(course: Course, compute: Compute) -> bool:
         if alone and session.stop_is_known():
             break
     teller.tell(ledger.flush())
-    return bool(session.exchange.control.gather([float(session.stop.wanted)]).any())
+    return bool(session.exchange.control.gather([float(session.stop.wanted)], "the stage's end").any())
 
 
 def _alone(course: Course) -> bool:

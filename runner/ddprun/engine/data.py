@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
+from ddprun.engine.ranks import die_with_parent
 from ddprun.engine.seeding import seed_everything
 
 
@@ -78,7 +79,11 @@ class Feed:
         self.iterable = is_iterable(dataset)
         self.rank, self.ranks = rank, ranks
         self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
-        self._loading: dict[str, Any] = {"num_workers": workers, "pin_memory": pin}
+        self._loading: dict[str, Any] = {
+            "num_workers": workers,
+            "pin_memory": pin,
+            "worker_init_fn": tie_to_rank,
+        }
         self.epoch = 0
         """From 0; an epoch that is used up is left when the next step is asked for."""
 
@@ -278,3 +283,8 @@ class _Shares(IterableDataset[tuple[Any, int, int]]):
             if micro % workers == mine:
                 share = items[self.rank :: self.ranks]
                 yield default_collate(share) if share else None, len(share), len(items)
+
+
+def tie_to_rank(worker: int) -> None:
+    """Have a loading process end with its rank; by itself it would notice seconds later."""
+    die_with_parent()

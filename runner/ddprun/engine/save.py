@@ -37,7 +37,7 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
             raise PipelineError(
                 [session.loaded.fault(f"{stage.path}.to", f"cannot write {target}: {reason}")]
             ) from None
-    session.exchange.control.barrier()
+    session.exchange.control.barrier("rank 0's file")
     session.events.info("saved", stage=stage.index, step=session.step, file=str(target))
     session.screen.note(f"{stage.name}: {target}")
     return {"file": str(target)}

@@ -169,7 +169,7 @@ class Session:
             self.clock.tie()
         offset, bound = self.exchange.control.clock_offset()
         self.ledger.offset_us = offset
-        measured = self.exchange.control.gather([offset, bound])
+        measured = self.exchange.control.gather([offset, bound], "clock offsets")
         self.events.info(
             "clock_offsets",
             offset_us=[round(value, 1) for value in measured[:, 0].tolist()],
@@ -182,12 +182,14 @@ class Session:
         that exchange nothing else.
         """
         if self.stop.wanted:
-            self.ranks.store.set(_STOP, "")
+            with self.ranks.asking():
+                self.ranks.store.set(_STOP, "")
             return True
         if time.monotonic() - self.asked_s < _ASK_EVERY_S:
             return False
         self.asked_s = time.monotonic()
-        return bool(self.ranks.store.check([_STOP]))
+        with self.ranks.asking():
+            return bool(self.ranks.store.check([_STOP]))
 
     @property
     def clocks_are_old(self) -> bool:
@@ -227,6 +229,7 @@ def open_session(
         PipelineError: something in the file that only a run can see.
     """
     pipeline, device = loaded.pipeline, place.device
+    ranks.watch.turn(b"building")
     make_folder_importable(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
@@ -244,8 +247,8 @@ def open_session(
     feed = _open_feed(loaded, data.train, ranks, device.type == "cuda")
     policies.check_policies(loaded, model, ranks.size)
 
-    timeout = timedelta(seconds=pipeline.launch.timeout_s)
-    control = open_control(timeout)
+    timeout = ranks.timeout
+    control = open_control(timeout, ranks.watch)
     control.agree("the pipeline", loaded.digest())
     control.agree(
         "the model", repr([(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()])
@@ -253,19 +256,28 @@ def open_session(
     exchange = _open_exchange(loaded, control, ranks, place, stacks, timeout)
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
-    records = Records(run_dir, control, ranks.store)
+    records = Records(run_dir, control, ranks.tell_all)
     clock = clock_for(device)
     ledger = Ledger(clock=clock, control=control, writer=records.writer, every=pipeline.timings.every)
     carrier = Carrier(exchange, ledger, pipeline.ddp.bucket_cap_mb * 2**20)
     wanted = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
     automatic = any(setting.when == "auto" for setting in wanted)
+    ranks.watch.turn(b"warm-up passes")
     verdict = look_at_buffers(model, objective, precision, feed, automatic=automatic)
     buffers = BufferSync(model, carrier, agree(verdict, model, control), pipeline.buffers)
     ddp = dispatcher = None
     if any(stage.effective(pipeline).gradients for stage in pipeline.train_stages()):
         ddp = wrap(model, pipeline.ddp, device)
         dispatcher = Dispatcher(ddp, exchange.gradients, stacks.first)
-        freeze_layout(ddp, dispatcher, objective, precision, feed, static_graph=pipeline.ddp.static_graph)
+        freeze_layout(
+            ddp,
+            dispatcher,
+            objective,
+            precision,
+            feed,
+            static_graph=pipeline.ddp.static_graph,
+            meet=lambda: control.barrier("freezing the bucket layout"),
+        )
     seeding.seed_everything(pipeline.seed + ranks.rank)
 
     session = Session(
@@ -321,6 +333,7 @@ def _open_exchange(
             deltas=all_of(policies.delta_needs(*one) for one in chosen),
             plain=all_of([{Need("world"): 1}, *(policies.plain_needs(one[0]) for one in chosen)]),
             timeout=timeout,
+            watch=ranks.watch,
         )
     except HookSetupError as error:
         at = "sync" if "two levels" in str(error) and not _has_hierarchical_hook(loaded) else "hooks"

@@ -10,11 +10,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from ddprun import __version__
+from ddprun import LAUNCHED, __version__
 from ddprun.engine import notes
 from ddprun.engine.common import average, broadcast
 from ddprun.engine.evaluate import evaluate
 from ddprun.engine.forward import forward
+from ddprun.engine.hang import note_failure, open_watch, prepare_nccl
 from ddprun.engine.place import place_of
 from ddprun.engine.ranks import Environment, Ranks, die_with_parent
 from ddprun.engine.resume import resume
@@ -35,6 +36,7 @@ from ddprun.spec import (
 )
 from ddprun.spec.secrets import Secrets
 from ddprun.sync.audit import DriftError
+from ddprun.watch.watcher import GROUPS_LATER_S, Watch
 from ddprun_hooks.errors import DisagreementError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -51,6 +53,7 @@ _LOST_PEER = (
 )
 _LAUNCHER_NOTICES_S = 3.0
 _OTHERS_LOOK_S = 1.0
+_WATCH_ENDS_S = 10.0
 
 
 @dataclass(slots=True)
@@ -72,13 +75,17 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: bool = False) -> int
     die_with_parent()
     stop = StopRequest()
     notes.keep_pid()
-    timeout = timedelta(seconds=loaded.pipeline.launch.timeout_s)
-    ranks = Ranks(Environment.read(), timeout)
+    prepare_nccl()
     known = _Work()
+    environment, timeout_s = Environment.read(), loaded.pipeline.launch.timeout_s
+    watch = open_watch(environment, timeout_s, known, lambda: ranks)
+    ranks = Ranks(environment, timedelta(seconds=timeout_s + GROUPS_LATER_S), watch, watch.board.path)
+    watch.start()
     try:
         ranks.connect()
         code = _run(loaded, run_dir, ranks, stop, known, resuming=resuming)
     except BaseException as error:
+        _leave_to(watch)
         code = _report(error, ranks, known, loaded.secrets)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -88,13 +95,23 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: bool = False) -> int
     known.session = None
     gc.collect()
     ranks.leave()
+    watch.close()
+    if LAUNCHED not in os.environ:
+        watch.board.remove()
     return notes.keep_outcome(code) if code == INTERRUPTED else code
+
+
+def _leave_to(watch: Watch) -> None:
+    """A collective that breaks while the run hangs breaks because other ranks end: the watch tells why."""
+    if watch.alarmed:
+        time.sleep(_WATCH_ENDS_S)
 
 
 def _run(
     loaded: Loaded, run_dir: Path | None, ranks: Ranks, stop: StopRequest, known: _Work, *, resuming: bool
 ) -> int:
     environment = ranks.environment
+    ranks.watch.turn(b"joining")
     place = place_of(loaded, environment.local_rank, environment.local_world_size)
     ranks.join(place)
     folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=notes.run_dir())
@@ -117,7 +134,7 @@ def _run(
         write_summary(folder.path, summary)
         session.screen.closing(summary)
         print(folder.path, flush=True)
-    session.exchange.control.barrier()
+    session.exchange.control.barrier("the end of the run")
     return DONE if status == "done" else INTERRUPTED
 
 
@@ -127,6 +144,7 @@ def _run_stages(session: Session) -> Literal["done", "interrupted"]:
     while position.next < len(session.loaded.pipeline.stages):
         stage = session.loaded.pipeline.stages[position.next]
         entry = {"kind": stage.name, "index": stage.index, **_run_stage(session, stage)}
+        session.ranks.watch.turn(b"collecting records")
         session.records.collect()
         if entry.get("interrupted"):
             position.entries.append(entry)
@@ -137,6 +155,10 @@ def _run_stages(session: Session) -> Literal["done", "interrupted"]:
 
 
 def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
+    watch = session.ranks.watch
+    watch.stage(stage.path)
+    watch.step(0)
+    watch.turn(stage.name.encode())
     match stage:
         case Train():
             return train(session, stage)
@@ -223,6 +245,7 @@ def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) 
     if known.session is not None:
         known.session.screen.end()
     if not first:
+        note_failure(known.run_dir, ranks.rank, f"after another rank had failed: {_headline(error, secrets)}")
         time.sleep(_LAUNCHER_NOTICES_S)
         return code
     if bad_input:
@@ -238,7 +261,9 @@ def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) 
             detail = "another rank is gone; its own message, if it left one, is in its launcher's output"
         else:
             detail = "".join(traceback.format_exception(error)).rstrip()
-        print(secrets.redact(f"{head}\n{detail}"), file=sys.stderr, flush=True)
+        told = secrets.redact(f"{head}\n{detail}")
+        print(told, file=sys.stderr, flush=True)
+        note_failure(known.run_dir, ranks.rank, told)
     _leave_trace(error, ranks, known, secrets)
     if ranks.holds_store:
         time.sleep(_OTHERS_LOOK_S)  # so that the others can still read whose failure was first

@@ -311,7 +311,7 @@ class _Alone(Control):
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
 
-    def gather(self, word: Sequence[float]) -> Tensor:
+    def gather(self, word: Sequence[float], what: str = "") -> Tensor:
         return torch.tensor([list(word)] * self.size, dtype=torch.float64)
 
 

@@ -217,7 +217,15 @@ def _buckets(
     with _one_rank():
         ddp = wrap(model, settings, precision.device)
         dispatcher = Dispatcher(ddp, HostLane(Team("world", 0, ("here",))), Stack([]))
-        freeze_layout(ddp, dispatcher, objective, precision, feed, static_graph=settings.static_graph)
+        freeze_layout(
+            ddp,
+            dispatcher,
+            objective,
+            precision,
+            feed,
+            static_graph=settings.static_graph,
+            meet=lambda: None,
+        )
         layout = dispatcher.layout
         del ddp, dispatcher
         gc.collect()  # before the group ends, on which DDP still has a hand

@@ -2,12 +2,13 @@
 
 import logging
 import os
+import shutil
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -23,7 +24,9 @@ from ddprun.engine.notes import SCRATCH, outcome, pids
 from ddprun.engine.place import default_ranks, place_of
 from ddprun.launch import endpoint
 from ddprun.launch.environment import handed_on
+from ddprun.launch.scratch import scratch
 from ddprun.spec import Loaded
+from ddprun.watch.keeper import Keeper, address_towards
 
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128
 INTERRUPTED = SIGNALLED + signal.SIGINT
@@ -59,9 +62,9 @@ def launch(
     command = ["-m", "ddprun", *(["resume", str(run_dir)] if resuming else ["run", str(loaded.path)])]
     if run_dir is not None and not resuming:
         command += ["--run-dir", str(run_dir)]
-    with tempfile.TemporaryDirectory(prefix="ddprun-") as scratch:  # torchelastic would leave its own behind
-        flags["log_dir"] = scratch
-        os.environ[SCRATCH] = scratch
+    with scratch() as folder:  # torchelastic would leave its own behind
+        flags["log_dir"] = str(folder)
+        os.environ[SCRATCH] = str(folder)
         try:
             config, program, arguments = torchrun.config_from_args(_torchrun_arguments(flags, command))
         except (ValueError, AssertionError) as error:
@@ -71,14 +74,17 @@ def launch(
             print(told, file=sys.stderr)
         # Ranks end by themselves when they are asked to; torchelastic would end them.
         config.signals_to_handle = "SIGQUIT"
-        _pass_signals_on(Path(scratch), config.nproc_per_node)
+        _pass_signals_on(folder, config.nproc_per_node)
+        address = address_towards(config.rdzv_endpoint) if config.max_nodes > 1 else None
+        end = None if config.max_restarts else partial(_end_without_the_others, folder)
+        keeper = Keeper(folder, asked.timeout_s, address, end)
         try:
-            with handed_on(overrides):
+            with keeper, handed_on(overrides):
                 elastic_launch(config, program)(*arguments)
         except ChildFailedError as error:
             if config.max_nodes > 1:
                 time.sleep(_OTHERS_LOOK_S)
-            return _exit_code(*error.get_first_failure())
+            return _exit_code(*error.get_first_failure(), keeper.ended)
         except SignalException as caught:
             print(f"ddprun: stopped by {signal.Signals(caught.sigval).name}", file=sys.stderr)
             return SIGNALLED + int(caught.sigval)
@@ -86,7 +92,7 @@ def launch(
             told = f"ddprun: cannot meet the other hosts at {config.rdzv_endpoint}: {error}"
             print(loaded.secrets.redact(told), file=sys.stderr)
             return FAILED
-        return outcome(Path(scratch))
+        return outcome(folder)
 
 
 def _pass_signals_on(scratch: Path, ranks: int) -> None:
@@ -152,7 +158,21 @@ def _prepare_environment() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _exit_code(rank: int, failure: ProcessFailure) -> int:
+def _end_without_the_others(folder: Path) -> None:
+    """End this process from beside torchelastic, which is waiting for hosts that it cannot reach."""
+    print("ddprun: the other hosts cannot be reached; the run has failed", file=sys.stderr, flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(FAILED)
+
+
+def _exit_code(rank: int, failure: ProcessFailure, ended: Mapping[int, str]) -> int:
+    if rank in ended:
+        print(
+            f"ddprun: rank {rank} was stopped in {ended[rank]} and did not go on, and has been ended; "
+            "the run has failed",
+            file=sys.stderr,
+        )
+        return FAILED
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = "; out of memory is the usual cause" if name == "SIGKILL" else ""

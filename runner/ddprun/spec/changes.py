@@ -46,7 +46,6 @@ def changes(loaded: Loaded, before: dict[str, Any], *, next_stage: int, begun: i
     except ValidationError as error:
         text = f"the checkpoint's pipeline is none for this version of ddprun: {error.error_count()} faults"
         raise PipelineError([loaded.fault("", text)]) from None
-    new = loaded.pipeline
     if faults := [*_fixed(loaded, old), *_stages(loaded, old, next_stage, begun)]:
         raise PipelineError(faults)
     return [
