@@ -122,7 +122,7 @@ def test_a_fault_of_the_run_is_told_alike(good: Path, monkeypatch: pytest.Monkey
     """What only a run can see looks like any other fault, and the exit code is 2 too."""
     launch = ModuleType("ddprun.launch")
 
-    def start(loaded: Loaded, *rest: object) -> int:
+    def start(loaded: Loaded, *rest: object, resuming: bool) -> int:
         raise PipelineError([loaded.fault("model.mlp", "is too small")])
 
     launch.start = start  # type: ignore[attr-defined]
