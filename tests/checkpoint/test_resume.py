@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ddprun.checkpoint.folder import steps_in
 from ddprun.engine.worker import work
 from ddprun.spec import load
 from tests.engine.running import events, lines, summary
@@ -159,3 +160,40 @@ def test_a_killed_run_goes_on_bit_for_bit(
 ) -> None:
     """A rank is killed at a random sample; every final tensor of every rank is that of the unbroken run."""
     check(tmp_path, ranks, sync, hooks, model, precision)
+
+
+@pytest.mark.parametrize(
+    ("sync", "hooks", "after"),
+    [
+        ("every_step", "[int8]", 2),
+        ("{diloco: {every: 3, overlap_steps: 2}}", "[{topk: {density: 0.1}}]", 3),
+        ("{local_sgd: {every: 3}}", HIERARCHICAL, 2),
+    ],
+)
+def test_another_number_of_ranks_goes_on(tmp_path: Path, sync: str, hooks: str, after: int) -> None:
+    """Each sample of the epoch counts once, whoever has seen it."""
+    prepare(tmp_path, sync, hooks)
+    (tmp_path / "kill").write_text("3 43")  # in the second epoch of the second stage
+    run_dir = run(tmp_path, 4, may_die=True)
+    (tmp_path / "kill").unlink()
+    checkpoint = steps_in(run_dir / "checkpoints")[0]
+    assert checkpoint in (6, 9)
+    run(tmp_path, after, resuming=True)
+    done = summary(run_dir)
+    assert done["status"] == "done"
+    assert done["world_size"] == after
+    assert done["samples"] == 3 * 61, "one epoch in the first stage, two in the second"
+    before = sum(line["samples"] for line in lines(run_dir, "steps") if line["step"] <= checkpoint)
+    assert (
+        sum(line["samples"] for line in lines(run_dir, "steps") if line["step"] > checkpoint) == 183 - before
+    )
+    assert done["loss"] < 2.3
+
+
+def test_independent_replicas_cannot_change_their_number(tmp_path: Path) -> None:
+    """There are as many as there were ranks; the fault says so and exits with 2."""
+    prepare(tmp_path, "independent", "[]")
+    (tmp_path / "kill").write_text("1 70")
+    run_dir = run(tmp_path, 2, may_die=True)
+    (tmp_path / "kill").unlink()
+    assert as_processes(3, _work, tmp_path, run_dir, True, cwd=tmp_path, may_die=True) == [None] * 3

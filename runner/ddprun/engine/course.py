@@ -100,6 +100,8 @@ def open_course(session: Session, stage: StepStage) -> Course:
     if settings.epochs is not None:
         left = session.feed.steps_left(settings.accumulate, _epochs_left(session, settings.epochs))
         steps = None if left is None else session.step - position.first_step + left
+    as_long = position.steps == steps
+    position.steps = steps
     restore_settings(session, stage)
     session.schedule = build.build_schedule(
         session.loaded, key_path(stage, "schedule"), settings.schedule, session.optimizer, steps
@@ -136,7 +138,7 @@ def open_course(session: Session, stage: StepStage) -> Course:
     course = Course(session, stage, settings, policy, mutate, steps)
     if state is not None:
         policy.begin()
-        bring_back_stage(session, state)
+        bring_back_stage(session, state, new_rates=state["new_rates"] or not as_long)
         return course
     _share_optimizer_state(session, stage, settings)
     policy.begin()

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_KEPT = ("next", "stage", "first_step", "first_epoch", "seconds", "entries")
+_KEPT = ("next", "stage", "first_step", "first_epoch", "steps", "seconds", "entries")
 
 
 @dataclass(slots=True)
@@ -23,6 +23,9 @@ class Position:
 
     first_epoch: int = 0
     """The epoch in which it began."""
+
+    steps: int | None = None
+    """How many steps that stage has; None where nobody can know."""
 
     seconds: float = 0.0
     """Time spent in it up to when it was looked at last."""

@@ -82,13 +82,19 @@ def bring_back(session: "Session", state: Mapping[str, Any]) -> None:
     bring_back_generators(session, state)
 
 
-def bring_back_stage(session: "Session", state: Mapping[str, Any]) -> None:
-    """Go on in the middle of a stage, whose policy has begun and whose schedule has been built."""
+def bring_back_stage(session: "Session", state: Mapping[str, Any], *, new_rates: bool) -> None:
+    """Go on in the middle of a stage, whose policy has begun and whose schedule has been built.
+
+    Args:
+        session: of the run.
+        state: as it was.
+        new_rates: learning rates are others than they were, or fall over another number of steps.
+    """
     assert session.policy is not None
     sync = session.policy.merge(state["sync_of_ranks"]) if "sync_of_ranks" in state else state["sync"]
     if sync:
         session.policy.load_state_dict(sync)
-    if state.get("new_rates"):
+    if new_rates:
         _replay(session, (state["schedule"] or {}).get("last_epoch", 0))
     else:
         if session.schedule is not None:

@@ -102,8 +102,8 @@ def _stages(loaded: Loaded, old: Pipeline, next_stage: int, begun: int | None) -
 
 
 def _refused(loaded: Loaded, path: str, was: Any, now: Any, why: str) -> Fault:
-    text = f"{path} is {_shown(now)}, and was {_shown(was)} when the checkpoint was taken"
-    return loaded.fault(path, f"{text}: {why}", "leave it as it was, or start a new run")
+    text = f"{_shown(now)} here, and {_shown(was)} in the checkpoint: {why}"
+    return loaded.fault(path, text, "leave it as it was, or start a new run")
 
 
 def _differences(old: Any, new: Any, path: tuple[str | int, ...]) -> Iterator[tuple[Any, Any, Any]]:
