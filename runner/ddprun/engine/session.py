@@ -1,5 +1,6 @@
 """Everything that the stages of one run share, built once, in an order that all ranks follow."""
 
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddprun import LAUNCHED
 from ddprun.engine import build, policies, seeding
 from ddprun.engine.beside import make_folder_importable
 from ddprun.engine.checkpoints import Checkpoints
@@ -49,13 +51,17 @@ _STOP, _ASK_EVERY_S = "stop", 1.0
 class StopRequest:
     """Notes SIGINT and SIGTERM, after which all ranks stop after the same step, and SIGUSR1, after which all
     take a checkpoint and go on.
+
+    Under a launcher of ddprun's a wish to stop comes as SIGINT; SIGTERM is how torchelastic ends a rank when
+    another one has failed, and is left to do so at once.
     """
 
     def __init__(self) -> None:
         self.wanted = False
         self._checkpoint_wanted = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
+        signal.signal(signal.SIGINT, self._note)
+        if LAUNCHED not in os.environ:
+            signal.signal(signal.SIGTERM, self._note)
         if hasattr(signal, "SIGUSR1"):
             signal.signal(signal.SIGUSR1, self._note_checkpoint)
 

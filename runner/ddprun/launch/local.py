@@ -109,7 +109,7 @@ def _pass_signals_on(scratch: Path, ranks: int) -> None:
         asked = True
         print(f"ddprun: {name}: stops after this step; once more ends it at once", file=sys.stderr)
         for pid in found:
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGINT)
 
     def checkpoint(number: int, _: FrameType | None) -> None:
         for pid in pids(scratch):
