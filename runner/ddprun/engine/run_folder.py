@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
 
 from ddprun import __version__
 from ddprun.engine.ranks import Ranks
@@ -79,10 +78,11 @@ def pipeline_folder(run_dir: Path) -> Path | None:
 def _make(folder: Path, loaded: Loaded) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
         if any(entry.name != _LOCK for entry in folder.iterdir()):
             raise RunFolderError(f"the run folder {folder} is not empty: name another with --run-dir")
-        _held.append(lock)
+        _lock(folder)
+        if any(entry.name != _LOCK for entry in folder.iterdir()):
+            raise RunFolderError(f"the run folder {folder} was just taken by another run")
         (folder / PIPELINE).write_text(loaded.resolved())
         about = {"v": 1, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
         (folder / ABOUT).write_text(json.dumps(about) + "\n")
@@ -92,39 +92,34 @@ def _make(folder: Path, loaded: Loaded) -> None:
 
 def _take_over(folder: Path) -> None:
     try:
-        _held.append(_lock(folder))
+        _lock(folder)
         (folder / SUMMARY).unlink(missing_ok=True)  # of an attempt that has failed
     except OSError as error:
         raise RunFolderError(f"cannot go on in the run folder {folder}: {error.strerror}") from None
 
 
-_held: list[IO[str]] = []
-"""Locks last as long as their file is open: until this process is gone."""
-
-
-def _lock(folder: Path) -> IO[str]:
-    """Keep every other run out of the folder, however this process ends.
+def _lock(folder: Path) -> None:
+    """Keep every other run out of the folder, however this process ends: the lock is its open file.
 
     Raises:
         RunFolderError: another run is in it.
     """
-    file = (folder / _LOCK).open("a+")
     if sys.platform == "win32":
-        return file
+        return
     import fcntl
 
+    path = folder / _LOCK
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     until = time.monotonic() + _WAIT_S
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            file.seek(0)
-            by = file.read().strip()
             if time.monotonic() > until:
-                raise RunFolderError(f"the run folder {folder} is in use by {by or 'another run'}") from None
+                os.close(handle)
+                by = path.read_text().strip() or "another run"
+                raise RunFolderError(f"the run folder {folder} is in use by {by}") from None
             time.sleep(0.1)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-    file.flush()
-    return file
+    os.ftruncate(handle, 0)
+    os.write(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
