@@ -72,12 +72,19 @@ def open_stacks(loaded: Loaded) -> Stacks:
         PipelineError: a hook that cannot be had.
     """
     found = Stacks()
+    names: dict[tuple[str, bool], str] = {}
     for stage in loaded.pipeline.step_stages():
         hooks = stage.effective(loaded.pipeline).hooks
         path = key_path(stage, "hooks")
         for inside, stacks in ((False, found.all_ranks), (True, found.inside_hosts)):
-            key = f"{[hook.plain() for hook in hooks]!r}{', inside a host' if inside else ''}"
-            if key not in found.used:
-                found.used[key] = build.build_stack(loaded, path, hooks, inside_host=inside)
-            stacks[stage.index] = found.used[key]
+            wanted = repr([hook.plain() for hook in hooks]), inside
+            if wanted not in names:
+                # A checkpoint has this name, so it tells no secret of the hooks' options.
+                name = f"{loaded.secrets.hidden([hook.plain() for hook in hooks])!r}"
+                name += ", inside a host" if inside else ""
+                while name in found.used:
+                    name += "'"
+                names[wanted] = name
+                found.used[name] = build.build_stack(loaded, path, hooks, inside_host=inside)
+            stacks[stage.index] = found.used[names[wanted]]
     return found
