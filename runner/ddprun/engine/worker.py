@@ -144,6 +144,7 @@ def _run_stages(session: Session) -> Literal["done", "interrupted"]:
     while position.next < len(session.loaded.pipeline.stages):
         stage = session.loaded.pipeline.stages[position.next]
         entry = {"kind": stage.name, "index": stage.index, **_run_stage(session, stage)}
+        entry = session.loaded.secrets.redact_all(entry)  # checkpoints hold it
         session.ranks.watch.turn(b"collecting records")
         session.records.collect()
         if entry.get("interrupted"):
