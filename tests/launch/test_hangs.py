@@ -17,7 +17,7 @@ import pytest
 from tests.engine.running import events, summary
 from tests.ranks import Finished, Running, free_port, is_running
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 8.0
 ENDED_WITHIN_S = TIMEOUT_S + 5
 
 PIPELINE = """
@@ -29,7 +29,7 @@ ddp: {bucket_cap_mb: 1}
 stages:
   - train: {steps: 1000000}
   - evaluate
-launch: {timeout_s: 4, nproc_per_node: 3}
+launch: {timeout_s: 8, nproc_per_node: 3}
 """
 
 HALTING = """
@@ -150,7 +150,7 @@ def test_a_rank_that_sleeps_in_its_third_backward_is_named_by_all_others(folder:
         done, ended = end_of(running)
     assert done.code == 1
     assert ended - float((folder / "asleep").read_text()) < ENDED_WITHIN_S
-    told = "the run hangs (stages[0].train, step 3): rank 2 did not arrive within 4 s"
+    told = "the run hangs (stages[0].train, step 3): rank 2 did not arrive within 8 s"
     assert done.stderr.count(told) == done.stderr.count("the run hangs") == 1
     found = logs(folder / "run")
     for rank in (0, 1):
@@ -158,7 +158,7 @@ def test_a_rank_that_sleeps_in_its_third_backward_is_named_by_all_others(folder:
     for text in (done.stderr, found[0], found[1]):
         assert re.search(r"all_reduce \d+ of world\.0, among ranks 0-2\n", text)
         assert re.search(
-            r"rank 2 .* is in backward of step 3 \(stages\[0\]\.train\), for \d\.\d s, at ", text
+            r"rank 2 .* is in backward of step 3 \(stages\[0\]\.train\), for \d+\.\d s, at ", text
         )
         assert "halting.py:17 in halt" in text
     # The second bucket is whole only after the gate; of the first, rank 2 has sent its part.
@@ -168,7 +168,7 @@ def test_a_rank_that_sleeps_in_its_third_backward_is_named_by_all_others(folder:
     assert "Traceback" not in done.stderr
     failure = summary(folder / "run")
     assert failure["status"] == "failed"
-    assert failure["error"]["message"] == "the run hangs: rank 2 did not arrive within 4 s"
+    assert failure["error"]["message"] == "the run hangs: rank 2 did not arrive within 8 s"
     hang = failure["error"]["hang"]
     assert (hang["ranks"], hang["step"], hang["bucket"]) == ([2], 3, 1)
     assert hang["params"] == ["first.bias", "first.weight"]
@@ -189,13 +189,13 @@ def test_a_stopped_rank_is_named_and_ended(folder: Path, stopped: int) -> None:
         done, ended = end_of(running)
     assert (done.code, ended - since < ENDED_WITHIN_S) == (1, True), (ended - since, done.stderr)
     assert done.stderr.count("the run hangs") == 1
-    assert done.stderr.count(f": rank {stopped} did not arrive within 4 s\n") == 1
+    assert done.stderr.count(f": rank {stopped} did not arrive within 8 s\n") == 1
     assert "is stopped, by SIGSTOP or a debugger" in done.stderr
     assert "first.bias, first.weight" in done.stderr
     assert "killed by" not in done.stderr
     found = logs(folder / "run")
     assert set(found) == {0, 1, 2} - {stopped}
-    assert all(f"rank {stopped} did not arrive within 4 s" in text for text in found.values())
+    assert all(f"rank {stopped} did not arrive within 8 s" in text for text in found.values())
     assert summary(folder / "run")["error"]["hang"]["ranks"] == [stopped]
     assert [event["event"] for event in events(folder / "run")][-1] == "hang"
     nothing_left(folder, before, ranks)
@@ -256,9 +256,9 @@ def test_a_host_whose_ranks_are_all_stopped_is_ended_by_its_launcher(folder: Pat
     assert not any(map(is_running, ranks))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGKILL, -9)])
 def test_a_stopped_rank_ends_with_its_launcher(folder: Path, number: signal.Signals, code: int) -> None:
-    """Also if the launcher is killed, before any timeout."""
+    """Before any timeout: it goes on to stop after its step, or is killed if the launcher is."""
     with started(folder, "--set=launch.timeout_s=600") as running:
         ranks = wait_for(folder / "run" / "steps" / "rank-00000.jsonl", running)
         os.kill(process_of(ranks, 1), signal.SIGSTOP)
@@ -311,7 +311,7 @@ def test_every_other_rank_exits_1_under_any_launcher(folder: Path, stopped: int)
         assert time.time() - since < ENDED_WITHIN_S
         assert [ranks[rank].returncode for rank in others] == [1, 1]
         told = "".join(err for _, err in outs)
-        assert told.count(f"rank {stopped} did not arrive within 4 s") == (1 if stopped else 2), told
+        assert told.count(f"rank {stopped} did not arrive within 8 s") == (1 if stopped else 2), told
         assert "is stopped, by SIGSTOP" in told
     finally:
         for rank in ranks:
@@ -328,7 +328,7 @@ def test_a_rank_that_never_comes_is_named_before_the_first_step(folder: Path) ->
     finally:
         rank.kill()
     assert rank.returncode == 1
-    assert "the run hangs (before the first stage): rank 1 did not arrive within 4 s, or cannot be" in told
+    assert "the run hangs (before the first stage): rank 1 did not arrive within 8 s, or cannot be" in told
     assert re.search(r"rank 1 +has not joined", told)
     assert "Traceback" not in told
 

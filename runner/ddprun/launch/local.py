@@ -110,6 +110,7 @@ def _pass_signals_on(scratch: Path, ranks: int) -> None:
         print(f"ddprun: {name}: stops after this step; once more ends it at once", file=sys.stderr)
         for pid in found:
             os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGCONT)  # one that is stopped could not stop after its step
 
     def checkpoint(number: int, _: FrameType | None) -> None:
         for pid in pids(scratch):
