@@ -72,6 +72,10 @@ class Host:
         again = int(dict(zip(*rows, strict=True))["RetransSegs"])
         return self.tx_bytes(interface) - _HEADER_BYTES * packets - _SEGMENT_BYTES * again
 
+    def cut(self) -> None:
+        """Take the link to the other host down."""
+        _ip("-n", self.namespace, "link", "set", "e0", "down")
+
     def _read(self, path: str) -> str:
         command = ["ip", "netns", "exec", self.namespace, "cat", path]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

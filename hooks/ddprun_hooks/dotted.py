@@ -1,23 +1,31 @@
-"""Import of what a dotted name means."""
+"""Import of what a dotted name means: the one place where a name of the user's becomes an object."""
 
 import difflib
 import importlib
+from types import ModuleType
 from typing import Any
 
+from ddprun_hooks.errors import DottedNameError
+from ddprun_hooks.trust import Trust, UntrustedError, Wanted, trust
 
-class DottedNameError(ValueError):
-    """A dotted name that leads nowhere; the message says how far it led and what is there."""
 
-
-def import_dotted(name: str) -> Any:
+def import_dotted(name: str, wanted: Wanted | None = None) -> Any:
     """Import `package.module.attribute` (the attribute may itself be dotted).
+
+    Args:
+        name: what a user wrote.
+        wanted: the kind of object that it must lead to; judged where `DDPRUN_TRUSTED` sets a limit.
 
     Raises:
         DottedNameError: no such module or attribute. What the module's own code raises passes through.
+        UntrustedError: `DDPRUN_TRUSTED` does not allow it; nothing untrusted has been imported then.
+        TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
     """
     parts = name.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise DottedNameError(f'"{name}" is not a dotted name such as package.module.Name')
+    limit = trust()
+    limit.admit_name(name)
     for length in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:length])
         try:
@@ -32,12 +40,18 @@ def import_dotted(name: str) -> Any:
             if length == 1:
                 raise DottedNameError(f'there is no module "{parts[0]}"') from None
             continue
-        return _attribute(found, module_name, parts[length:])
+        found = _attribute(found, module_name, parts[length:], limit)
+        limit.admit(name, found, wanted)
+        return found
     raise AssertionError("unreachable: the loop returns or raises at its last length")
 
 
-def _attribute(found: Any, where: str, path: list[str]) -> Any:
+def _attribute(found: Any, where: str, path: list[str], limit: Trust) -> Any:
     for part in path:
+        # A module under another name than its own is an alias, and looking into it may run its code.
+        alias = isinstance(found, ModuleType) and found.__name__ != where
+        if alias and (reason := limit.refusal(found.__name__)):
+            raise UntrustedError(f'"{where}" is the module {found.__name__}: {reason}', limit.allowed())
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=1)
             hint = f' (did you mean "{near[0]}"?)' if near else ""

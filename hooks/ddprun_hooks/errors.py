@@ -2,6 +2,7 @@
 
 ```
 HooksError
+├── DottedNameError     a dotted name that leads nowhere, or where it may not
 ├── HookSetupError      a name, an option or a stack that cannot work: mend the configuration
 └── ExchangeError       an exchange that went wrong while running
     └── DisagreementError   ranks are about to exchange payloads that do not match
@@ -11,6 +12,10 @@ HooksError
 
 class HooksError(Exception):
     """Base of every error this package raises."""
+
+
+class DottedNameError(HooksError, ValueError):
+    """A dotted name that leads nowhere; the message says how far it led and what is there."""
 
 
 class HookSetupError(HooksError, ValueError):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddprun_hooks.buckets import ParameterBuckets
-from ddprun_hooks.channel import Channel
+from ddprun_hooks.channel import Channel, Collective
 from ddprun_hooks.errors import DisagreementError
 from ddprun_hooks.flight import now_us
 from ddprun_hooks.hook import Need, Needs
@@ -22,6 +22,7 @@ from ddprun_hooks.plain import broadcast_from
 from ddprun_hooks.porter import Porter
 from ddprun_hooks.team import Team
 from ddprun_hooks.teams import Ground, Layout, open_teams
+from ddprun_hooks.watch import NOBODY, Ticket, Watch, waiting
 
 _TOLD_BYTES = 64
 _MESSAGE_BYTES = 25 << 20
@@ -32,15 +33,18 @@ _ALL_RANKS: Needs = MappingProxyType({Need("world"): 1})
 class Posted:
     """A control word on its way."""
 
-    __slots__ = ("_gathered", "_work")
+    __slots__ = ("_gathered", "_ticket", "_work")
 
-    def __init__(self, work: dist.Work, gathered: list[Tensor]) -> None:
+    def __init__(self, work: dist.Work, gathered: list[Tensor], ticket: Ticket) -> None:
         self._work = work
         self._gathered = gathered
+        self._ticket = ticket
+        ticket.done_when(work.is_completed)
 
     def wait(self) -> Tensor:
         """Every rank's word: shape (world size, length), float64."""
         self._work.wait()
+        self._ticket.done()
         return torch.stack(self._gathered)
 
 
@@ -50,33 +54,42 @@ class Control:
     Args:
         group: a Gloo process group that nothing else uses.
         rank, size: this rank's place in it, and how many there are.
+        watch: is told of what is exchanged.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, watch: Watch = NOBODY) -> None:
         self._group = group
         self.rank = rank
         self.size = size
+        self._words = watch.line("control", range(size))
+        self._letters = watch.line("control, between two ranks", range(size))
 
-    def post(self, word: Sequence[float]) -> Posted:
-        """Send this rank's numbers to all ranks without waiting. All ranks post words of one length."""
+    def post(self, word: Sequence[float], what: str = "the control word") -> Posted:
+        """Send this rank's numbers to all ranks without waiting. All ranks post words of one length.
+
+        Args:
+            word: the numbers.
+            what: they are, for whoever looks on.
+        """
         mine = torch.tensor(word, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        return Posted(self._group.allgather([gathered], [mine]), gathered)
+        ticket = self._words.issue("all_gather", what=what)
+        return Posted(self._group.allgather([gathered], [mine]), gathered, ticket)
 
-    def gather(self, word: Sequence[float]) -> Tensor:
+    def gather(self, word: Sequence[float], what: str = "numbers of every rank") -> Tensor:
         """Every rank's numbers: shape (world size, len(word)), float64."""
-        return self.post(word).wait()
+        return self.post(word, what).wait()
 
-    def tell(self, data: bytes) -> list[bytes]:
+    def tell(self, data: bytes, what: str = "bytes of every rank") -> list[bytes]:
         """Every rank's bytes, at most 64, in rank order."""
         if len(data) > _TOLD_BYTES:
             raise ValueError(f"at most {_TOLD_BYTES} bytes can be told, got {len(data)}")
-        words = self.gather([float(len(data)), *map(float, data.ljust(_TOLD_BYTES))])
+        words = self.gather([float(len(data)), *map(float, data.ljust(_TOLD_BYTES))], what)
         return [bytes(int(byte) for byte in word[1 : 1 + int(word[0])]) for word in words.tolist()]
 
-    def barrier(self) -> None:
+    def barrier(self, what: str = "a barrier") -> None:
         """Wait until every rank is here."""
-        self.gather([0.0])
+        self.gather([0.0], what)
 
     def agree(self, what: str, described: str) -> None:
         """Make sure that every rank describes `what` alike.
@@ -84,7 +97,7 @@ class Control:
         Raises:
             DisagreementError: names the ranks that differ from rank 0.
         """
-        digests = self.tell(hashlib.sha256(described.encode()).digest())
+        digests = self.tell(hashlib.sha256(described.encode()).digest(), f"agreement on {what}")
         odd = [rank for rank in range(self.size) if digests[rank] != digests[0]]
         if odd:
             ranks = ", ".join(map(str, odd))
@@ -100,35 +113,39 @@ class Control:
         """
         if self.rank == 0:
             for peer in range(1, self.size):
-                for _ in range(rounds):
-                    self._receive(peer)
-                    self._send(now_us(), peer)
+                with waiting(self._letters, "receive", "comparing clocks", [peer]):
+                    for _ in range(rounds):
+                        self._receive(peer)
+                        self._send(now_us(), peer)
             return 0.0, 0.0
         best: tuple[float, float] | None = None
-        for _ in range(rounds):
-            sent = now_us()
-            self._send(sent, 0)
-            theirs = self._receive(0)
-            received = now_us()
-            bound = (received - sent) / 2
-            if best is None or bound < best[1]:
-                best = (sent + bound - theirs, bound)
+        with waiting(self._letters, "receive", "comparing clocks", [0]):
+            for _ in range(rounds):
+                sent = now_us()
+                self._send(sent, 0)
+                theirs = self._receive(0)
+                received = now_us()
+                bound = (received - sent) / 2
+                if best is None or bound < best[1]:
+                    best = (sent + bound - theirs, bound)
         assert best is not None
         return best
 
     def send_bytes(self, data: bytes, target: int) -> None:
         """Send bytes to one rank, which has to call `receive_bytes`."""
-        self._send(len(data), target)
-        if data:
-            self._group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], target, 0).wait()
+        with waiting(self._letters, "send", f"{len(data)} bytes of records", [target]):
+            self._send(len(data), target)
+            if data:
+                self._group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], target, 0).wait()
 
     def receive_bytes(self, source: int) -> bytes:
         """Receive what `send_bytes` on rank `source` sends."""
-        length = self._receive(source)
-        if not length:
-            return b""
-        buffer = torch.empty(length, dtype=torch.uint8)
-        self._group.recv([buffer], source, 0).wait()
+        with waiting(self._letters, "receive", "records", [source]):
+            length = self._receive(source)
+            if not length:
+                return b""
+            buffer = torch.empty(length, dtype=torch.uint8)
+            self._group.recv([buffer], source, 0).wait()
         return buffer.numpy().tobytes()
 
     def _send(self, number: int, target: int) -> None:
@@ -140,10 +157,12 @@ class Control:
         return int(number.item())
 
 
-def open_control(timeout: timedelta) -> Control:
+def open_control(timeout: timedelta, watch: Watch = NOBODY) -> Control:
     """Control among all ranks of the default group, each of which has to call this."""
-    group = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
-    return Control(group, dist.get_rank(), dist.get_world_size())
+    size = dist.get_world_size()
+    with waiting(watch.line("set-up", range(size)), "new_group", "making the process group of control"):
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
+    return Control(group, dist.get_rank(), size, watch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +197,7 @@ class Exchange:
         deltas: Needs = _NOBODY,
         plain: Needs = _ALL_RANKS,
         timeout: timedelta,
+        watch: Watch = NOBODY,
     ) -> "Exchange":
         """Make all process groups. Every rank of the default group has to call this, with equal arguments.
 
@@ -192,6 +212,7 @@ class Exchange:
             deltas: the same for that lane.
             plain: the same for that lane.
             timeout: how long a collective may take before it fails.
+            watch: is told of every collective.
 
         Raises:
             HookSetupError: the ranks do not lie as a stack needs them.
@@ -199,10 +220,14 @@ class Exchange:
         layout = Layout(dist.get_rank(), tuple(hosts), tuple(local_sizes))
         on_gpu = device.type == "cuda"
 
-        def make_group(name: str, ranks: list[int]) -> Any:
-            return dist.new_group(ranks, backend=backend, timeout=timeout, group_desc=name)
+        everybody = list(range(layout.size))
+        set_up = watch.line("set-up of groups", everybody)
 
-        ground = Ground(make_group, control.tell, timeout.total_seconds(), Porter())
+        def make_group(name: str, ranks: list[int]) -> Any:
+            with waiting(set_up, "new_group", f"making the process group {name}"):
+                return dist.new_group(ranks, backend=backend, timeout=timeout, group_desc=name)
+
+        ground = Ground(make_group, control.tell, timeout.total_seconds(), Porter(), watch)
 
         def lane(name: str, needs: Needs) -> Lane:
             # A stream keeps collectives in order: there, one group serves every round.
@@ -210,12 +235,18 @@ class Exchange:
             world = open_teams(name, layout, rounds, ground)
             return StreamLane(world, device) if on_gpu else HostLane(world)
 
-        everybody = list(range(layout.size))
+        exact = Team(
+            "exact",
+            layout.rank,
+            layout.hosts,
+            [make_group("exact", everybody)],
+            lines={False: [watch.line("exact", everybody)]},
+        )
         return cls(
             gradients=lane("world", gradients),
             deltas=lane("deltas", deltas),
             plain=lane("plain", plain),
-            exact=Team("exact", layout.rank, layout.hosts, [make_group("exact", everybody)]),
+            exact=exact,
             control=control,
         )
 
@@ -232,10 +263,18 @@ class Exchange:
     def exact_sum(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Sum `tensor` over the ranks, in place, beside every stack; gives it, and the bytes sent."""
         wanted = Channel(self.exact).all_reduce(tensor)
-        self.exact.launch(wanted, 0).wait()
+        self._beside(wanted, "the exact mean")
         return tensor, self.exact.wire_bytes(wanted)
 
     def largest(self, tensor: Tensor) -> Tensor:
         """The largest of the ranks' values at each place of `tensor`, in place, beside every stack."""
-        self.exact.launch(Channel(self.exact).all_reduce_max(tensor), 0).wait()
+        self._beside(Channel(self.exact).all_reduce_max(tensor), "the largest value, for the audit")
         return tensor
+
+    def _beside(self, wanted: Collective, what: str) -> None:
+        """A collective beside every lane, waited for."""
+        ticket = self.exact.line(wanted, 0).issue(wanted.op, what=what)
+        work = self.exact.launch(wanted, 0)
+        if isinstance(work, dist.Work):
+            ticket.done_when(work.is_completed)  # with NCCL, `wait` waits on the stream alone
+        work.wait()

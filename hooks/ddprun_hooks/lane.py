@@ -133,6 +133,7 @@ class HostLane:
         issued, team = journey.issued, wanted.team.name
         leg = new_leg(wanted, issued[team], now_us())
         journey.flight.legs.append(leg)
+        ticket = wanted.team.line(wanted, issued[team]).issue(wanted.op, journey.payload)
         try:
             work = launch(wanted, issued[team], journey.stack)
             issued[team] += 1
@@ -143,6 +144,7 @@ class HostLane:
 
         def arrived(future: Future[Any]) -> None:
             leg.done = now_us()
+            ticket.done()
             try:
                 future.value()
             except BaseException as error:
@@ -253,8 +255,10 @@ class StreamLane:
             flight.slices.append(Slice(start, launched, "encode", False))
             leg = new_leg(wanted, 0, launched)
             flight.legs.append(leg)
+            ticket = wanted.team.line(wanted, 0).issue(wanted.op, payload)
             launch(wanted, 0, stack).wait()
             leg.done = start = self._mark(self._stream)
+            ticket.done_when(start.query)  # with NCCL, `wait` waits on the stream alone
             result = wanted.output
 
     def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:

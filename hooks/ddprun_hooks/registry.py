@@ -1,15 +1,19 @@
 """From a hook's name and options to the hook: built in, installed (entry point) or dotted."""
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
-from ddprun_hooks.dotted import DottedNameError, import_dotted
-from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.dotted import import_dotted
+from ddprun_hooks.errors import DottedNameError, HookSetupError
 from ddprun_hooks.hook import FunctionHook, Hook
 from ddprun_hooks.options import BUILT_IN, ENTRY_POINT_GROUP, HookSpec, parse_spec, settings_of
 from ddprun_hooks.stack import Stack
+from ddprun_hooks.trust import TrustSettingError, UntrustedError, Wanted
+
+_WANTED = Wanted("a hook is a Hook class, a function that returns one, or an async function", Hook)
 
 
 def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
@@ -30,16 +34,15 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
         except ValueError as error:
             raise HookSetupError(str(error)) from None
         module, _, factory = settings.implementation.partition(":")
-        made = import_dotted(f"{module}.{factory}")(**settings.model_dump())
+        made = getattr(importlib.import_module(module), factory)(**settings.model_dump())
         assert isinstance(made, Hook)
         return made
-    if "." in name:
-        try:
-            target = import_dotted(name)
-        except DottedNameError as error:
-            raise HookSetupError(str(error)) from None
-    else:
-        target = _installed(name)
+    try:
+        target = import_dotted(name, _WANTED) if "." in name else _installed(name)
+    except UntrustedError as error:
+        raise HookSetupError(f"{error}; {error.allowed}") from None
+    except (DottedNameError, TrustSettingError) as error:
+        raise HookSetupError(str(error)) from None
     return _from_target(name, target, options)
 
 
@@ -69,8 +72,10 @@ def _installed(name: str) -> Any:
         sources = " and ".join(point.value for point in points)
         raise HookSetupError(f'the hook name "{name}" is claimed twice, by {sources}; use the dotted name')
     try:
-        return points[0].load()
-    except (ImportError, AttributeError) as error:
+        return import_dotted(f"{points[0].module}.{points[0].attr}", _WANTED)
+    except UntrustedError:
+        raise
+    except (ImportError, DottedNameError) as error:
         raise HookSetupError(
             f'the installed hook "{name}" ({points[0].value}) cannot be imported: {error}'
         ) from error

@@ -13,6 +13,7 @@ from ddprun_hooks.arena import Arena
 from ddprun_hooks.channel import Collective
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.porter import Porter
+from ddprun_hooks.watch import NOBODY, Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,18 @@ class Team:
     """For each number of hosts that a hook splits this team into (None: as launched): the ranks of this
     rank's host, and the ranks of its place on every host."""
 
+    lines: Mapping[bool, Sequence[Line]] = field(default_factory=dict)
+    """Who is told of the collectives of each round: through shared memory (True) and over the network."""
+
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.hosts)
+
+    def line(self, wanted: Collective, round_index: int) -> Line:
+        """Who is told of a collective of this round."""
+        lines = self.lines.get(wanted.shared, ())
+        return lines[round_index] if round_index < len(lines) else NOBODY
 
     def launch(self, wanted: Collective, round_index: int) -> dist.Work | SharedWork:
         """Start a collective on the group of its round.

@@ -10,6 +10,7 @@ from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.hook import Need, Needs
 from ddprun_hooks.porter import Porter
 from ddprun_hooks.team import Team
+from ddprun_hooks.watch import NOBODY, Watch, waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ class Ground:
 
     timeout_s: float
     porter: Porter
+    watch: Watch = NOBODY
+    """Is told of every collective."""
 
 
 def open_teams(name: str, layout: Layout, needs: Needs, ground: Ground) -> Team:
@@ -134,14 +137,17 @@ def _team(
         groups.append(made[mine[0]])
     if True in rounds:
         _check_one_host(layout, parts)
-        arenas = open_arenas(
-            rank=mine.index(layout.rank),
-            size=len(mine),
-            count=rounds[True],
-            share=lambda data: ground.tell(data)[mine[0]],
-            timeout_s=ground.timeout_s,
-            names=mine,
-        )
+        # Its own line: the ranks have met before they share, and one may still be lost in between.
+        sharing = ground.watch.line(f"{name}, being shared", mine)
+        with waiting(sharing, "share", f"making {rounds[True]} areas of shared memory"):
+            arenas = open_arenas(
+                rank=mine.index(layout.rank),
+                size=len(mine),
+                count=rounds[True],
+                share=lambda data: ground.tell(data)[mine[0]],
+                timeout_s=ground.timeout_s,
+                names=mine,
+            )
     return Team(
         name,
         mine.index(layout.rank),
@@ -150,6 +156,13 @@ def _team(
         arenas,
         ground.porter if arenas else None,
         splits or {},
+        {
+            shared: [
+                ground.watch.line(f"{name}.{index}{' in shared memory' if shared else ''}", mine)
+                for index in range(count)
+            ]
+            for shared, count in sorted(rounds.items())
+        },
     )
 
 

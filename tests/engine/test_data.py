@@ -1,8 +1,10 @@
 """The order of samples: each once, known in advance, as DistributedSampler has it, resumable."""
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
@@ -130,6 +132,63 @@ def test_a_feed_goes_on_where_its_state_was_taken(kind: type[Ids | Stream], done
     second = feed(kind(22), 1, 2)
     second.load_state_dict(first.state_dict())
     assert take(second, 8 - done) == whole[done:]
+
+
+class Noisy(Ids):
+    """Sample i is (i, a random number)."""
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        return index, torch.rand(()) + random.random() + np.random.rand()
+
+
+def test_what_loading_processes_draw_depends_on_the_batch_alone() -> None:
+    """One process or two, from the epoch's start or from its middle: the same augmentation."""
+
+    def draws(workers: int, skip: int) -> list[list[float]]:
+        source = feed(Noisy(40), 1, 2, workers=workers)
+        source.load_state_dict({"epoch": 1, "samples": 8 * skip})
+        return [
+            micro.content[1].tolist() for step in source.steps(1, epochs=1) for micro in step.micro_batches
+        ]
+
+    whole = draws(1, 0)
+    assert len({value for batch in whole for value in batch}) == 20, "every sample draws its own"
+    assert draws(2, 0) == whole
+    assert draws(2, 2) == whole[2:]
+
+
+@pytest.mark.parametrize("kind", [Ids, Stream])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2), (3, 4), (2, 1)])
+def test_another_number_of_ranks_goes_on_in_the_same_order(
+    kind: type[Ids | Stream], before: int, after: int
+) -> None:
+    """No sample twice and none left out, in the global order, wherever the old ranks stopped."""
+
+    def step_ids(steps: list[Any]) -> set[int]:
+        return {
+            index
+            for step in steps
+            for micro in step.micro_batches
+            for index in micro.content[0].tolist()[: micro.samples]
+        }
+
+    old = [feed(kind(61), rank, before) for rank in range(before)]
+    rows = [source.steps(1, epochs=1) for source in old]
+    seen: list[int] = []
+    for _ in range(3):
+        ids = [step_ids([next(row)]) for row in rows]
+        seen += [index for of_rank in ids for index in of_rank]
+    states = [source.state_dict() for source in old]
+    assert all(state == states[0] for state in states)
+    new = [feed(kind(61), rank, after) for rank in range(after)]
+    for source in new:
+        source.load_state_dict(states[0])
+    rest = [step_ids(list(source.steps(1, epochs=1))) for source in new]
+    seen += [index for of_rank in rest for index in of_rank]
+    assert sorted(seen) == list(range(61))
+    if kind is Ids:
+        whole = [index for step in epoch(feed(kind(61), 0, 1)) for ids, _ in step for index in ids]
+        assert set(seen[: before * 12]) == set(whole[: before * 12]), "the first ones of the epoch's order"
 
 
 def test_an_epochs_stage_starts_a_new_epoch() -> None:

@@ -13,6 +13,7 @@ from ddprun.engine.course import Course, open_course, synchronise
 from ddprun.engine.place import place_of
 from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.session import Session, StopRequest, open_session
+from ddprun.engine.state import bring_back, state_of
 from ddprun.engine.train import compute
 from ddprun.spec import load
 from tests.hooks.test_stacks import assert_same
@@ -73,15 +74,18 @@ def first_part(folder: Path) -> None:
 
     session = open_here(folder, "first")
     go(begin(session), 6)
-    torch.save(session.state_dict(), folder / f"state-{os.environ['RANK']}")
+    session.ledger.drain()
+    torch.save(state_of(session), folder / f"state-{os.environ['RANK']}")
 
 
 def second_part(folder: Path) -> list[bytes]:
     import torch
 
     session = open_here(folder, "second")
+    state = torch.load(folder / f"state-{os.environ['RANK']}", weights_only=True)
+    bring_back(session, state)
+    session.mid_stage = {**state, "new_rates": False}
     course = begin(session)
-    session.load_state_dict(torch.load(folder / f"state-{os.environ['RANK']}", weights_only=True))
     assert session.step == 6
     go(course, 5)
     return bits(session)

@@ -1,13 +1,15 @@
 """Several hosts, and what really goes over the wire: in network namespaces that the tests make."""
 
 import contextlib
+import re
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.engine.running import lines, summary
 from tests.namespaces import hosts, needs_namespaces
-from tests.ranks import Running, ddprun
+from tests.ranks import Finished, Running, ddprun
 
 pytestmark = [needs_namespaces, pytest.mark.netns]
 
@@ -152,3 +154,105 @@ def test_recorded_bytes_are_those_of_the_interface(tmp_path: Path) -> None:
         recorded[hooks] = in_records
         print(f"{hooks}: {on_the_wire} bytes on the wire, {in_records} in the records")
     assert recorded["[fp16]"] * 2 == recorded["[]"]
+
+
+HANGING = """
+model: {halting.Net: {rank: 3}}
+data: digits
+loader: {batch_size: 16}
+optimizer: {sgd: {lr: 0.1}}
+stages:
+  - train: {steps: 1000000}
+launch: {timeout_s: 8}
+"""
+
+HALTING = """
+import os
+import time
+from pathlib import Path
+
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, rank):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        self.calls, self.rank = 0, rank
+
+    def forward(self, inputs):
+        self.calls += 1
+        if self.calls == 8 and os.environ["RANK"] == str(self.rank):
+            Path("asleep").write_text(str(time.time()))
+            time.sleep(1000)
+        return super().forward(inputs)
+"""
+
+
+def hanging_on_two_hosts(folder: Path, rank: int, cut: bool) -> tuple[list[Finished], list[float], float]:
+    """Two hosts with two ranks each, of which one hangs, or whose link goes down; how both ended, when, and
+    when it began.
+    """
+    (folder / "two.yaml").write_text(HANGING)
+    (folder / "halting.py").write_text(HALTING)
+    with hosts(2) as made, contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                Running(
+                    "two.yaml",
+                    "--nnodes=2",
+                    "--nproc-per-node=2",
+                    "--rdzv-backend=c10d",
+                    "--rdzv-endpoint=node0:29400",
+                    "--rdzv-id=two",
+                    "--run-dir=two",
+                    f"--set=model={{halting.Net: {{rank: {rank}}}}}",
+                    cwd=folder,
+                    environment={"GLOO_SOCKET_IFNAME": "e0"},
+                    prefix=host.prefix(),
+                )
+            )
+            for host in made
+        ]
+        mark = folder / ("two/steps/rank-00000.jsonl" if cut else "asleep")
+        end = time.monotonic() + 60
+        while not (mark.exists() and mark.stat().st_size) and time.monotonic() < end:
+            time.sleep(0.05)
+        if cut:
+            made[1].cut()
+        since = time.time()
+        finished, ended = [], []
+        for running in started:
+            finished.append(running.wait(60))
+            ended.append(time.time())
+    return finished, ended, since
+
+
+def test_a_rank_that_hangs_on_another_host_is_named_on_both(tmp_path: Path) -> None:
+    """The launcher of its host says what it is at; one screen of the two shows it, and each rank's log."""
+    finished, ended, since = hanging_on_two_hosts(tmp_path, 3, cut=False)
+    assert [one.code for one in finished] == [1, 1]
+    # Launchers of several hosts stay up for 4 s, so that the store does.
+    assert all(one - since < 8 + 5 + 4 for one in ended), [one - since for one in ended]
+    told = "".join(one.stderr for one in finished)
+    assert told.count("the run hangs (stages[0].train, step 6): rank 3 did not arrive within 8 s\n") == 1, (
+        told
+    )
+    assert told.count("the run hangs") == 1
+    assert re.search(r"rank 3 .* is in forward of step 6 .*halting\.py:\d+ in forward", told)
+    for rank in (0, 1, 2):
+        log = (tmp_path / "two" / "logs" / f"rank-{rank:05}.log").read_text()
+        assert "rank 3 did not arrive within 8 s" in log
+        assert "halting.py" in log
+        assert ("(on node1)" in log) == (rank < 2)
+
+
+def test_a_link_that_is_down_is_named_on_both_hosts(tmp_path: Path) -> None:
+    """Nobody can say what the other host's ranks are at; each host says that, and ends."""
+    finished, ended, since = hanging_on_two_hosts(tmp_path, 9, cut=True)
+    assert [one.code for one in finished] == [1, 1]
+    # Torchelastic on the host without the store would go on to wait for that, and is ended.
+    assert all(one - since < 8 + 5 + 4 + 6 for one in ended), [one - since for one in ended]
+    for one, there, node in zip(finished, ("ranks 2-3", "ranks 0-1"), ("node1", "node0"), strict=True):
+        assert one.stderr.count("the run hangs") == 1, one.stderr
+        assert re.search(rf"{there} did not arrive within 8 s, or cannot be reached", one.stderr), one.stderr
+        assert f"is on {node}, which does not answer: the host or the link to it is down" in one.stderr

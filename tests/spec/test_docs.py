@@ -9,7 +9,7 @@ from ddprun.spec import Pipeline, load, options
 from ddprun.spec.buffers import TIMES
 from ddprun.spec.resolved import plain
 from ddprun.spec.scalars import write
-from ddprun.spec.schema import OVERRIDABLE, STAGES, Audit, Ddp, Launch, Loader, Timings
+from ddprun.spec.schema import OVERRIDABLE, STAGES, Audit, Checkpoint, Ddp, Launch, Loader, Timings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
 
@@ -20,6 +20,7 @@ def defaults() -> dict[str, str]:
         "loader": Loader,
         "ddp": Ddp,
         "launch": Launch,
+        "checkpoint": Checkpoint,
         "timings": Timings,
         "audit": Audit,
     }

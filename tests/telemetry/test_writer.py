@@ -67,10 +67,10 @@ def test_a_stalled_disk_drops_lines_and_counts_them(tmp_path: Path) -> None:
 def test_events_are_one_json_object_a_line_through_the_writer(tmp_path: Path) -> None:
     """With what the logger is bound to, the level and both clocks."""
     writer = Writer(tmp_path)
-    log = event_log(writer, rank=0)
+    log = event_log(writer, dict, rank=0)
     log.info("started", world_size=2)
     log.warning("step_skipped", step=3)
-    event_log(None, rank=1).info("unheard")
+    event_log(None, dict, rank=1).info("unheard")
     writer.close()
     first, second = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (first["event"], first["rank"], first["world_size"], first["level"]) == ("started", 0, 2, "info")

@@ -42,9 +42,14 @@ def explain(
     """
     from ddprun.cli import printing
     from ddprun.spec import PipelineError, load
+    from ddprun.spec.secrets import Secrets
 
+    secrets = Secrets.of()
     try:
         loaded = load(pipeline, overrides)
+        secrets = loaded.secrets
+        if not no_import:
+            loaded.check_environment()
         if loaded.warnings:
             click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
@@ -55,14 +60,13 @@ def explain(
         click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
         return 2
     except Exception as error:  # of the user's own code, such as a model's forward
-        click.echo(
-            f"ddprun explain: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}", err=True
-        )
+        told = f"ddprun explain: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
+        click.echo(secrets.redact(told), err=True)
         return 1
     if form == "json":
-        click.echo(json.dumps(explained.as_object(), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(secrets.redact_all(explained.as_object()), indent=2, ensure_ascii=False))
     else:
         from ddprun.cli.explained import text
 
-        click.echo(text(explained))
+        click.echo(secrets.redact(text(explained)))
     return 0

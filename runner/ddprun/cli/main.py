@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ddprun import __version__
-from ddprun.cli import catalog, check, explain, init, run, schema
+from ddprun.cli import catalog, check, explain, init, resume, run, schema
 
 
 class _Commands(click.Group):
@@ -79,7 +79,15 @@ def cli() -> None:
     """
 
 
-for _command in (run.run, check.check, explain.explain, init.init, catalog.catalog, schema.schema):
+for _command in (
+    run.run,
+    resume.resume,
+    check.check,
+    explain.explain,
+    init.init,
+    catalog.catalog,
+    schema.schema,
+):
     cli.add_command(_command)
 
 
@@ -105,7 +113,9 @@ def main(args: Sequence[str] | None = None) -> int:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         return 2
     except click.ClickException as error:
-        message = " ".join(error.format_message().split()).rstrip(".")
+        from ddprun.spec.secrets import Secrets
+
+        message = " ".join(Secrets.of().redact(error.format_message()).split()).rstrip(".")
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "ddprun"
         click.echo(f"{command}: {message[:1].lower()}{message[1:]}; see `{command} --help`", err=True)
         return 2

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ _TORCHRUN: dict[str, tuple[Any, str]] = {
 }
 
 
-def _torchrun_flags(command: click.Command) -> click.Command:
+def torchrun_flags(command: click.Command) -> click.Command:
     """Add torchrun's own flags, spelled with - or with _."""
     for name, (kind, text) in _TORCHRUN.items():
         command.params.append(click.Option([f"--{name}"], type=kind, help=text))
@@ -54,6 +55,25 @@ def run(
 
     Flags that are torchrun's too mean what they mean there, and go before what the file says under `launch`.
     """
+    return start(pipeline, overrides, run_dir, flags)
+
+
+def start(
+    pipeline: Path,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    flags: Mapping[str, str | int | float | bool | None],
+    folder: Path | None = None,
+) -> int:
+    """Load a pipeline and launch it, or join; gives the exit code.
+
+    Args:
+        pipeline: the file.
+        overrides: the `--set` options.
+        run_dir: where the run's files go.
+        flags: torchrun's own.
+        folder: of the file from which a run that is resumed was started; None: this one is not resumed.
+    """
     from ddprun.cli import printing
     from ddprun.spec import PipelineError, load
 
@@ -62,17 +82,21 @@ def run(
         for name, value in flags.items()
         if value is not None and value is not False
     }
+    if LAUNCHED in os.environ:
+        from ddprun.launch.environment import handed_down
+
+        overrides = (*handed_down(), *overrides)
     try:
-        loaded = load(pipeline, overrides)
+        loaded = load(pipeline, overrides, folder)
         from ddprun import launch
 
         if loaded.warnings and os.environ.get("RANK", "0") == "0" and LAUNCHED not in os.environ:
             click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
 
-        return launch.start(loaded, given, overrides, run_dir)
+        return launch.start(loaded, given, overrides, run_dir, resuming=folder is not None)
     except PipelineError as error:
         click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
         return 2
 
 
-_torchrun_flags(run)
+torchrun_flags(run)

@@ -2,15 +2,14 @@
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from ddprun.engine.data import is_iterable
 from ddprun.engine.evolution import evolution_strategies
@@ -18,26 +17,34 @@ from ddprun.spec import Choice, DataPair, Loaded, PipelineError, StepStage, leng
 from ddprun.sync.noise import noise
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS
-from ddprun_hooks.dotted import DottedNameError, import_dotted
-from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.dotted import import_dotted
+from ddprun_hooks.errors import DottedNameError, HookSetupError
 from ddprun_hooks.options import parse_spec
 from ddprun_hooks.registry import make_hook
 from ddprun_hooks.stack import Stack
+from ddprun_hooks.trust import TrustSettingError, UntrustedError, Wanted
 
 MUTATIONS: dict[str, Callable[..., None]] = {"noise": noise}
 UPDATES: dict[str, Callable[..., None]] = {"evolution_strategies": evolution_strategies}
 
-
-def make_folder_importable(pipeline_file: Path) -> None:
-    """Let dotted names find modules beside the pipeline file, after everything that is installed."""
-    folder = str(pipeline_file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+_WANTED = {
+    "model": Wanted("a model is an nn.Module class or a function that returns one", nn.Module, (), nn.Module),
+    "data": Wanted(
+        "data is a Dataset class or a function that returns a dataset", Dataset, ("__getitem__", "__iter__")
+    ),
+    "loss": Wanted("a loss is a function of (output, target) or an nn.Module class", nn.Module),
+    "optimizer": Wanted("an Optimizer class is wanted", Optimizer, (), Optimizer),
+    "schedule": Wanted("an LRScheduler class is wanted", LRScheduler, (), LRScheduler),
+    "mutate": Wanted("a function of (model) is wanted"),
+    "update": Wanted("a function of (model, score) is wanted"),
+    "metric": Wanted("a metric is a function of (output, target)"),
+}
+"""By the kind of a choice."""
 
 
 def build_model(loaded: Loaded) -> nn.Module:
     """The model that the file chooses, on the CPU."""
-    choice = loaded.pipeline.model
+    choice = loaded.filled("model", loaded.pipeline.model)
     if choice.source == "built-in":
         return MODELS[choice.name](**choice.options)
     made = _call(loaded, "model", choice)
@@ -64,7 +71,7 @@ def build_data(loaded: Loaded) -> Split:
 
 def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Tensor] | None:
     """The loss as a function of (output, target); None where the model returns its own."""
-    choice = loaded.pipeline.loss
+    choice = loaded.filled("loss", loaded.pipeline.loss)
     if choice.source == "built-in":
         return None
     if choice.source == "torch":
@@ -88,7 +95,7 @@ def build_optimizer(
     loaded: Loaded, model: nn.Module, choice: Choice | None = None, path: str = "optimizer"
 ) -> Optimizer:
     """The optimizer over all parameters that require a gradient."""
-    choice = choice or loaded.pipeline.optimizer
+    choice = loaded.filled(path, choice or loaded.pipeline.optimizer)
     path = _key(path, choice)
     params = [param for param in model.parameters() if param.requires_grad]
     if choice.source == "torch":
@@ -119,6 +126,7 @@ def build_schedule(
     """The schedule of one stage; a length that is left out becomes the stage's `steps`."""
     if choice is None:
         return None
+    choice = loaded.filled(path, choice)
     options, where = dict(choice.options), _key(path, choice)
     if choice.source == "torch":
         target: Any = getattr(torch.optim.lr_scheduler, choice.name)
@@ -154,7 +162,8 @@ def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...], *, inside_
             `within`.
     """
     named = []
-    for place, choice in enumerate(hooks):
+    for place, written in enumerate(hooks):
+        choice = loaded.filled(f"{path}[{place}]", written)
         chosen = [(choice.name, dict(choice.options))]
         if inside_host and choice.name == "hierarchical" and choice.source == "built-in":
             chosen = [parse_spec(spec) for spec in choice.options.get("within", ())]
@@ -171,6 +180,7 @@ def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...], *, inside_
 
 def build_mutation(loaded: Loaded, path: str, choice: Choice) -> Callable[[nn.Module], Any]:
     """What changes a rank's weights: a function of the model."""
+    choice = loaded.filled(path, choice)
     if choice.source == "built-in":
         return functools.partial(MUTATIONS[choice.name], **choice.options)
     return _function(loaded, path, choice, None)
@@ -180,6 +190,7 @@ def build_update(
     loaded: Loaded, path: str, choice: Choice
 ) -> Callable[[nn.Module, Callable[[], Tensor]], Any]:
     """What a forward stage does in a step: a function of the model and of its score."""
+    choice = loaded.filled(path, choice)
     if choice.source == "built-in":
         return functools.partial(UPDATES[choice.name], **choice.options)
     return _function(loaded, path, choice, None, None)
@@ -196,6 +207,7 @@ def _function(loaded: Loaded, path: str, choice: Choice, *positional: Any) -> Ca
 
 def build_metric(loaded: Loaded, path: str, choice: Choice) -> Callable[[Any, Any], Any]:
     """A dotted metric: a function of (output, target) that returns a number."""
+    choice = loaded.filled(path, choice)
     target = _imported(loaded, path, choice)
     if not callable(target):
         raise _refused(
@@ -205,9 +217,10 @@ def build_metric(loaded: Loaded, path: str, choice: Choice) -> Callable[[Any, An
 
 
 def _dataset(loaded: Loaded, path: str, choice: Choice) -> Split:
+    choice = loaded.filled(path, choice)
     if choice.source == "built-in":
         try:
-            return DATA[choice.name](folder=loaded.path.resolve().parent, **choice.options)
+            return DATA[choice.name](folder=loaded.folder, **choice.options)
         except DataError as error:
             raise _refused(loaded, _key(path, choice), str(error)) from None
     made = _call(loaded, path, choice)
@@ -241,13 +254,17 @@ def _call(loaded: Loaded, path: str, choice: Choice) -> Any:
 
 def _imported(loaded: Loaded, path: str, choice: Choice) -> Any:
     try:
-        return import_dotted(choice.name)
+        return import_dotted(choice.name, _WANTED[choice.kind])
+    except UntrustedError as error:
+        raise _refused(loaded, _key(path, choice), str(error), error.allowed) from None
+    except TrustSettingError as error:
+        raise _refused(loaded, _key(path, choice), str(error)) from None
     except DottedNameError as error:
         raise _refused(
             loaded,
             _key(path, choice),
             str(error),
-            f"names are looked for among what is installed, then in {loaded.path.resolve().parent}",
+            f"names are looked for among what is installed, then in {loaded.folder}",
         ) from None
 
 

@@ -19,13 +19,13 @@ from itertools import islice
 from typing import Any
 
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun.engine import build
 from ddprun.engine.common import look, make_equal
 from ddprun.engine.data import StepBatches
 from ddprun.engine.policies import build_policy, key_path
 from ddprun.engine.session import Session
+from ddprun.engine.state import bring_back_stage
 from ddprun.spec import (
     AverageStage,
     BroadcastStage,
@@ -45,7 +45,6 @@ class Course:
     session: Session
     stage: StepStage
     settings: TrainSettings
-    schedule: LRScheduler | None
     policy: Policy
     mutate: Callable[[nn.Module], Any] | None
     steps: int | None
@@ -65,20 +64,22 @@ def run(session: Session, stage: StepStage, compute: Compute) -> dict[str, Any]:
     course = open_course(session, stage)
     session.screen.begin(stage.name, course.steps)
     session.model.train()
-    first, started = session.step, time.monotonic()
+    position = session.position
+    position.start_clock()
     try:
         interrupted = _run(course, compute)
     finally:
         session.screen.end()
     if interrupted:
+        session.checkpoints.take(session, at_end=True)
         course.policy.finish(reconcile=False)  # nothing may be under way when the process groups go
     else:
         close_course(course)
     session.ledger.write_aside(stage.index, session.step)
     session.policy = None
     return {
-        "steps": session.step - first,
-        "seconds": time.monotonic() - started,
+        "steps": session.step - position.first_step,
+        "seconds": position.elapsed_s(),
         "sync": course.settings.sync.plain(),
         "hooks": list(session.stacks.all_ranks[stage.index].names),
         "loss": session.loss,
@@ -87,16 +88,22 @@ def run(session: Session, stage: StepStage, compute: Compute) -> dict[str, Any]:
 
 
 def open_course(session: Session, stage: StepStage) -> Course:
-    """Begin a stage: its settings, hooks and policy, on which all ranks agree."""
-    pipeline = session.loaded.pipeline
+    """Begin a stage, or go on in the middle of one: settings, hooks and policy, on which all ranks agree."""
+    pipeline, position = session.loaded.pipeline, session.position
     settings = stage.effective(pipeline)
-    per_epoch = session.feed.steps_per_epoch(settings.accumulate)
+    state, session.mid_stage = session.mid_stage, None
+    if state is None:
+        if settings.epochs is not None:
+            session.feed.start_epoch()
+        position.begin(stage.index, session.step, session.feed.epoch)
     steps = settings.steps
     if settings.epochs is not None:
-        session.feed.start_epoch()
-        steps = None if per_epoch is None else settings.epochs * per_epoch
+        left = session.feed.steps_left(settings.accumulate, _epochs_left(session, settings.epochs))
+        steps = None if left is None else session.step - position.first_step + left
+    as_long = position.steps == steps
+    position.steps = steps
     restore_settings(session, stage)
-    schedule = build.build_schedule(
+    session.schedule = build.build_schedule(
         session.loaded, key_path(stage, "schedule"), settings.schedule, session.optimizer, steps
     )
     mutate = None
@@ -128,46 +135,68 @@ def open_course(session: Session, stage: StepStage) -> Course:
         hooks=list(stack.names),
         buffers=settings.buffers.plain(),
     )
+    course = Course(session, stage, settings, policy, mutate, steps)
+    if state is not None:
+        policy.begin()
+        bring_back_stage(session, state, new_rates=state["new_rates"] or not as_long)
+        return course
     _share_optimizer_state(session, stage, settings)
     policy.begin()
-    course = Course(session, stage, settings, schedule, policy, mutate, steps)
     _mutate(course, session.step)
     return course
 
 
+def _epochs_left(session: Session, epochs: int) -> int:
+    """Epochs of the stage that are not over, the current one included."""
+    return epochs - (session.feed.epoch - session.position.first_epoch)
+
+
 def _run(course: Course, compute: Compute) -> bool:
     """Run the steps; whether they were interrupted, on which all ranks agree."""
-    session, ledger = course.session, course.session.ledger
-    row = islice(
-        session.feed.steps(course.settings.accumulate, epochs=course.settings.epochs), course.settings.steps
-    )
+    session, settings, ledger = course.session, course.settings, course.session.ledger
+    first = session.position.first_step
+    epochs = None if settings.epochs is None else _epochs_left(session, settings.epochs)
+    left = None if settings.steps is None else settings.steps - (session.step - first)
+    row = islice(session.feed.steps(settings.accumulate, epochs=epochs), left)
     teller, alone = _Teller(course), _alone(course)
     while True:
-        step = session.step - teller.first + 1
+        step = session.step - first + 1
         session.where = f"{course.stage.path}, step {session.step + 1}"
+        session.ranks.watch.step(session.step + 1)
+        session.ranks.watch.turn(b"data")
         ledger.start(session.step + 1, course.stage.index)
         batches = next(row, None)
         if batches is None:
             ledger.cancel()
             break
         compute(course, batches, step)
+        session.ranks.watch.turn(b"sync")
         synchronised = synchronise(course, step)
         session.step += 1
         agreed = ledger.end(
-            stop=session.stop.wanted, compare_clocks=session.clocks_are_old, synchronised=synchronised
+            stop=session.stop.wanted,
+            checkpoint=synchronised and session.stop.take_checkpoint_wish(),
+            compare_clocks=session.clocks_are_old,
+            synchronised=synchronised,
         )
+        due = session.checkpoints.due(session.step) or any(word.checkpoint for word in agreed)
+        if due:
+            agreed += ledger.drain()
         teller.tell(agreed)
         if not agreed and not synchronised:
             teller.between(step)
         if any(word.stop for word in agreed):
             teller.tell(ledger.flush())
             return True
+        if due:
+            session.checkpoints.take(session)
+        session.checkpoints.tell(session)
         if any(word.compare_clocks for word in agreed):
             session.compare_clocks()
         if alone and session.stop_is_known():
             break
     teller.tell(ledger.flush())
-    return bool(session.exchange.control.gather([float(session.stop.wanted)]).any())
+    return bool(session.exchange.control.gather([float(session.stop.wanted)], "the stage's end").any())
 
 
 def _alone(course: Course) -> bool:
@@ -276,7 +305,8 @@ class _Teller:
     """Tells the screen and the event log how a stage goes."""
 
     def __init__(self, course: Course) -> None:
-        self.first = course.session.step
+        self._first = course.session.position.first_step
+        self._resumed_at = course.session.step - self._first
         self._session = course.session
         self._started = time.monotonic()
         self._overflows = 0
@@ -290,14 +320,14 @@ class _Teller:
             if agreed.overflow is not None:
                 self._overflows += 1
                 self._tell_overflow(agreed)
-            self._show(agreed.step - self.first)
+            self._show(agreed.step - self._first)
 
     def between(self, done: int) -> None:
         """A step after which ranks know nothing of each other."""
         self._show(done)
 
     def _show(self, done: int) -> None:
-        rate = done / (time.monotonic() - self._started)
+        rate = (done - self._resumed_at) / (time.monotonic() - self._started)
         self._session.screen.step(done, self._newest, self._session.ledger.own_loss, rate)
 
     def _tell_overflow(self, agreed: Agreed) -> None:

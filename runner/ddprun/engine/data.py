@@ -12,7 +12,10 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+
+from ddprun.engine.ranks import die_with_parent
+from ddprun.engine.seeding import seed_everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,15 @@ class Feed:
         self.iterable = is_iterable(dataset)
         self.rank, self.ranks = rank, ranks
         self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
-        self._loading: dict[str, Any] = {"num_workers": workers, "pin_memory": pin}
-        self._epoch = 0
-        self._micro = 0  # micro-batches of the epoch that are used up
+        self._loading: dict[str, Any] = {
+            "num_workers": workers,
+            "pin_memory": pin,
+            "worker_init_fn": tie_to_rank,
+        }
+        self.epoch = 0
+        """From 0; an epoch that is used up is left when the next step is asked for."""
+
+        self._used = 0  # samples of the epoch, of all ranks together
         if self.iterable and shuffle:
             raise ValueError("an iterable dataset has an order of its own: loader.shuffle must be false")
         if not self.iterable:
@@ -97,6 +106,16 @@ class Feed:
         micro = self.micro_batches_per_epoch
         return None if micro is None else -(-micro // accumulate)
 
+    def steps_left(self, accumulate: int, epochs: int) -> int | None:
+        """Optimizer steps from here to the end of so many epochs, the current one included."""
+        if self.iterable:
+            return None
+        whole, rest = divmod(len(self.dataset) - self._used, self.batch_size * self.ranks)
+        micro = whole + (1 if rest and not self.drop_last else 0)
+        later = self.steps_per_epoch(accumulate)
+        assert later is not None
+        return -(-micro // accumulate) + max(0, epochs - 1) * later
+
     def first_batch(self) -> Any:
         """A batch of the coming epoch that leaves no trace: for shapes, not for learning."""
         if not self.iterable:
@@ -109,8 +128,8 @@ class Feed:
 
     def start_epoch(self) -> None:
         """Go to the start of an epoch: a begun one is left where it is."""
-        if self._micro:
-            self._epoch, self._micro = self._epoch + 1, 0
+        if self._used:
+            self.epoch, self._used = self.epoch + 1, 0
 
     def steps(self, accumulate: int, *, epochs: int | None = None) -> Iterator[StepBatches]:
         """Optimizer steps of `accumulate` micro-batches, from where the feed is.
@@ -123,54 +142,52 @@ class Feed:
         """
         while epochs is None or epochs > 0:
             yield from self._epoch_steps(accumulate)
-            if self._micro == 0:
+            if self._used == 0:
                 raise ValueError(f"the dataset yields too few samples for one step of {self.ranks} ranks")
-            self._epoch, self._micro = self._epoch + 1, 0
+            self.epoch, self._used = self.epoch + 1, 0
             epochs = None if epochs is None else epochs - 1
 
     def _epoch_steps(self, accumulate: int) -> Iterator[StepBatches]:
         if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self._epoch)
+            self.dataset.set_epoch(self.epoch)
         return self._row_iterable(accumulate) if self.iterable else self._row_map(accumulate)
 
     # Map-style: the whole epoch is arithmetic, so a step's total is known before a sample is loaded.
 
     def _row_map(self, accumulate: int) -> Iterator[StepBatches]:
-        order = self._order()
-        micro_batches = self.micro_batches_per_epoch
-        assert micro_batches is not None
-        shares = [self._share(order, micro) for micro in range(self._micro, micro_batches)]
+        order, world = self._order(), self.batch_size * self.ranks
+        whole, rest = divmod(len(order) - self._used, world)
+        starts = [
+            self._used + micro * world for micro in range(whole + (1 if rest and not self.drop_last else 0))
+        ]
+        shares = [self._share(order, start) for start in starts]
         loader = DataLoader(
-            self.dataset,
+            _Seeded(self.dataset, self._loading_seed()) if self._loading["num_workers"] else self.dataset,
             batch_sampler=[share or self._spare(order) for share in shares],
             generator=self._loading_generator(),
             **self._loading,
         )
         loaded = iter(loader)
-        for start in range(0, len(shares), accumulate):
-            group = shares[start : start + accumulate]
-            first = self._micro
-            last = first + len(group)
-            world = self.batch_size * self.ranks
-            total = min(last * world, len(order)) - first * world
-            yield StepBatches(self._taken(loaded, group), len(group), total)
+        for first in range(0, len(shares), accumulate):
+            group = shares[first : first + accumulate]
+            end = min(starts[first] + len(group) * world, len(order))
+            yield StepBatches(self._taken(loaded, group, end), len(group), end - starts[first])
 
-    def _taken(self, loaded: Iterator[Any], shares: list[list[int]]) -> Iterator[MicroBatch]:
+    def _taken(self, loaded: Iterator[Any], shares: list[list[int]], end: int) -> Iterator[MicroBatch]:
         for share in shares:
             content = next(loaded)
-            self._micro += 1
+            self._used = min(self._used + self.batch_size * self.ranks, end)
             yield MicroBatch(content, len(share))
 
     def _order(self) -> list[int]:
         size = len(self.dataset)
         if not self.shuffle:
             return list(range(size))
-        generator = torch.Generator().manual_seed(self.seed + self._epoch)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(size, generator=generator).tolist()
 
-    def _share(self, order: list[int], micro: int) -> list[int]:
-        world = self.batch_size * self.ranks
-        return order[micro * world : (micro + 1) * world][self.rank :: self.ranks]
+    def _share(self, order: list[int], start: int) -> list[int]:
+        return order[start : start + self.batch_size * self.ranks][self.rank :: self.ranks]
 
     def _spare(self, order: list[int]) -> list[int]:
         """What a rank without a sample computes along on: its own first batch of the epoch."""
@@ -190,7 +207,7 @@ class Feed:
 
     def _row_iterable(self, accumulate: int) -> Iterator[StepBatches]:
         loader = DataLoader(
-            _Shares(self.dataset, self.batch_size, self.rank, self.ranks, self._micro, self.drop_last),
+            _Shares(self.dataset, self.batch_size, self.rank, self.ranks, self._used, self.drop_last),
             batch_size=None,
             generator=self._loading_generator(),
             **self._loading,
@@ -207,21 +224,39 @@ class Feed:
                 total += world_samples
             if not group:
                 return
-            self._micro += len(group)
+            self._used += total
             yield StepBatches(group, len(group), total)
 
     def _loading_generator(self) -> torch.Generator:
         """Seeds the loading processes, so that iterating draws nothing from torch's own generator."""
-        return torch.Generator().manual_seed((self.seed + self._epoch) * self.ranks + self.rank)
+        return torch.Generator().manual_seed(self._loading_seed())
+
+    def _loading_seed(self) -> int:
+        return (self.seed + self.epoch) * self.ranks + self.rank
 
     def state_dict(self) -> dict[str, Any]:
         """Where in the data the feed is."""
-        return {"epoch": self._epoch, "samples": self._micro * self.batch_size * self.ranks}
+        return {"epoch": self.epoch, "samples": self._used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where `state_dict` was taken; the place is global, so another number of ranks can go on."""
-        self._epoch = state["epoch"]
-        self._micro = state["samples"] // (self.batch_size * self.ranks)
+        self.epoch, self._used = state["epoch"], state["samples"]
+
+
+class _Seeded(Dataset[Any]):
+    """What a loading process draws for a batch depends on the batch alone: not on how many processes there
+    are, nor on where in the epoch they started.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        seed_everything((self.seed * len(self.dataset) + indices[0]) % 2**63)
+        if hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__(indices))
+        return [self.dataset[index] for index in indices]
 
 
 class _Shares(IterableDataset[tuple[Any, int, int]]):
@@ -232,19 +267,24 @@ class _Shares(IterableDataset[tuple[Any, int, int]]):
     ) -> None:
         self.row = row
         self.batch_size, self.rank, self.ranks = batch_size, rank, ranks
-        self.skip, self.drop_last = skip, drop_last
+        self.skip, self.drop_last = skip, drop_last  # skip: samples
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         worker = get_worker_info()
         mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        row, world = iter(self.row), self.batch_size * self.ranks
+        row, world = islice(self.row, self.skip, None), self.batch_size * self.ranks
         for micro in range(2**62):
             items = list(islice(row, world))
-            if len(items) < self.ranks and (micro == 0 or not items):
-                return  # too few for every rank to have had a batch at all, or the end
+            if not items or (len(items) < self.ranks and micro == self.skip == 0):
+                return  # the end, or too few for every rank to have had a batch at all
             if len(items) < world and self.drop_last:
                 return
             # The loader takes batches from its processes in turn: every workers-th is this one's.
-            if micro >= self.skip and (micro - self.skip) % workers == mine:
+            if micro % workers == mine:
                 share = items[self.rank :: self.ranks]
                 yield default_collate(share) if share else None, len(share), len(items)
+
+
+def tie_to_rank(worker: int) -> None:
+    """Have a loading process end with its rank; by itself it would notice seconds later."""
+    die_with_parent()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from ddprun.engine import build
 from ddprun.engine.common import make_buffers_equal
-from ddprun.engine.data import is_iterable
+from ddprun.engine.data import is_iterable, tie_to_rank
 from ddprun.engine.objective import Outcome
 from ddprun.engine.session import Session
 from ddprun.spec import Evaluate
@@ -41,7 +41,8 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
                 value, count = measure(outcome, samples)
                 sums[place] += value
                 counts[place] += count
-    words = session.exchange.control.gather([*(float(total) for total in sums), *counts]).sum(0).tolist()
+    mine = [*(float(total) for total in sums), *counts]
+    words = session.exchange.control.gather(mine, "sums of the evaluation").sum(0).tolist()
     metrics = {
         name: words[place] / words[len(measures) + place] if words[len(measures) + place] else math.nan
         for place, name in enumerate(measures)
@@ -97,7 +98,11 @@ def _batches(session: Session) -> Iterator[tuple[Any, int]]:
         mine = range(rank, len(dataset), ranks)
         shares = [list(mine[start : start + size]) for start in range(0, len(mine), size)]
         batches: Iterable[Any] = DataLoader(
-            dataset, batch_sampler=shares, num_workers=loader.workers, generator=torch.Generator()
+            dataset,
+            batch_sampler=shares,
+            num_workers=loader.workers,
+            generator=torch.Generator(),
+            worker_init_fn=tie_to_rank,
         )
         yield from zip(batches, map(len, shares), strict=True)
         return

@@ -35,6 +35,7 @@ def _compute(update: Update | None, course: Course, batches: StepBatches, step: 
     ledger.lap("data_us")
     if session.buffers.before_forward():
         ledger.lap("sync_us")
+    session.ranks.watch.turn(b"forward")
     if update is None:
         with torch.no_grad(), precision.computing():
             loss = session.objective(session.model, content).loss

@@ -1,6 +1,7 @@
 """What is found out about a model before its first step: DDP's bucket layout, and what its buffers do."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ def freeze_layout(
     feed: Feed,
     *,
     static_graph: bool,
+    meet: Callable[[], None],
 ) -> None:
     """Run backward passes that leave no trace until DDP's buckets are as they stay.
 
@@ -90,6 +92,7 @@ def freeze_layout(
                 loss = objective(ddp, content).loss
             loss.backward()  # type: ignore[no-untyped-call]
             module.zero_grad(set_to_none=True)
+            meet()  # the next pass begins with an exchange of DDP's own, of which no watch is told
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)

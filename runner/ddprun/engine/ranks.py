@@ -4,16 +4,28 @@ import json
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ddprun.engine.place import Place
+from ddprun.watch.alarm import Peer
+from ddprun.watch.keeper import DESK
+from ddprun.watch.watcher import UNWATCHED, Onlooker
+from ddprun_hooks.watch import waiting
 
 _FIRST_FAILURE = "failed"
+
+_STORE_ANSWERS_S = 1.0
+"""In trouble nobody waits longer for the store: it may live in the very process that is stuck."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +60,17 @@ class Ranks:
     Args:
         environment: from the launcher.
         timeout: how long a collective, or joining, may take.
+        watch: is told what this rank waits for.
+        board: path of this rank's board, on this host.
     """
 
-    def __init__(self, environment: Environment, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        timeout: timedelta,
+        watch: Onlooker = UNWATCHED,
+        board: str = "",
+    ) -> None:
         self.environment = environment
         self.rank = environment.rank
         self.size = environment.world_size
@@ -60,8 +80,14 @@ class Ranks:
         self.local_sizes: tuple[int, ...] = ()
         """For each rank, how many ranks its launcher started on its host, once joined."""
 
-        self._timeout = timeout
+        self.timeout = timeout
+        self.watch = watch
+        self.host = socket.gethostname()
+        self._board = board
+        self._meeting = watch.line("joining", range(self.size))
         self._base: dist.Store | None = None
+        self._spare: dist.Store | None = None
+        self._peers: dict[int, Peer] = {}
 
     @property
     def store(self) -> dist.Store:
@@ -72,34 +98,75 @@ class Ranks:
     @property
     def holds_store(self) -> bool:
         """Whether the store ends with this process: rank 0's, unless torchelastic's agent holds it."""
-        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return self.rank == 0 and self.size > 1 and not agents
+        return self.rank == 0 and self.size > 1 and _held_by_rank_0()
 
     def connect(self) -> None:
         """Reach the store."""
-        base, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=self._timeout)))
-        base.set_timeout(self._timeout)
+        with waiting(self._meeting, "rendezvous", "reaching the ranks' store"):
+            base, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=self.timeout)))
+        base.set_timeout(self.timeout)
         self._base = base
+        # A second connection, because the first is not free while the training thread waits for a value.
+        self._spare = dist.PrefixStore("ddprun", base.clone())
 
     def join(self, place: Place) -> None:
         """Make the default process group, and learn which host each rank is on."""
         if place.device.type == "cuda":
             torch.cuda.set_device(place.device)
-        dist.init_process_group(
-            place.backend, store=self._base, rank=self.rank, world_size=self.size, timeout=self._timeout
-        )
         store = self.store
-        store.set(f"host/{self.rank}", json.dumps([socket.gethostname(), self.environment.local_world_size]))
-        if self.rank == 0:
-            places = [json.loads(store.get(f"host/{rank}")) for rank in range(self.size)]
-            store.set("hosts", json.dumps(places))
-        self.hosts, self.local_sizes = zip(*json.loads(store.get("hosts")), strict=True)
+        here = [self.host, self.environment.local_world_size, self._board, os.environ.get(DESK, "")]
+        store.set(f"host/{self.rank}", json.dumps(here))
+        with waiting(self._meeting, "init_process_group", "making the process group of all ranks"):
+            dist.init_process_group(
+                place.backend, store=self._base, rank=self.rank, world_size=self.size, timeout=self.timeout
+            )
+        with waiting(self._meeting, "get", "learning which host each rank is on"):
+            if self.rank == 0:
+                places = [json.loads(store.get(f"host/{rank}")) for rank in range(self.size)]
+                store.set("hosts", json.dumps(places))
+            places = json.loads(store.get("hosts"))
+        self.hosts = tuple(place[0] for place in places)
+        self.local_sizes = tuple(place[1] for place in places)
+        self._peers = {rank: Peer(host, board, desk) for rank, (host, _, board, desk) in enumerate(places)}
 
     def tell_all(self, key: str, make: Callable[[], str]) -> str:
         """What rank 0 makes, on every rank."""
         if self.rank == 0:
             self.store.set(key, make())
-        return str(self.store.get(key).decode())
+        with waiting(self._meeting, "get", f"rank 0's word on {key}", [0]):
+            return str(self.store.get(key).decode())
+
+    def asking(self) -> AbstractContextManager[None]:
+        """Around a question to the store, which has no timeout of its own if the process that holds it is
+        stopped.
+        """
+        holder = [0] if _held_by_rank_0() else []
+        return waiting(self._meeting, "ask", "the ranks' store", holder)
+
+    def peers(self) -> dict[int, Peer]:
+        """The ranks that have joined; takes no longer than a second."""
+        if self._peers:
+            return self._peers
+        found: dict[int, Peer] = {}
+
+        def ask(store: dist.Store) -> None:
+            for rank in range(self.size):
+                if store.check([f"host/{rank}"]):
+                    host, _, board, desk = json.loads(store.get(f"host/{rank}"))
+                    found[rank] = Peer(host, board, desk)
+
+        self._ask(ask)
+        return dict(found)
+
+    def gather(self, key: str, value: str) -> list[str]:
+        """Every rank's text on every rank, in rank order."""
+        store = self.store
+        store.set(f"{key}/{self.rank}", value)
+        with waiting(self._meeting, "get", f"every rank's word on {key}"):
+            if self.rank == 0:
+                store.set(key, json.dumps([store.get(f"{key}/{rank}").decode() for rank in range(self.size)]))
+            found: list[str] = json.loads(store.get(key))
+        return found
 
     def first_to_fail(self, exit_code: int) -> tuple[bool, int]:
         """Claim to be the first rank that failed.
@@ -113,17 +180,38 @@ class Ranks:
         if self._base is None:
             return True, exit_code
         mine = json.dumps([self.rank, exit_code])
-        try:
-            winner = self.store.compare_set(_FIRST_FAILURE, "", mine).decode() or mine
-        except Exception:  # the store's own host is gone: nobody is left to ask
+        winner = self._ask(lambda store: store.compare_set(_FIRST_FAILURE, "", mine).decode() or mine)
+        if winner is None:  # the store's own host is gone, or its process is stuck: nobody is left to ask
             return True, exit_code
         rank, code = json.loads(winner)
         return rank == self.rank, code
+
+    def _ask(self, question: Callable[[dist.Store], _T]) -> _T | None:
+        """Put a question to the store; None if it does not answer within a second."""
+        answers: list[_T] = []
+        store = self._spare
+        if store is None:
+            return None
+
+        def put() -> None:
+            try:
+                answers.append(question(store))
+            except Exception:  # the store's connection is what is broken
+                return
+
+        thread = threading.Thread(target=put, name="ddprun-store", daemon=True)
+        thread.start()
+        thread.join(_STORE_ANSWERS_S)
+        return answers[0] if answers else None
 
     def leave(self) -> None:
         """Take down the process groups."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _held_by_rank_0() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def die_with_parent() -> None:

@@ -24,7 +24,7 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
     """
     session.where = stage.path
     make_buffers_equal(session, stage)
-    target = session.run_dir / stage.to
+    target = session.run_dir / session.loaded.filled(f"{stage.path}.to", stage.to)
     if session.ranks.rank == 0:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
             raise PipelineError(
                 [session.loaded.fault(f"{stage.path}.to", f"cannot write {target}: {reason}")]
             ) from None
-    session.exchange.control.barrier()
+    session.exchange.control.barrier("rank 0's file")
     session.events.info("saved", stage=stage.index, step=session.step, file=str(target))
     session.screen.note(f"{stage.name}: {target}")
     return {"file": str(target)}

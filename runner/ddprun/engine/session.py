@@ -1,7 +1,9 @@
 """Everything that the stages of one run share, built once, in an order that all ranks follow."""
 
+import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -12,12 +14,17 @@ import structlog
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from ddprun import LAUNCHED
 from ddprun.engine import build, policies, seeding
+from ddprun.engine.beside import make_folder_importable
+from ddprun.engine.checkpoints import Checkpoints
 from ddprun.engine.data import Feed
 from ddprun.engine.layout import freeze_layout, look_at_buffers, wrap
 from ddprun.engine.objective import Objective
 from ddprun.engine.place import Place
+from ddprun.engine.position import Position
 from ddprun.engine.precision import Precision
 from ddprun.engine.ranks import Ranks
 from ddprun.engine.stacks import Stacks, open_stacks
@@ -42,14 +49,32 @@ _STOP, _ASK_EVERY_S = "stop", 1.0
 
 
 class StopRequest:
-    """Notes SIGINT; the training loop lets all ranks stop after the same step."""
+    """Notes SIGINT and SIGTERM, after which all ranks stop after the same step, and SIGUSR1, after which all
+    take a checkpoint and go on.
+
+    Under a launcher of ddprun's a wish to stop comes as SIGINT; SIGTERM is how torchelastic ends a rank when
+    another one has failed, and is left to do so at once.
+    """
 
     def __init__(self) -> None:
         self.wanted = False
+        self._checkpoint_wanted = False
         signal.signal(signal.SIGINT, self._note)
+        if LAUNCHED not in os.environ:
+            signal.signal(signal.SIGTERM, self._note)
+        if hasattr(signal, "SIGUSR1"):
+            signal.signal(signal.SIGUSR1, self._note_checkpoint)
+
+    def take_checkpoint_wish(self) -> bool:
+        """Whether a checkpoint was asked for since this was asked last."""
+        wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
+        return wanted
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.wanted = True
+
+    def _note_checkpoint(self, number: int, frame: FrameType | None) -> None:
+        self._checkpoint_wanted = True
 
 
 @dataclass(slots=True)
@@ -94,6 +119,8 @@ class Session:
     held_out: Any
     """The dataset to evaluate on; None if there is none."""
 
+    checkpoints: Checkpoints
+
     step: int = 0
     """Optimizer steps done."""
 
@@ -128,8 +155,16 @@ class Session:
     told_apart: bool = False
     """The screen has said that ranks are apart, and not yet that they are equal again."""
 
+    position: Position = field(default_factory=Position)
+
+    mid_stage: Mapping[str, Any] | None = None
+    """State from which the stage that runs next goes on."""
+
     policy: Policy | None = None
     """Of the stage that is running."""
+
+    schedule: LRScheduler | None = None
+    """Of the last stage that has begun and takes steps."""
 
     clocks_compared_s: float = 0.0
     asked_s: float = 0.0
@@ -140,7 +175,7 @@ class Session:
             self.clock.tie()
         offset, bound = self.exchange.control.clock_offset()
         self.ledger.offset_us = offset
-        measured = self.exchange.control.gather([offset, bound])
+        measured = self.exchange.control.gather([offset, bound], "clock offsets")
         self.events.info(
             "clock_offsets",
             offset_us=[round(value, 1) for value in measured[:, 0].tolist()],
@@ -153,12 +188,14 @@ class Session:
         that exchange nothing else.
         """
         if self.stop.wanted:
-            self.ranks.store.set(_STOP, "")
+            with self.ranks.asking():
+                self.ranks.store.set(_STOP, "")
             return True
         if time.monotonic() - self.asked_s < _ASK_EVERY_S:
             return False
         self.asked_s = time.monotonic()
-        return bool(self.ranks.store.check([_STOP]))
+        with self.ranks.asking():
+            return bool(self.ranks.store.check([_STOP]))
 
     @property
     def clocks_are_old(self) -> bool:
@@ -181,40 +218,10 @@ class Session:
             self.told_apart = False
             self.screen.note(f"audit, step {step}: the ranks hold the same parameters again")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that decides the next step on this rank."""
-        # First, because it waits for what is under way: until then hooks may still change what they keep.
-        sync = self.policy.state_dict() if self.policy is not None else {}
-        return {
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "precision": self.precision.state_dict(),
-            "feed": self.feed.state_dict(),
-            "hooks": self.stacks.state_dict(),
-            "sync": sync,
-            "together": [self.together, self.state_together, self.state_hosts, self.mutated_at],
-            "outer_momentum": {name: value.clone() for name, value in self.outer_momentum.items()},
-            "generators": seeding.generator_state(self.place.device),
-        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was taken."""
-        self.step = state["step"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.precision.load_state_dict(state["precision"])
-        self.feed.load_state_dict(state["feed"])
-        self.stacks.load_state_dict(state["hooks"])
-        if self.policy is not None:
-            self.policy.load_state_dict(state["sync"])
-        self.together, self.state_together, self.state_hosts, self.mutated_at = state["together"]
-        self.outer_momentum.clear()
-        self.outer_momentum.update(state["outer_momentum"])
-        seeding.restore_generators(state["generators"], self.place.device)
-
-
-def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop: StopRequest) -> Session:
+def open_session(
+    loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop: StopRequest, token: str = "0"
+) -> Session:
     """Build everything, then freeze the bucket layout.
 
     1. seed; model, data, loss, optimizer, hooks: what cannot be had is told before anything is exchanged
@@ -228,7 +235,8 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
         PipelineError: something in the file that only a run can see.
     """
     pipeline, device = loaded.pipeline, place.device
-    build.make_folder_importable(loaded.path)
+    ranks.watch.turn(b"building")
+    make_folder_importable(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
     precision = Precision(pipeline.precision, device)
@@ -245,8 +253,8 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
     feed = _open_feed(loaded, data.train, ranks, device.type == "cuda")
     policies.check_policies(loaded, model, ranks.size)
 
-    timeout = timedelta(seconds=pipeline.launch.timeout_s)
-    control = open_control(timeout)
+    timeout = ranks.timeout
+    control = open_control(timeout, ranks.watch)
     control.agree("the pipeline", loaded.digest())
     control.agree(
         "the model", repr([(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()])
@@ -254,19 +262,28 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
     exchange = _open_exchange(loaded, control, ranks, place, stacks, timeout)
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
-    records = Records(run_dir, control, ranks.store)
+    records = Records(run_dir, control, ranks.tell_all)
     clock = clock_for(device)
     ledger = Ledger(clock=clock, control=control, writer=records.writer, every=pipeline.timings.every)
     carrier = Carrier(exchange, ledger, pipeline.ddp.bucket_cap_mb * 2**20)
     wanted = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
     automatic = any(setting.when == "auto" for setting in wanted)
+    ranks.watch.turn(b"warm-up passes")
     verdict = look_at_buffers(model, objective, precision, feed, automatic=automatic)
     buffers = BufferSync(model, carrier, agree(verdict, model, control), pipeline.buffers)
     ddp = dispatcher = None
     if any(stage.effective(pipeline).gradients for stage in pipeline.train_stages()):
         ddp = wrap(model, pipeline.ddp, device)
         dispatcher = Dispatcher(ddp, exchange.gradients, stacks.first)
-        freeze_layout(ddp, dispatcher, objective, precision, feed, static_graph=pipeline.ddp.static_graph)
+        freeze_layout(
+            ddp,
+            dispatcher,
+            objective,
+            precision,
+            feed,
+            static_graph=pipeline.ddp.static_graph,
+            meet=lambda: control.barrier("freezing the bucket layout"),
+        )
     seeding.seed_everything(pipeline.seed + ranks.rank)
 
     session = Session(
@@ -280,8 +297,10 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
         records=records,
         clock=clock,
         ledger=ledger,
-        screen=screen_for(ranks.rank),
-        events=event_log(records.writer if ranks.rank == 0 else None, rank=ranks.rank),
+        screen=screen_for(ranks.rank, loaded.secrets.redact),
+        events=event_log(
+            records.writer if ranks.rank == 0 else None, loaded.secrets.redact_all, rank=ranks.rank
+        ),
         model=model,
         ddp=ddp,
         dispatcher=dispatcher,
@@ -294,7 +313,9 @@ def open_session(loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop
         objective=objective,
         feed=feed,
         held_out=data.evaluate,
+        checkpoints=Checkpoints(loaded, run_dir, ranks, records, token),
     )
+    session.checkpoints.check(session)
     session.compare_clocks()
     return session
 
@@ -318,6 +339,7 @@ def _open_exchange(
             deltas=all_of(policies.delta_needs(*one) for one in chosen),
             plain=all_of([{Need("world"): 1}, *(policies.plain_needs(one[0]) for one in chosen)]),
             timeout=timeout,
+            watch=ranks.watch,
         )
     except HookSetupError as error:
         at = "sync" if "two levels" in str(error) and not _has_hierarchical_hook(loaded) else "hooks"

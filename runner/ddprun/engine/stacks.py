@@ -1,6 +1,6 @@
 """The hooks of each stage. Stages with the same hooks share them; what they keep goes from stage to stage."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,13 @@ class Stacks:
     inside_hosts: dict[int, Stack] = field(default_factory=dict)
     """For what the ranks of one host exchange among themselves: `hierarchical` has one level less there."""
 
-    used: list[Stack] = field(default_factory=list)
-    """Each once, in the order of their stages."""
+    used: dict[str, Stack] = field(default_factory=dict)
+    """Each once, in the order of their stages, by what describes it."""
 
     @property
     def first(self) -> Stack:
         """Of the first stage."""
-        return self.used[0] if self.used else Stack([])
+        return next(iter(self.used.values()), Stack([]))
 
     def enter(self, stage: int) -> None:
         """A stage begins: its hooks take over what hooks of the same name have kept in earlier stages."""
@@ -34,12 +34,35 @@ class Stacks:
 
     def state_dict(self) -> dict[str, Any]:
         """State of every stack."""
-        return {str(place): stack.state_dict() for place, stack in enumerate(self.used)}
+        return {described: stack.state_dict() for described, stack in self.used.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring it back."""
-        for place, hooks in state.items():
-            self.used[int(place)].load_state_dict(hooks)
+        """Bring it back. Hooks of a stack that is described otherwise now take over what those of their name
+        kept.
+        """
+        for described, kept in self._assigned(state).items():
+            self.used[described].load_state_dict(kept)
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """One state of those of all ranks, for ranks of another world or with other buckets."""
+        assigned = [self._assigned(state) for state in states]
+        return {
+            described: stack.merge([kept[described] for kept in assigned])
+            for described, stack in self.used.items()
+        }
+
+    def _assigned(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """What each stack goes on from; no hook's state goes to two of them."""
+        found = {described: dict(state.get(described, {})) for described in self.used}
+        for described, hooks in state.items():
+            if described not in self.used:
+                for name, kept in hooks.items():
+                    heirs = [
+                        d for d, stack in self.used.items() if name in stack.names and name not in found[d]
+                    ]
+                    if heirs:
+                        found[heirs[0]][name] = kept
+        return found
 
 
 def open_stacks(loaded: Loaded) -> Stacks:
@@ -49,14 +72,19 @@ def open_stacks(loaded: Loaded) -> Stacks:
         PipelineError: a hook that cannot be had.
     """
     found = Stacks()
-    known: dict[tuple[str, bool], Stack] = {}
+    names: dict[tuple[str, bool], str] = {}
     for stage in loaded.pipeline.step_stages():
         hooks = stage.effective(loaded.pipeline).hooks
         path = key_path(stage, "hooks")
         for inside, stacks in ((False, found.all_ranks), (True, found.inside_hosts)):
-            key = repr([hook.plain() for hook in hooks]), inside
-            if key not in known:
-                known[key] = build.build_stack(loaded, path, hooks, inside_host=inside)
-                found.used.append(known[key])
-            stacks[stage.index] = known[key]
+            wanted = repr([hook.plain() for hook in hooks]), inside
+            if wanted not in names:
+                # A checkpoint has this name, so it tells no secret of the hooks' options.
+                name = f"{loaded.secrets.hidden([hook.plain() for hook in hooks])!r}"
+                name += ", inside a host" if inside else ""
+                while name in found.used:
+                    name += "'"
+                names[wanted] = name
+                found.used[name] = build.build_stack(loaded, path, hooks, inside_host=inside)
+            stacks[stage.index] = found.used[names[wanted]]
     return found

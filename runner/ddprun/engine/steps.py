@@ -52,8 +52,8 @@ def take_step(course: Course, step: int, *, scaled: bool = True) -> bool:
 
 def follow_schedule(course: Course) -> None:
     """The schedule's next step."""
-    if course.schedule is not None:
-        course.schedule.step()
+    if course.session.schedule is not None:
+        course.session.schedule.step()
 
 
 def _finite(session: Session) -> bool:

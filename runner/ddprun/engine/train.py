@@ -38,7 +38,7 @@ def train(session: Session, stage: Train) -> dict[str, Any]:
 def compute(course: Course, batches: StepBatches, step: int) -> None:
     """One optimizer step."""
     session = course.session
-    ledger, precision = session.ledger, session.precision
+    ledger, precision, watch = session.ledger, session.precision, session.ranks.watch
     ddp = session.ddp if course.settings.gradients else None
     dispatcher = session.dispatcher if ddp is not None else None
     scale = precision.loss_scale()
@@ -51,6 +51,7 @@ def compute(course: Course, batches: StepBatches, step: int) -> None:
         ledger.lap("data_us")
         if session.buffers.before_forward():
             ledger.lap("sync_us")
+        watch.turn(b"forward")
         with nullcontext() if last or ddp is None else ddp.no_sync():  # what counts is where the forward runs
             with precision.computing():
                 loss = session.objective(session.model if ddp is None else ddp, content).loss
@@ -60,7 +61,9 @@ def compute(course: Course, batches: StepBatches, step: int) -> None:
             ledger.lap("forward_us")
             if dispatcher is not None:
                 dispatcher.flights = ledger.current.flights
+            watch.turn(b"backward")
             _backward(dispatcher, weighted)
+            watch.turn(b"data")
         if last and dispatcher is not None:
             ledger.end_backward()
         else:
@@ -74,6 +77,7 @@ def compute(course: Course, batches: StepBatches, step: int) -> None:
         if look:
             dispatcher.measure_fidelity(session.exchange.exact_sum)
             ledger.lap("sync_us")
+    watch.turn(b"optimizer")
     applied = take_step(course, step)
     if dispatcher is not None:
         dispatcher.end_step(applied=applied)

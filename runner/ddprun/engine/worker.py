@@ -2,21 +2,24 @@
 
 import gc
 import os
-import secrets
 import sys
 import time
 import traceback
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from ddprun import __version__
+from ddprun import LAUNCHED, __version__
+from ddprun.engine import notes
 from ddprun.engine.common import average, broadcast
 from ddprun.engine.evaluate import evaluate
 from ddprun.engine.forward import forward
+from ddprun.engine.hang import note_failure, open_watch, prepare_nccl
 from ddprun.engine.place import place_of
 from ddprun.engine.ranks import Environment, Ranks, die_with_parent
+from ddprun.engine.resume import resume
+from ddprun.engine.run_folder import RunFolderError, agree_on_folder
 from ddprun.engine.save import save
 from ddprun.engine.session import Session, StopRequest, open_session
 from ddprun.engine.summary import summarise, write_summary
@@ -31,7 +34,9 @@ from ddprun.spec import (
     Save,
     Train,
 )
+from ddprun.spec.secrets import Secrets
 from ddprun.sync.audit import DriftError
+from ddprun.watch.watcher import GROUPS_LATER_S, Watch
 from ddprun_hooks.errors import DisagreementError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -48,6 +53,7 @@ _LOST_PEER = (
 )
 _LAUNCHER_NOTICES_S = 3.0
 _OTHERS_LOOK_S = 1.0
+_WATCH_ENDS_S = 10.0
 
 
 @dataclass(slots=True)
@@ -58,23 +64,29 @@ class _Work:
     session: Session | None = None
 
 
-def work(loaded: Loaded, run_dir: Path | None) -> int:
+def work(loaded: Loaded, run_dir: Path | None, *, resuming: bool = False) -> int:
     """Run this rank's share of the pipeline; gives the exit code.
 
     Args:
         loaded: the checked pipeline.
         run_dir: where the run's files go; None makes a new folder under `runs/<name>/`.
+        resuming: `run_dir` is the folder of a run that is to go on.
     """
     die_with_parent()
     stop = StopRequest()
-    timeout = timedelta(seconds=loaded.pipeline.launch.timeout_s)
-    ranks = Ranks(Environment.read(), timeout)
+    notes.keep_pid()
+    prepare_nccl()
     known = _Work()
+    environment, timeout_s = Environment.read(), loaded.pipeline.launch.timeout_s
+    watch = open_watch(environment, timeout_s, known, lambda: ranks)
+    ranks = Ranks(environment, timedelta(seconds=timeout_s + GROUPS_LATER_S), watch, watch.board.path)
+    watch.start()
     try:
         ranks.connect()
-        code = _run(loaded, run_dir, ranks, stop, known)
+        code = _run(loaded, run_dir, ranks, stop, known, resuming=resuming)
     except BaseException as error:
-        code = _report(error, ranks, known)
+        _leave_to(watch)
+        code = _report(error, ranks, known, loaded.secrets)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # threads may hang in collectives whose peers are gone
@@ -83,38 +95,71 @@ def work(loaded: Loaded, run_dir: Path | None) -> int:
     known.session = None
     gc.collect()
     ranks.leave()
-    return code
+    watch.close()
+    if LAUNCHED not in os.environ:
+        watch.board.remove()
+    return notes.keep_outcome(code) if code == INTERRUPTED else code
 
 
-def _run(loaded: Loaded, run_dir: Path | None, ranks: Ranks, stop: StopRequest, known: _Work) -> int:
+def _leave_to(watch: Watch) -> None:
+    """A collective that breaks while the run hangs breaks because other ranks end: the watch tells why."""
+    if watch.alarmed:
+        time.sleep(_WATCH_ENDS_S)
+
+
+def _run(
+    loaded: Loaded, run_dir: Path | None, ranks: Ranks, stop: StopRequest, known: _Work, *, resuming: bool
+) -> int:
     environment = ranks.environment
+    ranks.watch.turn(b"joining")
     place = place_of(loaded, environment.local_rank, environment.local_world_size)
     ranks.join(place)
-    known.run_dir = _agree_on_folder(loaded, run_dir, ranks)
-    session = known.session = open_session(loaded, known.run_dir, ranks, place, stop)
+    folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=notes.run_dir())
+    known.run_dir = folder.path
+    notes.keep_run_dir(folder.path)
+    session = known.session = open_session(loaded, folder.path, ranks, place, stop, folder.token)
     _greet(session)
-    started, entries = time.monotonic(), []
-    status: Literal["done", "interrupted"] = "done"
-    for stage in loaded.pipeline.stages:
-        entry = _run_stage(session, stage)
-        entries.append({"kind": stage.name, "index": stage.index, **entry})
-        session.records.collect()
-        if entry.get("interrupted"):
-            status = "interrupted"
-            break
-    summary = summarise(session, status=status, seconds=time.monotonic() - started, stages=entries)
+    if folder.goes_on:
+        resume(session)
+    started = time.monotonic()
+    status = _run_stages(session)
+    seconds = time.monotonic() - started
+    session.checkpoints.close(session)
+    found = summarise(session, status=status, seconds=seconds, stages=session.position.entries)
+    summary = {**loaded.secrets.redact_all(found), "run_dir": found["run_dir"]}
     if ranks.rank == 0:
         session.events.info("finished", status=status, step=session.step)
     session.records.close()
     if ranks.rank == 0:
-        write_summary(known.run_dir, summary)
+        write_summary(folder.path, summary)
         session.screen.closing(summary)
-        print(known.run_dir, flush=True)
-    session.exchange.control.barrier()
+        print(folder.path, flush=True)
+    session.exchange.control.barrier("the end of the run")
     return DONE if status == "done" else INTERRUPTED
 
 
+def _run_stages(session: Session) -> Literal["done", "interrupted"]:
+    """Run the stages that are left."""
+    position = session.position
+    while position.next < len(session.loaded.pipeline.stages):
+        stage = session.loaded.pipeline.stages[position.next]
+        entry = {"kind": stage.name, "index": stage.index, **_run_stage(session, stage)}
+        entry = session.loaded.secrets.redact_all(entry)  # checkpoints hold it
+        session.ranks.watch.turn(b"collecting records")
+        session.records.collect()
+        if entry.get("interrupted"):
+            position.entries.append(entry)
+            return "interrupted"
+        position.end(entry)
+    session.checkpoints.take(session, at_end=True)
+    return "done"
+
+
 def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
+    watch = session.ranks.watch
+    watch.stage(stage.path)
+    watch.step(0)
+    watch.turn(stage.name.encode())
     match stage:
         case Train():
             return train(session, stage)
@@ -129,28 +174,6 @@ def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
         case Save():
             return save(session, stage)
     raise AssertionError(f"a stage without an engine: {stage!r}")
-
-
-def _agree_on_folder(loaded: Loaded, wanted: Path | None, ranks: Ranks) -> Path:
-    """Make the run's folder on rank 0 and tell all ranks."""
-
-    def make() -> str:
-        now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        folder = wanted or Path("runs") / loaded.pipeline.name / f"{now}-{secrets.token_hex(2)}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                raise RunFolderError(f"the run folder {folder} is not empty: name another with --run-dir")
-            (folder / "pipeline.yaml").write_text(loaded.resolved())
-        except OSError as error:
-            raise RunFolderError(f"cannot make the run folder {folder}: {error.strerror}") from None
-        return str(folder)
-
-    return Path(ranks.tell_all("run_dir", make))
-
-
-class RunFolderError(Exception):
-    """The folder for the run's files cannot be used: bad input."""
 
 
 def _greet(session: Session) -> None:
@@ -213,7 +236,7 @@ def _tell_verdict(session: Session) -> None:
         session.screen.note(f"buffers: {verdict.words()}")
 
 
-def _report(error: BaseException, ranks: Ranks, known: _Work) -> int:
+def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) -> int:
     """Tell what went wrong, unless another rank was first; gives the exit code."""
     bad_input = isinstance(error, PipelineError | RunFolderError)
     if not bad_input and _is_lost_peer(error):
@@ -223,13 +246,15 @@ def _report(error: BaseException, ranks: Ranks, known: _Work) -> int:
     if known.session is not None:
         known.session.screen.end()
     if not first:
+        note_failure(known.run_dir, ranks.rank, f"after another rank had failed: {_headline(error, secrets)}")
         time.sleep(_LAUNCHER_NOTICES_S)
         return code
     if bad_input:
-        print(error if isinstance(error, PipelineError) else f"ddprun: {error}", file=sys.stderr, flush=True)
+        told = str(error) if isinstance(error, PipelineError) else secrets.redact(f"ddprun: {error}")
+        print(told, file=sys.stderr, flush=True)
     else:
         where = known.session.where if known.session else "before the first stage"
-        head = f"ddprun: rank {ranks.rank} failed ({where}): {_headline(error)}"
+        head = f"ddprun: rank {ranks.rank} failed ({where}): {_headline(error, secrets)}"
         if isinstance(error, DriftError | DisagreementError):
             detail = str(error)  # all ranks found it together; where in the code says nothing
             head = f"ddprun: the run failed ({where}):"
@@ -237,19 +262,21 @@ def _report(error: BaseException, ranks: Ranks, known: _Work) -> int:
             detail = "another rank is gone; its own message, if it left one, is in its launcher's output"
         else:
             detail = "".join(traceback.format_exception(error)).rstrip()
-        print(f"{head}\n{detail}", file=sys.stderr, flush=True)
-    _leave_trace(error, ranks, known)
+        told = secrets.redact(f"{head}\n{detail}")
+        print(told, file=sys.stderr, flush=True)
+        note_failure(known.run_dir, ranks.rank, told)
+    _leave_trace(error, ranks, known, secrets)
     if ranks.holds_store:
         time.sleep(_OTHERS_LOOK_S)  # so that the others can still read whose failure was first
     return code
 
 
-def _leave_trace(error: BaseException, ranks: Ranks, known: _Work) -> None:
+def _leave_trace(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) -> None:
     """Keep what failed with the run, as far as this host sees its folder."""
     if known.session is not None:
         known.session.records.writer.flush()
     if known.run_dir is not None and known.run_dir.is_dir():
-        failure = {"rank": ranks.rank, "message": _headline(error)}
+        failure = {"rank": ranks.rank, "message": _headline(error, secrets)}
         step = known.session.step if known.session else 0
         try:
             write_summary(known.run_dir, {"status": "failed", "steps": step, "error": failure})
@@ -257,8 +284,8 @@ def _leave_trace(error: BaseException, ranks: Ranks, known: _Work) -> None:
             return
 
 
-def _headline(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
+def _headline(error: BaseException, secrets: Secrets) -> str:
+    text = secrets.redact(str(error)).strip().splitlines()  # before a secret of several lines is cut
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 

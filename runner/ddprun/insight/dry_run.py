@@ -13,6 +13,7 @@ from torch.futures import Future
 from torch.optim import SGD
 
 from ddprun.engine import common, course
+from ddprun.engine.position import Position
 from ddprun.engine.session import Session
 from ddprun.engine.stacks import Stacks
 from ddprun.insight.sight import Outline, Sight
@@ -129,11 +130,17 @@ class _DryRun:
             exchange=exchange,
             buffers=self._buffers,
             dispatcher=None,
-            feed=SimpleNamespace(steps_per_epoch=lambda accumulate: None),
+            feed=SimpleNamespace(epoch=0),
             ledger=SimpleNamespace(lap=lambda part: None, write_aside=lambda stage, step: None),
-            events=event_log(None),
+            events=event_log(None, dict),
             screen=Silent(),
             step=0,
+            position=Position(),
+            mid_stage=None,
+            schedule=None,
+            policy=None,
+            host_count=None,
+            mutated_at=-1,
             together="common",
             state_together="common",
         )
@@ -311,7 +318,7 @@ class _Alone(Control):
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
 
-    def gather(self, word: Sequence[float]) -> Tensor:
+    def gather(self, word: Sequence[float], what: str = "") -> Tensor:
         return torch.tensor([list(word)] * self.size, dtype=torch.float64)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddprun.engine import build, seeding
+from ddprun.engine.beside import make_folder_importable
 from ddprun.engine.data import Feed
 from ddprun.engine.layout import freeze_layout, look_at_buffers, wrap
 from ddprun.engine.objective import Objective
@@ -128,7 +129,7 @@ def look(loaded: Loaded, world: World, *, importing: bool) -> Sight:
     )
     precision = Precision(pipeline.precision, device)
     if importing:
-        build.make_folder_importable(loaded.path)
+        make_folder_importable(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
     model = None
@@ -216,7 +217,15 @@ def _buckets(
     with _one_rank():
         ddp = wrap(model, settings, precision.device)
         dispatcher = Dispatcher(ddp, HostLane(Team("world", 0, ("here",))), Stack([]))
-        freeze_layout(ddp, dispatcher, objective, precision, feed, static_graph=settings.static_graph)
+        freeze_layout(
+            ddp,
+            dispatcher,
+            objective,
+            precision,
+            feed,
+            static_graph=settings.static_graph,
+            meet=lambda: None,
+        )
         layout = dispatcher.layout
         del ddp, dispatcher
         gc.collect()  # before the group ends, on which DDP still has a hand

@@ -6,20 +6,28 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ddprun import LAUNCHED
+from ddprun.launch import endpoint
 from ddprun.launch.environment import is_worker
 from ddprun.spec import Loaded
 
 
 def start(
-    loaded: Loaded, flags: Mapping[str, str | bool], overrides: Sequence[str], run_dir: Path | None
+    loaded: Loaded,
+    flags: Mapping[str, str | bool],
+    overrides: Sequence[str],
+    run_dir: Path | None,
+    *,
+    resuming: bool = False,
 ) -> int:
     """Run the pipeline; gives the exit code.
 
     Args:
         loaded: the checked pipeline.
         flags: torchrun's own flags that were given, such as `nproc_per_node`.
-        overrides: the `--set` options, for the ranks' own command lines.
+        overrides: the `--set` options, for the ranks.
         run_dir: where the run's files go; None makes a new folder.
+        resuming: `run_dir` is the folder of a run that is to go on.
 
     Raises:
         PipelineError: the pipeline cannot run on this machine.
@@ -36,7 +44,12 @@ def start(
     if is_worker():
         from ddprun.engine.worker import work
 
-        return work(loaded, run_dir)
+        if LAUNCHED not in os.environ and os.environ["RANK"] == "0":
+            told = endpoint.warning(os.environ["MASTER_ADDR"])
+            if told is not None:
+                print(told, file=sys.stderr)
+        return work(loaded, run_dir, resuming=resuming)
+    loaded.check_environment()
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
     # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;
     # torchelastic puts its own handlers in place of these.
@@ -44,4 +57,4 @@ def start(
         signal.signal(number, lambda number, _: os._exit(128 + number))
     from ddprun.launch.local import launch
 
-    return launch(loaded, flags, overrides, run_dir)
+    return launch(loaded, flags, overrides, run_dir, resuming=resuming)

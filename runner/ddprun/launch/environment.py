@@ -1,10 +1,36 @@
-"""Finding out whether a launcher has started this process as a rank."""
+"""What a launcher tells its ranks by environment variables."""
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OVERRIDE = "DDPRUN_OVERRIDE_"
 
 
 def is_worker() -> bool:
     """Whether torchrun, or a launcher that speaks its variables, started this process as one rank of many."""
     return all(name in os.environ for name in _VARIABLES)
+
+
+@contextmanager
+def handed_on(overrides: Sequence[str]) -> Iterator[None]:
+    """Hand `--set` options to the processes that are started in this block.
+
+    On their command lines everybody who may list processes would read them.
+    """
+    names = [f"{_OVERRIDE}{number}" for number in range(len(overrides))]
+    os.environ.update(zip(names, overrides, strict=True))
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+
+
+def handed_down() -> tuple[str, ...]:
+    """The `--set` options that this process's launcher has handed on; what it starts will not see them."""
+    found: list[str] = []
+    while (text := os.environ.pop(f"{_OVERRIDE}{len(found)}", None)) is not None:
+        found.append(text)
+    return tuple(found)

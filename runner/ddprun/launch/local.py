@@ -2,13 +2,15 @@
 
 import logging
 import os
+import shutil
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
@@ -18,8 +20,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import elastic_launch
 
 from ddprun import LAUNCHED
+from ddprun.engine.notes import SCRATCH, outcome, pids
 from ddprun.engine.place import default_ranks, place_of
+from ddprun.launch import endpoint
+from ddprun.launch.environment import handed_on
+from ddprun.launch.scratch import scratch
 from ddprun.spec import Loaded
+from ddprun.watch.keeper import Keeper, address_towards
 
 FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128
 INTERRUPTED = SIGNALLED + signal.SIGINT
@@ -30,7 +37,12 @@ _SHUTDOWN_TIMEOUT_S = "10"
 
 
 def launch(
-    loaded: Loaded, flags: Mapping[str, str | bool], overrides: Sequence[str], run_dir: Path | None
+    loaded: Loaded,
+    flags: Mapping[str, str | bool],
+    overrides: Sequence[str],
+    run_dir: Path | None,
+    *,
+    resuming: bool,
 ) -> int:
     """Start this host's ranks, wait for them, give the exit code of the run.
 
@@ -47,31 +59,66 @@ def launch(
     if str(flags["nproc_per_node"]).isdigit():
         place_of(loaded, 0, int(str(flags["nproc_per_node"])))
     _prepare_environment()
-    command = ["-m", "ddprun", "run", str(loaded.path)]
-    for override in overrides:
-        command += ["--set", override]
-    if run_dir is not None:
+    command = ["-m", "ddprun", *(["resume", str(run_dir)] if resuming else ["run", str(loaded.path)])]
+    if run_dir is not None and not resuming:
         command += ["--run-dir", str(run_dir)]
-    with tempfile.TemporaryDirectory(prefix="ddprun-") as scratch:  # torchelastic would leave its own behind
-        flags["log_dir"] = scratch
+    with scratch() as folder:  # torchelastic would leave its own behind
+        flags["log_dir"] = str(folder)
+        os.environ[SCRATCH] = str(folder)
         try:
             config, program, arguments = torchrun.config_from_args(_torchrun_arguments(flags, command))
         except (ValueError, AssertionError) as error:
-            print(f"ddprun: {error}", file=sys.stderr)
+            print(loaded.secrets.redact(f"ddprun: {error}"), file=sys.stderr)
             return BAD_INPUT
+        if told := endpoint.warning(config.rdzv_endpoint):
+            print(told, file=sys.stderr)
+        # Ranks end by themselves when they are asked to; torchelastic would end them.
+        config.signals_to_handle = "SIGQUIT"
+        _pass_signals_on(folder, config.nproc_per_node)
+        address = address_towards(config.rdzv_endpoint) if config.max_nodes > 1 else None
+        end = None if config.max_restarts else partial(_end_without_the_others, folder)
+        keeper = Keeper(folder, asked.timeout_s, address, end)
         try:
-            elastic_launch(config, program)(*arguments)
+            with keeper, handed_on(overrides):
+                elastic_launch(config, program)(*arguments)
         except ChildFailedError as error:
             if config.max_nodes > 1:
                 time.sleep(_OTHERS_LOOK_S)
-            return _exit_code(*error.get_first_failure())
+            return _exit_code(*error.get_first_failure(), keeper.ended)
         except SignalException as caught:
             print(f"ddprun: stopped by {signal.Signals(caught.sigval).name}", file=sys.stderr)
             return SIGNALLED + int(caught.sigval)
         except (DistError, RendezvousError, OSError) as error:
-            print(f"ddprun: cannot meet the other hosts at {config.rdzv_endpoint}: {error}", file=sys.stderr)
+            told = f"ddprun: cannot meet the other hosts at {config.rdzv_endpoint}: {error}"
+            print(loaded.secrets.redact(told), file=sys.stderr)
             return FAILED
-    return 0
+        return outcome(folder)
+
+
+def _pass_signals_on(scratch: Path, ranks: int) -> None:
+    """SIGUSR1 goes to the ranks, and the first SIGINT, SIGTERM or SIGHUP: they take a checkpoint, and for the
+    latter three stop after it. The second one, or one that comes before all ranks are there, ends them.
+    """
+    asked = False
+
+    def stop(number: int, _: FrameType | None) -> None:
+        nonlocal asked
+        found, name = pids(scratch), signal.Signals(number).name
+        if asked or len(found) < ranks:
+            raise SignalException(f"ended by {name}", signal.Signals(number))
+        asked = True
+        print(f"ddprun: {name}: stops after this step; once more ends it at once", file=sys.stderr)
+        for pid in found:
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGCONT)  # one that is stopped could not stop after its step
+
+    def checkpoint(number: int, _: FrameType | None) -> None:
+        for pid in pids(scratch):
+            os.kill(pid, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    signal.signal(signal.SIGUSR1, checkpoint)
 
 
 def _torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) -> object:
@@ -112,7 +159,21 @@ def _prepare_environment() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _exit_code(rank: int, failure: ProcessFailure) -> int:
+def _end_without_the_others(folder: Path) -> None:
+    """End this process from beside torchelastic, which is waiting for hosts that it cannot reach."""
+    print("ddprun: the other hosts cannot be reached; the run has failed", file=sys.stderr, flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(FAILED)
+
+
+def _exit_code(rank: int, failure: ProcessFailure, ended: Mapping[int, str]) -> int:
+    if rank in ended:
+        print(
+            f"ddprun: rank {rank} was stopped in {ended[rank]} and did not go on, and has been ended; "
+            "the run has failed",
+            file=sys.stderr,
+        )
+        return FAILED
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = "; out of memory is the usual cause" if name == "SIGKILL" else ""

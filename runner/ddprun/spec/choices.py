@@ -17,6 +17,7 @@ from ddprun.spec.problems import located, mismatch, problem, validate, within
 from ddprun.spec.signatures import TorchKind
 from ddprun_hooks.options import BUILT_IN as HOOKS
 from ddprun_hooks.options import ENTRY_POINT_GROUP, HookSpec
+from ddprun_hooks.trust import trust
 
 Origin = Literal["built-in", "torch", "dotted", "installed"]
 
@@ -156,6 +157,7 @@ def _resolve(kind: Kind, name: str, options: dict[str, Any], path: tuple[str, ..
         if not all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")):
             text = f'"{name}" is no dotted name'
             raise within(problem(text, "write package.module.name", where=where), *path)
+        _admit(name, f'"{name}"', path, where)
         return Choice(kind.name, name, options, "dotted")
     if name in kind.built_in:
         settings = validate(kind.built_in[name], options, name, owner=name, context=CONTEXT)
@@ -167,8 +169,23 @@ def _resolve(kind: Kind, name: str, options: dict[str, Any], path: tuple[str, ..
         given = {key: getattr(checked, key) for key in options}
         return Choice(kind.name, found, given, "torch")
     if kind.installed and name in installed_hooks():
+        for target in _installed_targets(name):
+            _admit(target, f'the installed {kind.name} "{name}" ({target})', path, where)
         return Choice(kind.name, name, options, "installed")
     raise _refused(kind, name, path, where)
+
+
+def _admit(name: str, shown: str, path: tuple[str, ...], where: Literal["value", "key"]) -> None:
+    """Refuse by its name what `DDPRUN_TRUSTED` does not allow; a run judges what the name leads to."""
+    limit = trust()
+    if reason := limit.refusal(name):
+        raise within(problem(f"{shown} may not be imported: {reason}", limit.allowed(), where=where), *path)
+
+
+@functools.cache
+def _installed_targets(name: str) -> tuple[str, ...]:
+    points = entry_points(group=ENTRY_POINT_GROUP, name=name)
+    return tuple(sorted({f"{point.module}.{point.attr}" for point in points}))
 
 
 def _read_stack(value: Any) -> tuple[HookSpec, ...]:

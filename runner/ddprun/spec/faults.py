@@ -3,8 +3,8 @@
 import difflib
 import re
 import unicodedata
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Severity = Literal["error", "warning"]
@@ -57,7 +57,10 @@ class Fault:
     """The word that was probably meant."""
 
     source_line: str = ""
-    """The line itself, without its line break."""
+    """The line itself, without its line break and with secrets replaced."""
+
+    caret: int = 0
+    """Column of the fault in `source_line` where secrets were replaced before it; 0 where it is `column`."""
 
     severity: Severity = "error"
 
@@ -79,11 +82,30 @@ class Fault:
         path = f"{self.path}: " if self.path else ""
         return _escaped(f"{where}: {kind}{path}{self.message}")
 
+    def redacted(self, text: Callable[[str], str], line: Callable[[str], str]) -> "Fault":
+        """The fault with its words and its quoted line passed through these functions."""
+        quoted = line(self.source_line)
+        caret = 0
+        if quoted != self.source_line:
+            before, rest = self.source_line[: self.column - 1], self.source_line[self.column - 1 :]
+            caret = self.column if quoted.startswith(before) else len(quoted) - len(rest) + 1
+            caret = min(max(caret, 1), len(quoted) + 1)
+        return replace(
+            self,
+            file=text(self.file),
+            path=text(self.path),
+            problem=text(self.problem),
+            allowed=self.allowed and text(self.allowed),
+            suggestion=self.suggestion and text(self.suggestion),
+            source_line=quoted,
+            caret=caret,
+        )
+
     def __str__(self) -> str:
         """The headline, and under it the quoted line with a caret at the column."""
         if not self.source_line.strip():
             return self.headline
-        return f"{self.headline}\n{_quote(self.source_line, self.column)}"
+        return f"{self.headline}\n{_quote(self.source_line, self.caret or self.column)}"
 
 
 def _quote(line: str, column: int) -> str:

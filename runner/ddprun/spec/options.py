@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from ddprun.spec.problems import all_within, problem, within
+from ddprun.spec.secrets import REFERENCE
 
 
 class Options(BaseModel):
@@ -117,7 +118,7 @@ def _one_or_many(value: Any) -> Any:
 
 
 def _known_placeholder(pattern: str) -> str:
-    for found in re.findall(r"\{[^{}]*\}", pattern):
+    for found in re.findall(r"\{[^{}]*\}", REFERENCE.sub("", pattern)):
         if found != "{stdlib}":
             raise problem(
                 f"unknown placeholder {found}", "allowed: {stdlib}, the folder of Python's own library"

@@ -365,6 +365,8 @@ def _syntax(builder: _Builder, error: yaml.MarkedYAMLError) -> Fault:
             break
     if error.context_mark and error.context and error.problem == "found unexpected end of stream":
         place = builder.place_of(error.context_mark.line, error.context_mark.column)
+    if "${" in builder.source.line(place.line)[: place.column]:
+        allowed = 'between { } and [ ], put "${env:NAME}" in quotes'
     return place.fault("", f"not valid YAML: {problem}", allowed)
 
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from ddprun.spec.choices import Choice
 from ddprun.spec.scalars import write
 from ddprun.spec.schema import OVERRIDABLE, Buffers, Pipeline, Stage, StepStage
+from ddprun.spec.secrets import Secrets
 from ddprun.spec.tree import KeyPath, Node, find, is_choice
 
 
@@ -41,15 +42,22 @@ def _keys(stage: Stage) -> list[str]:
 
 
 def digest(pipeline: Pipeline) -> str:
-    """SHA-256 of everything the pipeline says, in hexadecimal; spelling, order and comments do not matter."""
-    text = json.dumps(plain(pipeline), sort_keys=True, ensure_ascii=True)
+    """SHA-256 of everything the pipeline says, in hexadecimal; spelling, order and comments do not matter.
+
+    Secrets do not count, so that nobody can guess at them by their hash. The environment has no say: it may
+    differ between ranks.
+    """
+    text = json.dumps(Secrets({}).hidden(plain(pipeline)), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def resolved(pipeline: Pipeline, root: Node) -> str:
-    """The whole pipeline as YAML, which loads to the same pipeline. `root` tells where values come from."""
+def resolved(pipeline: Pipeline, root: Node, secrets: Secrets) -> str:
+    """The whole pipeline as YAML, which loads to the same pipeline unless it holds a secret as it is.
+
+    `root` tells where values come from.
+    """
     lines: list[str] = []
-    _write_mapping(lines, plain(pipeline), (), "", root)
+    _write_mapping(lines, secrets.hidden(plain(pipeline)), (), "", root)
     return "\n".join(lines) + "\n"
 
 

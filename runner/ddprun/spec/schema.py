@@ -40,6 +40,7 @@ __all__ = [
     "AverageStage",
     "BroadcastStage",
     "Buffers",
+    "Checkpoint",
     "DataPair",
     "Ddp",
     "Evaluate",
@@ -160,6 +161,18 @@ class Audit(Options):
     """Compare at every n-th step, and end the run on drift that `sync` does not allow; 0 never does."""
 
 
+class Checkpoint(Options):
+    """When the whole state of a run is kept, so that `ddprun resume` can go on from it. One is taken at the
+    run's end and when it is interrupted, too.
+    """
+
+    every: NonNegativeInt = 500
+    """Steps of the run from one checkpoint to the next; 0 takes none before the end."""
+
+    keep: NonNegativeInt = 3
+    """How many are kept, the newest; 0 takes none at all."""
+
+
 class Pipeline(Options):
     """A whole pipeline file."""
 
@@ -172,7 +185,7 @@ class Pipeline(Options):
         }
     )
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "pipeline"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=200)] = "pipeline"
     """Name of the run's folder; the file's own name if left out."""
 
     seed: NonNegativeInt = 0
@@ -226,6 +239,9 @@ class Pipeline(Options):
 
     launch: Launch = Launch()
     """Where the ranks run."""
+
+    checkpoint: Checkpoint = Checkpoint()
+    """When the whole state of the run is kept."""
 
     timings: Timings = Timings()
     """What is recorded."""

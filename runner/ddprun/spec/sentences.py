@@ -19,19 +19,22 @@ _REASONS = {
     ("ddp", "bucket_cap_mb"): "DDP's first bucket is 1 MiB and must not be larger than the others",
 }
 _PATTERNS = {
-    "name": 'letters, digits, ".", "_" and "-" only',
-    "to": 'a file name that ends in ".safetensors"',
+    "name": 'letters, digits, ".", "_" and "-" only, not "." first',
+    "to": 'a file name that ends in ".safetensors", without control characters',
 }
 
 
-def faults(error: ValidationError, root: Node) -> list[Fault]:
-    """Every error of a validation as a fault of the file; mere consequences of another are left out."""
+def faults(error: ValidationError, root: Node, redact: Callable[[str], str]) -> list[Fault]:
+    """Every error of a validation as a fault of the file; mere consequences of another are left out.
+
+    `redact` is given each value before it is cut to the length that a message shows.
+    """
     told = []
     for item in error.errors(include_url=False):
         path: KeyPath = item["loc"]
         found = find(root, path)
         if not found.broken and not _counts_faulty_items(item, found):
-            told.append(_fault(item, path, found))
+            told.append(_fault(item, path, found, redact))
     return told
 
 
@@ -45,7 +48,7 @@ def _counts_faulty_items(item: Any, found: Found) -> bool:
     )
 
 
-def describe(node: Node | None, value: Any) -> str:
+def describe(node: Node | None, value: Any, redact: Callable[[str], str]) -> str:
     """A value as a message shows it, in the file's own words where there are any."""
     if isinstance(value, dict):
         return "a mapping"
@@ -54,13 +57,14 @@ def describe(node: Node | None, value: Any) -> str:
     if value is None:
         return (node.text if node and node.text else "nothing") if node else "null"
     if isinstance(value, str):
-        shown = value if len(value) <= 40 else f"{value[:38]}…"
+        shown = redact(value)
+        shown = shown if len(shown) <= 40 else f"{shown[:38]}…"
         return f'"{shown}" (a string)'
     text = node.text if node and node.text else write(value)
     return f"{text} (a boolean)" if isinstance(value, bool) else text
 
 
-def _fault(item: Any, path: KeyPath, found: Found) -> Fault:
+def _fault(item: Any, path: KeyPath, found: Found, redact: Callable[[str], str]) -> Fault:
     kind: str = item["type"]
     context: dict[str, Any] = item.get("ctx", {})
     exact = not found.rest
@@ -71,21 +75,27 @@ def _fault(item: Any, path: KeyPath, found: Found) -> Fault:
         place = found.key
     else:
         place = found.node.place
-    problem, allowed, suggestion = _sentence(kind, item["msg"], context, path, node, value)
+    problem, allowed, suggestion = _sentence(kind, item["msg"], context, path, node, value, redact)
     return place.fault(show(path), problem, allowed, suggestion)
 
 
 def _sentence(
-    kind: str, message: str, context: dict[str, Any], path: KeyPath, node: Node | None, value: Any
+    kind: str,
+    message: str,
+    context: dict[str, Any],
+    path: KeyPath,
+    node: Node | None,
+    value: Any,
+    redact: Callable[[str], str],
 ) -> Sentence:
     if kind == TOLD and "problem" in context:
         return context["problem"], context["allowed"], context["suggestion"]
     if kind == TOLD:
-        return _expected(context["wanted"], node, value, context["allowed"])
+        return _expected(context["wanted"], node, value, redact, context["allowed"])
     if kind in _WANTED:
-        return _expected(_WANTED[kind], node, value)
+        return _expected(_WANTED[kind], node, value, redact)
     if kind in _TELLERS:
-        return _TELLERS[kind](context, path, describe(node, value))
+        return _TELLERS[kind](context, path, describe(node, value, redact))
     return message[:1].lower() + message[1:], None, None
 
 
@@ -102,7 +112,13 @@ _WANTED = {
 """Types of error that only say which type was wanted."""
 
 
-def _expected(wanted: str, node: Node | None, value: Any, allowed: str | None = None) -> Sentence:
+def _expected(
+    wanted: str,
+    node: Node | None,
+    value: Any,
+    redact: Callable[[str], str],
+    allowed: str | None = None,
+) -> Sentence:
     """`expected …, got …`, with a hint where the value almost is what was wanted."""
     hint = allowed
     text = node.text if node else None
@@ -117,7 +133,7 @@ def _expected(wanted: str, node: Node | None, value: Any, allowed: str | None = 
         hint = f'quote it: "{text}"'
     if wanted == "a list" and value is not None and text:
         hint = f"write [{text}]"
-    return f"expected {wanted}, got {describe(node, value)}", hint, None
+    return f"expected {wanted}, got {describe(node, value, redact)}", hint, None
 
 
 def _bound(words: str, key: str) -> Callable[[dict[str, Any], KeyPath, str], Sentence]:
@@ -160,6 +176,10 @@ def _pattern(context: dict[str, Any], path: KeyPath, got: str) -> Sentence:
     )
 
 
+def _too_long(context: dict[str, Any], path: KeyPath, got: str) -> Sentence:
+    return f"is longer than {context['max_length']} characters", None, None
+
+
 def _empty(context: dict[str, Any], path: KeyPath, got: str) -> Sentence:
     return "must not be empty", None, None
 
@@ -175,6 +195,7 @@ _TELLERS: dict[str, Callable[[dict[str, Any], KeyPath, str], Sentence]] = {
     "missing": _missing,
     "string_pattern_mismatch": _pattern,
     "string_too_short": _empty,
+    "string_too_long": _too_long,
 }
 
 MAPPED = frozenset(_WANTED) | frozenset(_TELLERS) | {TOLD}

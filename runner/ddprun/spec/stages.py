@@ -204,8 +204,8 @@ class Save(Stage):
 
     name: ClassVar[str] = "save"
 
-    to: Annotated[str, Field(pattern=r"\.safetensors$")] = "model.safetensors"
-    """File name, relative to the run's folder."""
+    to: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*\.safetensors$")] = "model.safetensors"
+    """A file, relative to the run's folder; the one way in which a pipeline may write outside of it."""
 
 
 STAGES: dict[str, type[Stage]] = {

@@ -51,7 +51,9 @@ def audit(model: nn.Module, exchange: Exchange, groups: Sequence[Sequence[int]] 
         What differs inside the groups. The distance is over all ranks.
     """
     named = list(model.named_parameters())
-    digests = exchange.control.gather([float(digest(param)) for _, param in named])  # (ranks, parameters)
+    digests = exchange.control.gather(
+        [float(digest(param)) for _, param in named], "digests of the parameters"
+    )  # (ranks, parameters)
     groups = groups or [range(len(digests))]
     odd = torch.stack([_odd(digests, ranks) for ranks in groups]).any(0)  # (ranks, parameters)
     differing = [place for place in range(len(named)) if odd[:, place].any()]

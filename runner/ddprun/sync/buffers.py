@@ -88,7 +88,9 @@ def agree(verdict: Verdict, model: nn.Module, control: Control) -> Verdict:
     names = [name for name in named if name not in verdict.counters]
     if not named:
         return verdict
-    words = control.gather([float(verdict.read), *(float(name in verdict.changing) for name in names)])
+    words = control.gather(
+        [float(verdict.read), *(float(name in verdict.changing) for name in names)], "what buffers do"
+    )
     read, *flags = words.any(0).tolist()
     changing = tuple(name for name, flag in zip(names, flags, strict=True) if flag)
     constant = tuple(name for name in names if name not in changing)
@@ -160,7 +162,7 @@ class BufferSync:
         changed = [not _same(self._named[name], self._seen[name]) for name in names]
         control = self._carrier.exchange.control
         digests = [float(digest(b)) if _whole(b) else 0.0 for b in self._named.values()]
-        words = control.gather([*map(float, changed), *digests])
+        words = control.gather([*map(float, changed), *digests], "digests of the buffers")
         flags = words[:, : len(names)].any(0).tolist()
         differ = (words[:, len(names) :] != words[0, len(names) :]).any(0).tolist()
         wanted = [
@@ -172,6 +174,15 @@ class BufferSync:
             self._send(wanted)
             self._seen = self._copied()
         return tuple(wanted)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Values that all ranks had in common last."""
+        return dict(self._seen)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Bring them back."""
+        for name, seen in self._seen.items():
+            seen.copy_(state[name])
 
     def _copied(self) -> dict[str, Tensor]:
         """Values that all ranks have in common now."""

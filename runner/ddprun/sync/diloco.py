@@ -1,6 +1,6 @@
 """DiLoCo: an outer optimizer on what the ranks learn apart; in fragments, and while training goes on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,9 +134,16 @@ class Diloco(Policy):
         """Go on in mid-round."""
         for index, fragment in enumerate(self._fragments):
             own = state[str(index)]
-            fragment.part.load_state_dict(own["part"])
+            if own["part"]:
+                fragment.part.load_state_dict(own["part"])
             fragment.outer.buffers = {int(place): buffer.clone() for place, buffer in own["momentum"].items()}
             fragment.since = own["since"]
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The outer momentum, which all ranks have alike."""
+        return {
+            index: {"part": {}, "momentum": own["momentum"], "since": 0} for index, own in states[0].items()
+        }
 
 
 def split_evenly(named: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:

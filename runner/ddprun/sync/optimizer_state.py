@@ -44,7 +44,9 @@ def average_state(optimizer: Optimizer, carrier: Carrier, team: Team | None = No
         control.agree("the optimizer's state", str([(name, tuple(v.shape)) for name, v in named.items()]))
         counters = list(_counters(optimizer))
         if counters:
-            words = control.gather([float(kept[name]) for kept, name in counters])  # (ranks, counters)
+            words = control.gather(
+                [float(kept[name]) for kept, name in counters], "optimizers' counters"
+            )  # (ranks, counters)
             for (kept, name), of_ranks in zip(counters, words.unbind(1), strict=True):
                 _set(kept, name, float(of_ranks.max() if name == "step" else of_ranks.min()))
     with torch.no_grad():

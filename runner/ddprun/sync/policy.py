@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -115,3 +115,9 @@ class Policy:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; comes after `begin`."""
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What a round that begins goes on from, of the states of all ranks of another world, whose weights
+        have become equal.
+        """
+        return {}

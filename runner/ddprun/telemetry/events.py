@@ -1,6 +1,6 @@
 """Events of a run: structlog, one JSON object a line in `events.jsonl`."""
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import structlog
@@ -11,7 +11,9 @@ from ddprun_hooks.flight import now_us
 FILE = "events.jsonl"
 
 
-def event_log(writer: Writer | None, **bound: Any) -> structlog.typing.FilteringBoundLogger:
+def event_log(
+    writer: Writer | None, redact: Callable[[dict[str, Any]], dict[str, Any]], **bound: Any
+) -> structlog.typing.FilteringBoundLogger:
     """A structlog logger whose lines go through the writer's thread.
 
     Each line has `event`, `level`, `time` (UTC, ISO 8601), `monotonic_us` (this rank's clock, as in the
@@ -19,6 +21,7 @@ def event_log(writer: Writer | None, **bound: Any) -> structlog.typing.Filtering
 
     Args:
         writer: where the lines go; None discards them (every rank but 0).
+        redact: replaces secrets in an event's fields.
         bound: fields of every line, such as `rank`.
     """
 
@@ -27,7 +30,7 @@ def event_log(writer: Writer | None, **bound: Any) -> structlog.typing.Filtering
         return event
 
     def render(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
-        return dumps(dict(event)) + "\n"
+        return dumps(redact(dict(event))) + "\n"
 
     class Sink:
         def msg(self, line: str) -> None:

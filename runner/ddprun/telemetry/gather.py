@@ -1,11 +1,9 @@
 """Records of hosts that do not share the run's disk: rank 0 gets them at stage ends."""
 
-import json
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
-
-from torch import distributed as dist
 
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.exchange import Control
@@ -19,16 +17,23 @@ class Records:
     Args:
         folder: the run's folder, by the same path on every host.
         control: over which ranks that do not see rank 0's folder send their records.
-        store: for finding out which ranks see it.
+        tell_all: what rank 0 makes under a key, on every rank; for finding out which ranks see its folder.
     """
 
-    def __init__(self, folder: Path, control: Control, store: dist.Store) -> None:
+    def __init__(
+        self, folder: Path, control: Control, tell_all: Callable[[str, Callable[[], str]], str]
+    ) -> None:
         self._control = control
         self._target = folder
-        shared = self._sees_rank_0(store)
-        self._away = [
-            rank for rank, sees in enumerate(control.gather([float(shared)])[:, 0].tolist()) if not sees
+        shared = self._sees_rank_0(tell_all)
+        self.away = [
+            rank
+            for rank, sees in enumerate(
+                control.gather([float(shared)], "who sees the run folder")[:, 0].tolist()
+            )
+            if not sees
         ]
+        """Ranks that do not see rank 0's folder."""
         self._scratch = None if shared else tempfile.TemporaryDirectory(prefix="ddprun-")
         self.writer = Writer(folder if self._scratch is None else Path(self._scratch.name))
         self._sent = dict.fromkeys(FOLDERS, 0)
@@ -36,7 +41,7 @@ class Records:
     def collect(self) -> None:
         """Bring all records so far to disk, and those of other hosts to rank 0; called by all ranks."""
         self.writer.flush()
-        for rank in self._away:
+        for rank in self.away:
             for name in FOLDERS:
                 if self._control.rank == rank:
                     self._control.send_bytes(self._new_bytes(name), 0)
@@ -54,18 +59,20 @@ class Records:
         if self._scratch is not None:
             self._scratch.cleanup()
 
-    def _sees_rank_0(self, store: dist.Store) -> bool:
+    def _sees_rank_0(self, tell_all: Callable[[str, Callable[[], str]], str]) -> bool:
         token = self._target / ".rank-0"
-        if self._control.rank == 0:
+
+        def make() -> str:
             name = uuid.uuid4().hex
             token.write_text(name)
-            store.set("token", json.dumps(name))
-        name = json.loads(store.get("token"))
+            return name
+
+        name = tell_all("token", make)
         try:
             seen = bool(token.read_text() == name)
         except OSError:
             seen = False
-        self._control.barrier()
+        self._control.barrier("the run folder")
         if self._control.rank == 0:
             token.unlink()
         return seen

@@ -9,7 +9,7 @@ that does.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -37,6 +37,7 @@ _BUCKETS = 1_000_000
 """More than any model has: a bucket's number and its kind go into one number of the control word."""
 
 _CODES = 3
+_CHECKPOINT = 2  # beside 1, the wish to stop
 
 
 @dataclass(slots=True)
@@ -90,6 +91,7 @@ class Step:
 
     synchronised: bool = True
     stop: bool = False
+    checkpoint: bool = False
     compare_clocks: bool = False
 
 
@@ -116,6 +118,9 @@ class Agreed:
 
     stop: bool
     """Some rank wants to stop."""
+
+    checkpoint: bool
+    """Some rank was asked for a checkpoint."""
 
     compare_clocks: bool
     """Rank 0 wants the clocks compared again."""
@@ -236,17 +241,21 @@ class Ledger:
         self.lap("backward_us")
         self.current.backward_end = self.current.laps[-1][1]
 
-    def end(self, *, stop: bool, compare_clocks: bool, synchronised: bool = True) -> list[Agreed]:
+    def end(
+        self, *, stop: bool, compare_clocks: bool, checkpoint: bool = False, synchronised: bool = True
+    ) -> list[Agreed]:
         """End the step; gives what is newly agreed about earlier ones.
 
         Args:
             stop: this rank wants to stop.
+            checkpoint: this rank was asked for a checkpoint.
             compare_clocks: this rank wants the clocks compared.
             synchronised: the ranks have exchanged in this step; on all of them alike.
         """
         self.lap("other_us")
         step = self.current
-        step.synchronised, step.stop, step.compare_clocks = synchronised, stop, compare_clocks
+        step.synchronised, step.stop = synchronised, stop
+        step.checkpoint, step.compare_clocks = checkpoint, compare_clocks
         self._last_end = step.laps[-1][1]
         self._closed.append(step)
         self._step = None
@@ -263,6 +272,29 @@ class Ledger:
         if self._round.steps:
             self._post(self._round.last_step, None)
         return [self._collect() for _ in range(len(self._posted))]
+
+    def drain(self) -> list[Agreed]:
+        """Settle every step that is over, and read the control words under way, without posting one for
+        steps whose ranks have not met since; called by all ranks after the same step.
+        """
+        while self._closed:
+            self._close(self._closed.popleft())
+        return [self._collect() for _ in range(len(self._posted))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been added up; after `drain`."""
+        own = self._round
+        return {
+            "totals": self.totals.numbers(),
+            "round": [own.loss_sum, own.samples, own.steps, own.last_step, own.code],
+            "own_loss": self.own_loss,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on adding up."""
+        self.totals = Totals.of(state["totals"])
+        self._round = _Round(*state["round"])
+        self.own_loss = state["own_loss"]
 
     def write_aside(self, stage: int, step: int) -> None:
         """Write the records of what was exchanged between steps, and count it."""
@@ -290,7 +322,7 @@ class Ledger:
             ready = [traffic.last_ready_us for traffic in (settled.backward, settled.sync)]
             word[2:6] = [
                 *(0.0 if at is None else at - self.offset_us for at in ready),
-                float(step.stop),
+                float(step.stop + _CHECKPOINT * step.checkpoint),
                 float(step.compare_clocks),
             ]
         self._round = _Round()
@@ -326,7 +358,8 @@ class Ledger:
             step=number,
             mean_loss=mean,
             rank_losses=tuple((losses / samples).tolist()),
-            stop=bool(stop.any()),
+            stop=bool((stop % _CHECKPOINT).any()),
+            checkpoint=bool((stop >= _CHECKPOINT).any()),
             compare_clocks=bool(clocks[0]),
             overflow=_overflow(found.long().tolist(), finders),
         )

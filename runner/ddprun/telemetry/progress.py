@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rich.box import ASCII, ROUNDED
@@ -60,7 +60,8 @@ class Silent:
 class Plain:
     """Lines for a log file: about ten a stage, and one every half minute."""
 
-    def __init__(self) -> None:
+    def __init__(self, redact: Callable[[str], str]) -> None:
+        self._redact = redact
         self._console = Console(stderr=True, highlight=False, color_system=None, width=100, soft_wrap=True)
         self._stage = ""
         self._steps: int | None = None
@@ -68,7 +69,7 @@ class Plain:
         self._next_time = 0.0
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(self._redact(text), markup=False)
 
     def begin(self, stage: str, steps: int | None) -> None:
         self._stage, self._steps = stage, steps
@@ -93,13 +94,14 @@ class Plain:
 class Bar:
     """A progress bar on a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, redact: Callable[[str], str]) -> None:
+        self._redact = redact
         self._console = Console(stderr=True, highlight=False)
         self._progress: Progress | None = None
         self._next_time = 0.0
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(self._redact(text), markup=False)
 
     def begin(self, stage: str, steps: int | None) -> None:
         self._progress = Progress(
@@ -135,11 +137,11 @@ class Bar:
         _print_table(self._console, summary_rows(summary), plain=False)
 
 
-def screen_for(rank: int) -> Screen:
-    """The screen of a rank."""
+def screen_for(rank: int, redact: Callable[[str], str]) -> Screen:
+    """The screen of a rank; `redact` replaces secrets in what it says."""
     if rank != 0:
         return Silent()
-    return Bar() if sys.stderr.isatty() else Plain()
+    return Bar(redact) if sys.stderr.isatty() else Plain(redact)
 
 
 def losses(agreed: Agreed | None, own_loss: float) -> str:

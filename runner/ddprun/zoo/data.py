@@ -99,9 +99,12 @@ def _matching(patterns: Sequence[str], folder: Path) -> list[Path]:
     found: set[Path] = set()
     for pattern in patterns:
         full = pattern.replace("{stdlib}", glob.escape(sysconfig.get_path("stdlib")))
-        matches = [
-            path for path in map(Path, glob.glob(str(folder / full), recursive=True)) if path.is_file()
-        ]
+        try:
+            matches = [
+                path for path in map(Path, glob.glob(str(folder / full), recursive=True)) if path.is_file()
+            ]
+        except RecursionError:
+            raise DataError(f"a pattern of {len(pattern)} characters goes through too many folders") from None
         if not matches:
             raise DataError(f'no file matches "{pattern}" (looked in {folder})')
         found.update(matches)

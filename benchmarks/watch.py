@@ -1,0 +1,121 @@
+"""What the watch for hangs costs a step, on two ranks of this machine.
+
+    python benchmarks/watch.py [--rounds 5]
+
+First what one step tells the watch (a step, five turns, two collectives issued and ended), by itself. Then
+whole runs with the watch and without, interleaved, the ones without twice in each round as their own control.
+Prints medians.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddprun.watch.watcher import UNWATCHED, Onlooker, Overdue, Watch
+
+STEPS = {"[64]": 3000, "[512, 512]": 600}
+
+PIPELINE = """
+model:
+  mlp: {{inputs: 64, hidden: {hidden}, outputs: 10}}
+data: digits
+loader: {{batch_size: 32, drop_last: true}}
+optimizer: {{sgd: {{lr: 0.01}}}}
+stages:
+  - train: {{steps: {steps}}}
+"""
+
+WRAPPER = """
+import sys
+from types import SimpleNamespace
+from ddprun.engine import worker
+from ddprun.watch.watcher import UNWATCHED
+
+if sys.argv.pop(1) == "without":
+    def none(*_):
+        quiet = SimpleNamespace(path="", remove=lambda: None)
+        return SimpleNamespace(
+            line=UNWATCHED.line, stage=UNWATCHED.stage, step=UNWATCHED.step, turn=UNWATCHED.turn,
+            board=quiet, start=lambda: None, close=lambda: None, alarmed=False,
+        )
+    worker.open_watch = none
+from ddprun.cli import main
+sys.exit(main())
+"""
+
+
+def alone(onlooker: Onlooker, steps: int) -> float:
+    """Microseconds for what one step tells."""
+    lanes = [onlooker.line("world.0", [0, 1]), onlooker.line("control", [0, 1])]
+    began = time.perf_counter()
+    for step in range(1, steps + 1):
+        onlooker.step(step)
+        for phase in (b"data", b"forward", b"backward", b"optimizer", b"sync"):
+            onlooker.turn(phase)
+        for line in lanes:
+            line.issue("all_reduce", what="word").done()
+    return (time.perf_counter() - began) / steps * 1e6
+
+
+def whole(folder: Path, hidden: str, how: str) -> float:
+    """Steps per second, without the first three."""
+    (folder / "p.yaml").write_text(PIPELINE.format(hidden=hidden, steps=STEPS[hidden]))
+    (folder / "wrapper.py").write_text(WRAPPER)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "wrapper.py",
+        how,
+        "p.yaml",
+    ]
+    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+    file = folder / done.stdout.strip() / "steps" / "rank-00000.jsonl"
+    steps = [json.loads(line) for line in file.read_text().splitlines()]
+    return 1e6 * (len(steps) - 3) / float(steps[-1]["start_us"] + steps[-1]["step_us"] - steps[3]["start_us"])
+
+
+def main() -> None:
+    """Run the comparison and print it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        watch = Watch(0, 600, folder, _no_alarm)
+        watch.start()
+        told = [
+            (alone(watch, 20_000), alone(UNWATCHED, 20_000), alone(UNWATCHED, 20_000)) for _ in range(rounds)
+        ]
+        watch.close()
+        with_it, without, again = (statistics.median(column) for column in zip(*told, strict=True))
+        print(f"one step's word: {with_it:.1f} us; to nobody {without:.1f} us, again {again:.1f} us")
+        print(f"{'hidden':12} {'without':>11} {'without again':>20} {'with':>20}")
+        for hidden in STEPS:
+            rates: dict[str, list[float]] = {"without": [], "with": [], "again": []}
+            for _ in range(rounds):
+                rates["without"].append(whole(folder, hidden, "without"))
+                rates["with"].append(whole(folder, hidden, "with"))
+                rates["again"].append(whole(folder, hidden, "without"))
+            base, own, control = (statistics.median(rates[key]) for key in ("without", "with", "again"))
+            ratios = f"{control:10.1f}/s ({control / base:.2f}) {own:10.1f}/s ({own / base:.2f})"
+            print(f"{hidden:12} {base:9.1f}/s {ratios}")
+
+
+def _no_alarm(waits: Sequence[Overdue]) -> None:
+    assert threading.current_thread().name == "ddprun-watch", waits
+
+
+if __name__ == "__main__":
+    main()

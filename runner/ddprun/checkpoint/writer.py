@@ -1,0 +1,226 @@
+"""Writes checkpoints on a thread of its own, each rank its files; rank 0 gives the checkpoint its name.
+
+The ranks' threads speak through the store, never through collectives: a rank whose disk is slow makes no
+other rank wait. Where a rank does not see the run's folder, its files go to rank 0 over a process group that
+only these threads use.
+"""
+
+import json
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ddprun.checkpoint import folder
+from ddprun.checkpoint.folder import Checkpoint, Files
+from ddprun_hooks.exchange import Control
+
+_LOOK_EVERY_S = 0.01
+_LOOK_AT_LEAST_EVERY_S = 0.5
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one checkpoint; rank 0 knows."""
+
+    step: int
+    seconds: float
+    written: Checkpoint | None = None
+    problem: str | None = None
+    """Why it was not written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    number: int
+    """Of all that are put; two may be of one step."""
+
+    step: int
+    parts: Mapping[str, folder.Apart]
+    """By the name of the files."""
+
+
+class CheckpointWriter:
+    """The checkpoints of one run, on one rank.
+
+    Args:
+        root: the folder of all checkpoints, as rank 0 sees it.
+        store: small values that all ranks share.
+        token: of this attempt at the run; the same on all ranks.
+        rank, ranks: this rank, and how many there are.
+        keep: how many checkpoints are kept.
+        away: ranks that do not see the run's folder.
+        control: for these threads alone; None if no rank is away.
+        limit_s: how long rank 0 waits for the other ranks' parts.
+        before: is done before each checkpoint, on the writing thread.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        store: dist.Store,
+        *,
+        token: str,
+        rank: int,
+        ranks: int,
+        keep: int,
+        away: Sequence[int],
+        control: Control | None,
+        limit_s: float,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        """Of checkpoints that are over, on rank 0."""
+
+        self._store = dist.PrefixStore(f"checkpoints/{token}", store)
+        self._token, self._rank, self._ranks, self._keep = token, rank, ranks, keep
+        self._away, self._control, self._limit_s = away, control, limit_s
+        self._before = before
+        self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-") if rank in away else None
+        self._root = root if self._scratch is None else Path(self._scratch.name)
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._count = 0
+        self._under_way: _Job | None = None
+        self._thread = threading.Thread(target=self._work, name="ddprun-checkpoints", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, parts: Mapping[str, folder.Apart], *, wait: bool = False) -> None:
+        """Have a checkpoint written; called by all ranks with the same steps.
+
+        A checkpoint that comes while the one before it is still being written is left out, unless `wait`.
+
+        Args:
+            step: of the run.
+            parts: this rank's files by name.
+            wait: until it is written, or given up.
+        """
+        job, before = _Job(self._count, step, parts), self._under_way
+        self._count += 1
+        if wait or before is None:
+            self._under_way = job
+            self._jobs.put(job)
+        else:
+            self._post(job, f"rank {self._rank} was not done with that of step {before.step}", {})
+            if self._rank == 0:
+                self._jobs.put(_Job(job.number, step, {}))
+        if wait:
+            self._jobs.join()
+
+    def close(self) -> None:
+        """Finish what is being written, and end the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            started = time.monotonic()
+            try:
+                if job.parts:
+                    self._write(job)
+                if self._rank == 0:
+                    self.outcomes.put(self._finish(job, started))
+                elif job.parts and self._scratch is not None:
+                    self._send(job)
+            except Exception as error:
+                # The store or the other ranks are gone: the run is about to end, and says why itself.
+                self.outcomes.put(Outcome(job.step, time.monotonic() - started, problem=repr(error)))
+            if self._under_way is job:
+                self._under_way = None
+            self._jobs.task_done()
+
+    def _write(self, job: _Job) -> None:
+        """Write this rank's files, and tell rank 0."""
+        self._before()
+        try:
+            files: Files = {}
+            for name, state in job.parts.items():
+                files |= folder.write(self._unfinished(job), name, state)
+        except OSError as error:
+            self._post(job, f"rank {self._rank} cannot write it: {error.strerror or error}", {})
+        else:
+            self._post(job, None, files)
+
+    def _unfinished(self, job: _Job) -> Path:
+        return folder.unfinished(self._root, job.step, self._token_of(job))
+
+    def _token_of(self, job: _Job) -> str:
+        return f"{self._token}-{job.number}"
+
+    def _post(self, job: _Job, problem: str | None, files: Files) -> None:
+        self._store.set(f"{job.number}/{self._rank}", json.dumps([problem, files]))
+
+    def _finish(self, job: _Job, started: float) -> Outcome:
+        """On rank 0: wait for all parts, and make them a checkpoint."""
+        problems: list[str] = []
+        files: Files = {}
+        sizes: dict[int, Files] = {}
+        keys = [f"{job.number}/{rank}" for rank in range(self._ranks)]
+        until, pause = time.monotonic() + self._limit_s, _LOOK_EVERY_S
+        for rank, key in enumerate(keys):
+            while not self._store.check([key]) and time.monotonic() < until:
+                time.sleep(pause)
+                pause = min(2 * pause, _LOOK_AT_LEAST_EVERY_S)
+            if not self._store.check([key]):
+                problems.append(f"rank {rank} has not written its part within {self._limit_s:g} s")
+                continue
+            problem, sizes[rank] = json.loads(self._store.get(key))
+            self._store.delete_key(key)
+            files |= sizes[rank]
+            problems += [problem] if problem else []
+        if self._away:
+            self._store.set(f"{job.number}/verdict", "drop" if problems else "send")
+        if not problems:
+            try:
+                for rank in self._away:
+                    self._receive(rank, job, sizes[rank])
+                written = folder.commit(self._root, job.step, self._token_of(job), self._ranks, files)
+                folder.prune(self._root, self._keep)
+                return Outcome(job.step, time.monotonic() - started, written)
+            except OSError as error:
+                problems.append(f"rank 0 cannot write it: {error.strerror or error}")
+        folder.discard(self._unfinished(job))
+        return Outcome(job.step, time.monotonic() - started, problem=problems[0])
+
+    # Ranks that do not see the run's folder.
+
+    def _send(self, job: _Job) -> None:
+        """Give this rank's files to rank 0, if it wants them."""
+        assert self._control is not None
+        verdict = f"{job.number}/verdict"
+        while not self._store.check([verdict]):
+            time.sleep(_LOOK_EVERY_S)
+        source = self._unfinished(job)
+        if self._store.get(verdict) == b"send":
+            for name in job.parts:
+                for path in folder.paths(source, name):
+                    with path.open("rb") as file:
+                        while data := file.read(_CHUNK_BYTES):
+                            self._control.send_bytes(data, 0)
+        folder.discard(source)
+
+    def _receive(self, rank: int, job: _Job, files: Files) -> None:
+        """Take the files of another host's rank; all of them, even if the disk is full after the first."""
+        assert self._control is not None
+        problem: OSError | None = None
+        target = self._unfinished(job)
+        for name, told in files.items():
+            left = told["bytes"]
+            while left:
+                data = self._control.receive_bytes(rank)
+                left -= len(data)
+                try:
+                    with (target / name).open("ab") as file:
+                        file.write(data)
+                except OSError as error:
+                    problem = error
+        if problem is not None:
+            raise problem
+        folder.check_received(target, files)

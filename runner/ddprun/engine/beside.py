@@ -1,0 +1,42 @@
+"""Modules beside the pipeline file."""
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+from ddprun_hooks.trust import trust
+
+
+def make_folder_importable(beside: Path) -> None:
+    """Let dotted names find modules in the folder of the pipeline file, after everything that is installed.
+
+    Where `DDPRUN_TRUSTED` sets a limit, only the packages that it lists are looked for there: what is
+    installed may try to import something that is not, and would find it in a stranger's folder.
+
+    Raises:
+        TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
+    """
+    folder, limit = str(beside), trust()
+    if not limit.limited:
+        if folder not in sys.path:
+            sys.path.append(folder)
+    elif not any(isinstance(finder, _Beside) and finder.folder == folder for finder in sys.meta_path):
+        sys.meta_path.append(_Beside(folder, limit.roots()))
+
+
+class _Beside(MetaPathFinder):
+    """Finds some top-level packages in one folder."""
+
+    def __init__(self, folder: str, roots: frozenset[str]) -> None:
+        self.folder = folder
+        self._roots = roots
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if path is None and fullname in self._roots:
+            return PathFinder.find_spec(fullname, [self.folder], target)
+        return None

@@ -1,0 +1,146 @@
+"""When a checkpoint is taken, and what is said of it."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddprun import __version__
+from ddprun.checkpoint.codec import UnstorableError, check
+from ddprun.checkpoint.folder import Apart, rank_name
+from ddprun.checkpoint.writer import CheckpointWriter, Outcome
+from ddprun.engine.ranks import Ranks
+from ddprun.engine.state import shared_keys, state_of
+from ddprun.spec import Loaded, PipelineError
+from ddprun.telemetry.gather import Records
+from ddprun_hooks.exchange import open_control
+
+if TYPE_CHECKING:
+    from ddprun.engine.session import Session
+
+FOLDER = "checkpoints"
+
+
+class Checkpoints:
+    """The checkpoints of one run; `checkpoint` in the file.
+
+    Args:
+        loaded: the pipeline.
+        run_dir: the run's folder, as rank 0 sees it.
+        ranks: this rank among the others.
+        records: knows which ranks do not see the run's folder.
+        token: of this attempt at the run, the same on all ranks.
+    """
+
+    def __init__(self, loaded: Loaded, run_dir: Path, ranks: Ranks, records: Records, token: str) -> None:
+        wanted, timeout_s = loaded.pipeline.checkpoint, loaded.pipeline.launch.timeout_s
+        self._every = wanted.every
+        self._away = bool(records.away)
+        self._failed = False
+        self._writer: CheckpointWriter | None = None
+        if wanted.keep:
+            self._writer = CheckpointWriter(
+                run_dir / FOLDER,
+                ranks.store,
+                token=token,
+                rank=ranks.rank,
+                ranks=ranks.size,
+                keep=wanted.keep,
+                away=records.away,
+                control=open_control(timedelta(seconds=timeout_s)) if records.away else None,
+                limit_s=timeout_s,
+                before=records.writer.flush,
+            )
+
+    def check(self, session: "Session") -> None:
+        """Make sure that what the run starts with can be held.
+
+        Raises:
+            PipelineError: some state is of a kind that a checkpoint cannot hold.
+        """
+        if self._writer is not None:
+            try:
+                check(state_of(session))
+            except UnstorableError as error:
+                text, way_out = f"no checkpoint can be taken: {error}", "`checkpoint: {keep: 0}` takes none"
+                raise PipelineError([session.loaded.fault("checkpoint", text, way_out)]) from None
+
+    def due(self, step: int) -> bool:
+        """Whether one is taken after so many steps of the run; the same on all ranks."""
+        return self._writer is not None and self._every > 0 and step % self._every == 0
+
+    def take(self, session: "Session", *, at_end: bool = False) -> None:
+        """Take one of the state as it is now; called by all ranks after the same step.
+
+        Args:
+            session: of the run.
+            at_end: nothing comes after it, so it is waited for.
+        """
+        if self._writer is None:
+            return
+        started = time.monotonic()
+        step, position = session.step, session.position
+        if position.mid_stage:
+            position.elapsed_s()
+        if at_end:  # ranks that never meet have stopped each after a step of its own
+            step = int(session.exchange.control.gather([float(step)]).max())
+        state, shared = state_of(session), shared_keys(session)
+        own = {key: value for key, value in state.items() if key not in shared}
+        parts = {rank_name(session.ranks.rank): Apart.of(own)}
+        if session.ranks.rank == 0:
+            parts["shared"] = Apart.of({**{key: state[key] for key in shared}, **_about(session)})
+        if self._away and (session.policy is None or not session.policy.never):
+            session.records.collect()
+        session.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
+        self._writer.put(step, parts, wait=at_end)
+        self.tell(session)
+
+    def tell(self, session: "Session") -> None:
+        """Say what has become of those that were taken."""
+        if self._writer is None:
+            return
+        while not self._writer.outcomes.empty():
+            self._tell(session, self._writer.outcomes.get())
+
+    def close(self, session: "Session") -> None:
+        """Finish writing."""
+        if self._writer is not None:
+            self._writer.close()
+            self.tell(session)
+
+    def _tell(self, session: "Session", outcome: Outcome) -> None:
+        seconds = round(outcome.seconds, 3)
+        if outcome.written is not None:
+            session.events.info(
+                "checkpoint_written",
+                step=outcome.step,
+                seconds=seconds,
+                bytes=outcome.written.bytes,
+                folder=str(outcome.written.path),
+            )
+            self._failed = False
+            return
+        session.events.warning(
+            "checkpoint_left_out", step=outcome.step, seconds=seconds, reason=outcome.problem
+        )
+        if not self._failed:  # once, until one is written again
+            session.screen.note(
+                f"the checkpoint of step {outcome.step} is left out, and older ones stay: {outcome.problem}"
+            )
+        self._failed = True
+
+
+def layout_of(session: "Session") -> str:
+    """By what the ranks' shares of what hooks keep are cut."""
+    cap_mb, hooks = session.loaded.pipeline.ddp.bucket_cap_mb, sorted(session.stacks.used)
+    return repr((cap_mb, session.ranks.local_sizes, hooks))
+
+
+def _about(session: "Session") -> dict[str, object]:
+    """What a checkpoint says of its run."""
+    return {
+        "pipeline": session.loaded.plain(),
+        "world_size": session.ranks.size,
+        "layout": layout_of(session),
+        "ddprun": __version__,
+    }

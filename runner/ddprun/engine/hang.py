@@ -1,0 +1,119 @@
+"""What a rank's watch needs of the run to tell of a hang, and where it is told."""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ddprun.engine.ranks import Environment, Ranks
+from ddprun.engine.summary import write_summary
+from ddprun.telemetry.events import event_log
+from ddprun.telemetry.writer import Writer
+from ddprun.watch.alarm import Alarm, Report, Surroundings
+from ddprun.watch.watcher import Watch
+
+if TYPE_CHECKING:
+    from ddprun.engine.session import Session
+
+_FAILED = 1
+
+_NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+}
+"""What torch's own watchdog has to do so that ranks' watches speak first (`docs/reliability.md`)."""
+
+
+class Known(Protocol):
+    """What there is to tell about, as far as the run has come."""
+
+    run_dir: Path | None
+    session: "Session | None"
+
+
+def prepare_nccl() -> None:
+    """Set torch's variables, where the user has not; before any process group is made."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:  # the older name of the recorder's size
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"])
+    # Torchelastic sets 1 where nothing is set: an error then waits for NCCL to clean up, which may hang, too.
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":
+        del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    for name, value in _NCCL.items():
+        os.environ.setdefault(name, value)
+
+
+def open_watch(environment: Environment, timeout_s: float, known: Known, ranks: Callable[[], Ranks]) -> Watch:
+    """The watch of this rank; not looking yet.
+
+    Args:
+        environment: from the launcher.
+        timeout_s: how long a collective may be under way.
+        known: what the run has come to, when it is asked.
+        ranks: this rank among the others; not called before the watch looks.
+    """
+
+    def speak(report: Report) -> None:
+        session = known.session
+        if session is not None:
+            session.screen.end()
+        print(report.message, file=sys.stderr, flush=True)
+        _keep(report, known, environment.rank)
+
+    alarm = Alarm(
+        Surroundings(
+            rank=environment.rank,
+            size=environment.world_size,
+            host=os.uname().nodename,
+            peers=lambda: ranks().peers(),
+            holds_store=lambda: ranks().holds_store,
+            first=lambda: ranks().first_to_fail(_FAILED)[0],
+            log=lambda: log_of(known.run_dir, environment.rank),
+            speak=speak,
+        )
+    )
+    watch = Watch(environment.rank, timeout_s, _folder(), alarm)
+    alarm.watch = watch
+    return watch
+
+
+def log_of(run_dir: Path | None, rank: int) -> Path | None:
+    """A rank's log, made only when there is something to say; None where no run folder is known."""
+    return None if run_dir is None else run_dir / "logs" / f"rank-{rank:05}.log"
+
+
+def note_failure(run_dir: Path | None, rank: int, text: str) -> None:
+    """Append to a rank's log, if there can be one."""
+    log = log_of(run_dir, rank)
+    if log is not None:
+        with suppress(OSError):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a") as file:
+                file.write(f"{text}\n")
+
+
+def _folder() -> Path | None:
+    """Of this host's boards: torchelastic makes a new one each time that it starts the ranks."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    folder = Path(error_file).parent.parent
+    return folder if error_file and folder.is_dir() else None
+
+
+def _keep(report: Report, known: Known, rank: int) -> None:
+    """Keep with the run what hangs."""
+    run_dir, session = known.run_dir, known.session
+    if run_dir is None or not run_dir.is_dir():
+        return
+    step = session.step if session is not None else 0
+    failure = {"rank": rank, "message": report.headline, "hang": report.facts}
+    with suppress(OSError):
+        write_summary(run_dir, {"status": "failed", "steps": step, "error": failure})
+    # Rank 0's own writer may be what hangs.
+    writer = Writer(run_dir)
+    redact = session.loaded.secrets.redact_all if session is not None else dict
+    event_log(writer, redact, rank=rank).error("hang", **report.facts)
+    writer.close()
+    if session is not None:
+        session.records.writer.flush()

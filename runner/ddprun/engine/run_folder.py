@@ -1,0 +1,125 @@
+"""The folder of a run: made once, found again by a run that is resumed, used by one run at a time."""
+
+import json
+import os
+import secrets
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ddprun import __version__
+from ddprun.engine.ranks import Ranks
+from ddprun.spec import Loaded
+
+PIPELINE, ABOUT, SUMMARY = "pipeline.yaml", "run.json", "summary.json"
+_LOCK = "run.lock"
+_WAIT_S = 10.0
+"""A rank 0 that was killed, perhaps on another host, may take so long to be gone."""
+
+
+class RunFolderError(Exception):
+    """The folder for the run's files cannot be used: bad input."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """A run's folder, as rank 0 sees it."""
+
+    path: Path
+    token: str
+    """Of this attempt at the run; another one in each."""
+
+    goes_on: bool
+    """The run was begun before: it goes on from a checkpoint, or starts anew in the same folder."""
+
+
+def agree_on_folder(
+    loaded: Loaded, wanted: Path | None, ranks: Ranks, *, resuming: bool, known: Path | None
+) -> RunFolder:
+    """Make, or find, the run's folder on rank 0 and tell all ranks.
+
+    Args:
+        loaded: the pipeline.
+        wanted: what the command line says.
+        ranks: this rank among the others.
+        resuming: `wanted` is the folder of a run that is to go on.
+        known: the folder that this host's ranks had before they were restarted.
+
+    Raises:
+        RunFolderError: on rank 0: it cannot be made, is not empty, is no run's, or is in use.
+    """
+    before = next(filter(None, ranks.gather("known_run_dir", str(known or ""))), None)
+
+    def make() -> str:
+        if before is not None or resuming:
+            folder = Path(before) if before is not None else wanted
+            assert folder is not None
+            _take_over(folder)
+        else:
+            now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+            folder = wanted or Path("runs") / loaded.pipeline.name / f"{now}-{secrets.token_hex(2)}"
+            _make(folder, loaded)
+        return json.dumps([str(folder), secrets.token_hex(4)])
+
+    path, token = json.loads(ranks.tell_all("run_dir", make))
+    return RunFolder(Path(path), token, before is not None or resuming)
+
+
+def pipeline_folder(run_dir: Path) -> Path | None:
+    """Where the pipeline file of a run was: what it names is looked for there."""
+    try:
+        return Path(json.loads((run_dir / ABOUT).read_text())["pipeline_folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _make(folder: Path, loaded: Loaded) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(entry.name != _LOCK for entry in folder.iterdir()):
+            raise RunFolderError(f"the run folder {folder} is not empty: name another with --run-dir")
+        _lock(folder)
+        if any(entry.name != _LOCK for entry in folder.iterdir()):
+            raise RunFolderError(f"the run folder {folder} was just taken by another run")
+        (folder / PIPELINE).write_text(loaded.resolved())
+        about = {"v": 1, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
+        (folder / ABOUT).write_text(json.dumps(about) + "\n")
+    except OSError as error:
+        raise RunFolderError(f"cannot make the run folder {folder}: {error.strerror}") from None
+
+
+def _take_over(folder: Path) -> None:
+    try:
+        _lock(folder)
+        (folder / SUMMARY).unlink(missing_ok=True)  # of an attempt that has failed
+    except OSError as error:
+        raise RunFolderError(f"cannot go on in the run folder {folder}: {error.strerror}") from None
+
+
+def _lock(folder: Path) -> None:
+    """Keep every other run out of the folder, however this process ends: the lock is its open file.
+
+    Raises:
+        RunFolderError: another run is in it.
+    """
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    path = folder / _LOCK
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    until = time.monotonic() + _WAIT_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > until:
+                os.close(handle)
+                by = path.read_text().strip() or "another run"
+                raise RunFolderError(f"the run folder {folder} is in use by {by}") from None
+            time.sleep(0.1)
+    os.ftruncate(handle, 0)
+    os.write(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode())

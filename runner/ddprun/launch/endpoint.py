@@ -1,0 +1,71 @@
+"""Whether ranks meet where strangers can reach them."""
+
+import ipaddress
+import socket
+import threading
+
+_LOOK_UP_S = 2.0
+
+
+def public_address(endpoint: str) -> str | None:
+    """The public address behind a rendezvous endpoint.
+
+    Args:
+        endpoint: `host`, `host:port`, `[IPv6]:port`, or several with commas between them.
+
+    Returns:
+        The first address that the whole internet can route to; None if there is none, or if a name cannot be
+        looked up at once: then nobody meets there anyway.
+    """
+    for one in endpoint.split(","):
+        for address in _addresses(_host(one.strip())):
+            if _is_public(address):
+                return address
+    return None
+
+
+def warning(endpoint: str) -> str | None:
+    """What to tell a user whose ranks meet at a public address; None if they do not."""
+    address = public_address(endpoint)
+    if address is None:
+        return None
+    where = endpoint if address in endpoint else f"{endpoint} ({address})"
+    return (
+        f"ddprun: warning: ranks meet at the public address {where}. PyTorch's distributed layer has no "
+        "authentication: whoever reaches its ports can join the run or end it. Use a private network, or a "
+        "firewall"
+    )
+
+
+def _host(endpoint: str) -> str:
+    if endpoint.startswith("["):
+        return endpoint[1:].partition("]")[0]
+    # More than one colon is an IPv6 address without a port.
+    return endpoint if endpoint.count(":") > 1 else endpoint.partition(":")[0]
+
+
+def _addresses(host: str) -> list[str]:
+    try:
+        return [str(ipaddress.ip_address(host.partition("%")[0]))]
+    except ValueError:
+        pass
+    found: list[str] = []
+
+    def look_up() -> None:
+        try:
+            found.extend(str(entry[4][0]) for entry in socket.getaddrinfo(host, None))
+        except (OSError, UnicodeError):
+            return
+
+    if host:  # a name server that does not answer must not hold the run up
+        thread = threading.Thread(target=look_up, daemon=True)
+        thread.start()
+        thread.join(_LOOK_UP_S)
+    return list(found)
+
+
+def _is_public(text: str) -> bool:
+    address = ipaddress.ip_address(text.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_global and not address.is_multicast

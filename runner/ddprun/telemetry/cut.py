@@ -1,0 +1,58 @@
+"""Records of a run that goes back: those of steps that are undone, and a line that was torn, are cut off."""
+
+import json
+from pathlib import Path
+
+from ddprun.telemetry.events import FILE
+from ddprun.telemetry.gather import FOLDERS
+
+_BLOCK_BYTES = 1 << 20
+
+
+def cut_records(run_dir: Path, step: int) -> None:
+    """Cut the records of all steps after `step`. Events are history and stay, but for a torn last line.
+
+    Records stand in the order of their steps as far as a checkpoint is concerned: what belongs to steps up to
+    it was written before what belongs to later ones.
+    """
+    for name in FOLDERS:
+        for path in sorted((run_dir / name).glob("rank-*.jsonl")):
+            _truncate(path, _end_of(path, step))
+    events = run_dir / FILE
+    if events.exists():
+        _truncate(events, _end_of(events, None))
+
+
+def _end_of(path: Path, step: int | None) -> int:
+    """Where the last whole line that is to stay ends, in bytes; found from the file's end."""
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        rest = b""
+        while end > 0:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            block = file.read(end - start) + rest
+            # The first line of the block may have begun before it.
+            first = block.find(b"\n") + 1 if start else 0
+            lines = block[first:].splitlines(keepends=True) if first or not start else []
+            place = start + len(block)
+            for line in reversed(lines):
+                if line.endswith(b"\n") and _stays(line, step):
+                    return place
+                place -= len(line)
+            rest = block[:first] if first else block
+            end = start
+        return 0
+
+
+def _stays(line: bytes, step: int | None) -> bool:
+    try:
+        return step is None or json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _truncate(path: Path, size: int) -> None:
+    if size < path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(size)

@@ -1,0 +1,286 @@
+"""What a rank does about a hang: find out who is missing, tell it, end.
+
+The training thread is stuck in a collective and cannot be woken. All of this happens on the watch's thread,
+and nothing in it waits for another rank, for a store that another rank may hold, or for a disk, without an
+end.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddprun.watch.board import Seen, read, read_all
+from ddprun.watch.desk import ask_all
+from ddprun.watch.verdict import Verdict, doing, headline, judge, named
+from ddprun.watch.watcher import HANG, Overdue, Ticket, Watch
+
+_AT_MOST_S = 4.8
+"""From the alarm to the end of the process, whatever stalls."""
+
+_OTHERS_TELL_S = 2.0
+_OTHERS_ASK_S = 1.0
+_PARAMS_SHOWN = 12
+_ALSO_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where another rank is, as it told when it joined."""
+
+    host: str
+    board: str
+    """Path of its board, on its host."""
+
+    desk: str
+    """Of its launcher; empty if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank has found out."""
+
+    message: str
+    """For the screen."""
+
+    details: str
+    """For the log, after the message."""
+
+    headline: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    """For the event and the summary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the alarm needs of the run; each call comes back within about a second."""
+
+    rank: int
+    size: int
+    host: str
+    peers: Callable[[], Mapping[int, Peer]]
+    """Ranks that have joined."""
+
+    holds_store: Callable[[], bool]
+    """Whether what `first` asks ends with this process."""
+
+    first: Callable[[], bool]
+    """Claim to be the one that tells the screen, among all hosts; True if nobody can be asked."""
+
+    log: Callable[[], Path | None]
+    """This rank's log; None if there is no run folder yet."""
+
+    speak: Callable[[Report], None]
+    """Tell the screen, and keep it with the run."""
+
+
+class Alarm:
+    """Ends this rank when the run hangs.
+
+    Args:
+        around: the run.
+    """
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self.watch: Watch | None = None
+        """To be set before the watch is started."""
+
+    def __call__(self, waits: list[Overdue]) -> None:
+        """Tell, and end the process with exit code 1."""
+        last = threading.Timer(_AT_MOST_S, os._exit, [1])
+        last.daemon = True
+        last.start()
+        try:
+            self._tell(waits)
+        except Exception as error:  # the process must end, and not without a word
+            print(f"ddprun: rank {self._around.rank} hangs, and cannot tell why: {error!r}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _tell(self, waits: list[Overdue]) -> None:
+        watch, around = self.watch, self._around
+        assert watch is not None
+        watch.note(waits)
+        speaks = self._claim(watch.folder)
+        peers = around.peers()
+        seen = self._look(watch, peers)
+        if waits:
+            report = find_out(around, watch.timeout_s, waits, seen, peers)
+        else:
+            report = _own(around.rank, seen.get(around.rank))
+        log = around.log()
+        if log is not None:
+            write_log(log, report)
+            dump_flight_recorder(log.parent / f"flight-recorder-{around.rank:05}.json")
+        if speaks and waits and around.first():
+            around.speak(report)
+        watch.board.told()
+        self._let_others_tell(watch.folder)
+        if around.holds_store():
+            time.sleep(_OTHERS_ASK_S)
+
+    def _claim(self, folder: Path | None) -> bool:
+        """Be the first of this host's ranks, and let the others know."""
+        if folder is None:
+            return True
+        try:
+            (folder / HANG).open("x").close()
+        except FileExistsError:
+            return False
+        except OSError:  # the launcher is gone, and its folder
+            return True
+        return True
+
+    def _look(self, watch: Watch, peers: Mapping[int, Peer]) -> dict[int, Seen]:
+        around = self._around
+        desks = {peer.desk for peer in peers.values() if peer.desk and peer.host != around.host}
+        seen = ask_all(sorted(desks), hang=True)
+        for rank, peer in peers.items():
+            if peer.host == around.host and (one := read(peer.board)) is not None:
+                seen[rank] = one
+        if watch.folder is not None:
+            seen |= read_all(watch.folder)
+        if (own := read(watch.board.path)) is not None:
+            seen[around.rank] = own
+        return seen
+
+    def _let_others_tell(self, folder: Path | None) -> None:
+        """Once a rank has ended, its launcher ends the others."""
+        until = time.monotonic() + _OTHERS_TELL_S
+        while folder is not None and time.monotonic() < until:
+            if all(one.told or one.lifeless for one in read_all(folder).values()):
+                return
+            time.sleep(0.05)
+
+
+def find_out(
+    around: Surroundings,
+    timeout_s: float,
+    waits: Sequence[Overdue],
+    seen: Mapping[int, Seen],
+    peers: Mapping[int, Peer],
+) -> Report:
+    """Say who is missing.
+
+    Args:
+        around: the run.
+        timeout_s: how long a collective may be under way.
+        waits: what this rank waits for, oldest first.
+        seen: the boards that could be read, this rank's among them.
+        peers: the ranks that have joined.
+    """
+    verdict = judge(around.rank, seen)
+    oldest, own = waits[0], seen[around.rank]
+    ticket = oldest.ticket
+    where = ", ".join(part for part in (own.stage, f"step {own.step}" if own.step else "") if part)
+    head = headline(verdict, timeout_s)
+    names = [param.name for param in ticket.params]
+    rows = [
+        (
+            "collective",
+            f"{ticket.op} {ticket.number} of {oldest.line.name}, among {named(oldest.line.ranks)}",
+        ),
+        _cargo(ticket, names),
+        *((_one(rank), _state(rank, around, seen, peers)) for rank in verdict.ranks),
+        ("waiting", named(_waiting(verdict, seen))),
+        *(("also waits for", _also(one)) for one in waits[1 : 1 + _ALSO_SHOWN]),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"ddprun: the run hangs ({where or 'before the first stage'}): {head}"]
+    lines += [f"  {name:{width}}  {text}" for name, text in rows]
+    details = [f"parameters of the bucket: {', '.join(names)}"] if len(names) > _PARAMS_SHOWN else []
+    details += [f"{_one(rank)} {_state(rank, around, seen, peers)}" for rank in range(around.size)]
+    facts = {
+        "why": verdict.why,
+        "ranks": list(verdict.ranks),
+        "stage": own.stage,
+        "step": own.step,
+        "collective": ticket.op,
+        "line": oldest.line.name,
+        "number": ticket.number,
+        "kind": ticket.kind,
+        "bucket": None if ticket.kind is None else ticket.bucket,
+        "params": names,
+        "carries": ticket.described,
+        "timeout_s": timeout_s,
+    }
+    return Report("\n".join(lines), "\n".join(details), f"the run hangs: {head}", facts)
+
+
+def _own(rank: int, own: Seen | None) -> Report:
+    """Of a rank that waits for nobody, when others have waited too long."""
+    state = "" if own is None else f": it {doing(own)}"
+    text = f"ddprun: other ranks have waited too long, and rank {rank} waits for none{state}"
+    return Report(text, "", text)
+
+
+def _waiting(verdict: Verdict, seen: Mapping[int, Seen]) -> list[int]:
+    return [rank for rank, one in seen.items() if one.waits and (rank not in verdict.ranks)] or list(seen)
+
+
+def _state(rank: int, around: Surroundings, seen: Mapping[int, Seen], peers: Mapping[int, Peer]) -> str:
+    one, peer = seen.get(rank), peers.get(rank)
+    if one is not None:
+        host = f" (on {peer.host})" if peer is not None and peer.host != around.host else ""
+        return doing(one) + host
+    if peer is None:
+        return "has not joined, or nobody can say whether it has"
+    if not peer.desk and peer.host != around.host:
+        return f"is on {peer.host}, whose ranks cannot be asked: another launcher than ddprun's started them"
+    return f"is on {peer.host}, which does not answer: the host or the link to it is down"
+
+
+def _also(one: Overdue) -> str:
+    ticket = one.ticket
+    name, what = _cargo(ticket, [param.name for param in ticket.params])
+    return f"{ticket.op} {ticket.number} of {one.line.name}, {name} {what}"
+
+
+def _cargo(ticket: Ticket, names: Sequence[str]) -> tuple[str, str]:
+    if ticket.kind is None:
+        return "for", ticket.described
+    return "bucket", f"{ticket.described.removeprefix('bucket ')}: {_some(names)}"
+
+
+def _one(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _PARAMS_SHOWN} more" if len(names) > _PARAMS_SHOWN else ""
+    return ", ".join(names[:_PARAMS_SHOWN]) + more
+
+
+def write_log(log: Path, report: Report) -> None:
+    """Append to a rank's log what it has found, and where its threads are."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as file:
+            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            print(f"{now}\n{report.message}\n{report.details}\nthreads of this rank:", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+    except OSError:
+        return
+
+
+def dump_flight_recorder(target: Path) -> None:
+    """Keep what torch's flight recorder has of this rank, as JSON, if it has anything.
+
+    It notes every collective of Gloo and of NCCL when it is issued; of Gloo's it does not note the end.
+    """
+    try:
+        from torch._C import _distributed_c10d
+
+        trace: bytes = _distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+        if json.loads(trace).get("entries"):
+            target.write_bytes(trace)
+    except (ImportError, AttributeError, OSError, ValueError, RuntimeError):
+        return

@@ -1,0 +1,188 @@
+"""What the launcher does about ranks that hang: answer for them, and end those that cannot end themselves."""
+
+import os
+import secrets
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from ddprun.watch.board import Seen, read_all
+from ddprun.watch.desk import Desk
+from ddprun.watch.verdict import named
+from ddprun.watch.watcher import HANG
+
+DESK = "DDPRUN_DESK"
+"""Environment variable of ranks: where other hosts' ranks can ask about them."""
+
+_TICK_S = 0.25
+_SURVIVORS_S = 6.0
+"""Ranks that find a hang end themselves within this; what is left then cannot."""
+
+_LAUNCHER_ENDS_S = 6.0
+_LOST_S = 1.0
+_ANYWHERE = ("192.0.2.1", 9)
+"""Of no host (RFC 5737): the way there is the default route."""
+
+
+class Keeper:
+    """Watches the boards of this host's ranks from their launcher, which no signal to a rank stops.
+
+    Args:
+        folder: in which torchelastic makes the ranks' folders.
+        timeout_s: of collectives.
+        address: to answer other hosts on; None: there are none.
+        give_up: ends the launcher, when the ranks have ended in a hang and it has not: torchelastic waits for
+            minutes for a host that it cannot reach. None: it may be starting the ranks again.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        timeout_s: float,
+        address: str | None,
+        give_up: Callable[[], None] | None = None,
+    ) -> None:
+        self.ended: dict[int, str] = {}
+        """Ranks that were stopped, and ended by this: what they were at."""
+
+        self._folder, self._timeout_s, self._give_up = folder, timeout_s, give_up
+        self._desk: Desk | None = None
+        if address is not None:
+            with suppress(OSError):  # then other hosts' ranks say that nobody answers here
+                self._desk = Desk(address, secrets.token_hex(8), self.look, self._called)
+        self._closed = threading.Event()
+        # By folder: how long all its ranks have been stopped, or gone; when its hang was found.
+        self._stopped_s: dict[Path, float] = {}
+        self._empty_s: dict[Path, float] = {}
+        self._hang_since: dict[Path, float] = {}
+
+    def __enter__(self) -> "Keeper":
+        if self._desk is not None:
+            os.environ[DESK] = self._desk.name
+            self._desk.open()
+        self._thread = threading.Thread(target=self._keep, name="ddprun-keeper", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join()
+        os.environ.pop(DESK, None)
+        if self._desk is not None:
+            self._desk.shutdown()
+            self._desk.server_close()
+
+    def look(self) -> dict[int, Seen]:
+        """The boards of the ranks that are there."""
+        return {rank: seen for place in self._places() for rank, seen in _living(place).items()}
+
+    def _places(self) -> list[Path]:
+        """One folder for each time that ranks were started."""
+        return sorted(self._folder.glob("*/attempt_*"))
+
+    def _called(self) -> None:
+        for place in self._places():
+            if _living(place):
+                _call(place)
+
+    def _keep(self) -> None:
+        before = time.monotonic()
+        while not self._closed.wait(_TICK_S):
+            now = time.monotonic()
+            passed, before = now - before, now
+            if passed > _LOST_S:  # this process was stopped, and its ranks with it: no time has passed
+                continue
+            for place in self._places():
+                self._keep_one(place, passed)
+
+    def _keep_one(self, place: Path, passed_s: float) -> None:
+        living = _living(place)
+        stopped = [one for one in living.values() if one.stopped]
+        if (place / HANG).exists():
+            self._empty_s[place] = 0.0 if living else self._empty_s.get(place, 0.0) + passed_s
+            if self._empty_s[place] > _LAUNCHER_ENDS_S and self._give_up is not None:
+                self._give_up()
+            since = self._hang_since.setdefault(place, time.monotonic())
+            stuck = [one for one in living.values() if one.lifeless]
+            others_are_gone = len(stuck) == len(living)
+            if stuck and (others_are_gone or time.monotonic() - since > _SURVIVORS_S):
+                self._end(stuck)
+            return
+        # With all of a host's ranks stopped, none of them can tell.
+        all_stopped = bool(stopped) and len(stopped) == len(living)
+        self._stopped_s[place] = self._stopped_s.get(place, 0.0) + passed_s if all_stopped else 0.0
+        if self._stopped_s[place] > self._timeout_s:
+            _call(place)
+            who = named([one.rank for one in stopped])
+            verb = "is" if len(stopped) == 1 else "are"
+            print(
+                f"ddprun: the run hangs: {who} {verb} all that is left on this host, and stopped for "
+                f"{self._timeout_s:g} s, by SIGSTOP or a debugger; ending them",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._end(stopped)
+
+    def _end(self, stuck: list[Seen]) -> None:
+        for one in stuck:
+            self.ended[one.rank] = f"{one.phase} of step {one.step}" if one.step else one.phase
+            with suppress(ProcessLookupError):
+                os.kill(one.pid, signal.SIGKILL)
+
+
+def _living(place: Path) -> dict[int, Seen]:
+    """The boards of children of this process that have not ended."""
+    return {
+        rank: seen
+        for rank, seen in read_all(place).items()
+        if seen.state not in ("Z", "gone") and _parent(seen.pid) == os.getpid()
+    }
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return -1
+
+
+def _call(place: Path) -> None:
+    """Let the ranks know that the run hangs."""
+    with suppress(OSError):
+        (place / HANG).open("a").close()
+
+
+def address_towards(endpoint: str) -> str:
+    """The address of this host on the interface that leads to the other hosts.
+
+    That of `GLOO_SOCKET_IFNAME` if it is set, else of the way to the rendezvous.
+
+    Args:
+        endpoint: HOST:PORT of the rendezvous; this host's own, or another one's.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if interface:
+            return _address_of(interface, probe)
+        host, _, port = endpoint.rpartition(":")
+        for target in ((host, int(port or 1)), _ANYWHERE):
+            probe.connect(target)  # sends nothing: the kernel chooses a way
+            address: str = probe.getsockname()[0]
+            if not address.startswith("127."):  # what some distributions call the host itself
+                return address
+    return "127.0.0.1"
+
+
+def _address_of(interface: str, probe: socket.socket) -> str:
+    """The IPv4 address of an interface (Linux)."""
+    import fcntl
+
+    siocgifaddr = 0x8915
+    request = struct.pack("256s", interface.encode()[:15])
+    return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), siocgifaddr, request)[20:24])

@@ -1,0 +1,300 @@
+"""The watch of one rank: keeps its board, and looks whether a collective has been under way for too long."""
+
+import itertools
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ddprun.watch.board import Board, Wait, plain_waits
+from ddprun_hooks.flight import now_us
+from ddprun_hooks.payload import Kind, Payload
+from ddprun_hooks.watch import NOBODY
+from ddprun_hooks.watch import Line as HookLine
+
+GROUPS_LATER_S = 5.0
+"""Process groups time out so much later than the watch, which knows more, and so speaks first."""
+
+HANG = "hang"
+"""File in the folder of boards: made by the first rank of a host that finds a hang, or by its keeper."""
+
+_TICK_S = 0.2
+_LOST_S = 1.0
+"""A tick that comes so late was not late: the process was stopped, and time did not count."""
+
+_WAITS_TOLD = 4
+
+_PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
+_TORCH = os.path.join(_PACKAGES, "torch", "")
+
+
+class Onlooker(Protocol):
+    """What the engine tells of itself."""
+
+    def line(self, name: str, ranks: Sequence[int]) -> HookLine:
+        """As `ddprun_hooks.watch.Watch.line`."""
+
+    def stage(self, name: str) -> None:
+        """The stage that begins, as messages name it."""
+
+    def step(self, number: int) -> None:
+        """The step that begins, counted in the run from 1; 0: none."""
+
+    def turn(self, phase: bytes) -> None:
+        """What the training thread turns to, in at most 24 bytes."""
+
+
+class _NoOnlooker:
+    def line(self, name: str, ranks: Sequence[int]) -> HookLine:
+        return NOBODY
+
+    def stage(self, name: str) -> None: ...
+
+    def step(self, number: int) -> None: ...
+
+    def turn(self, phase: bytes) -> None: ...
+
+
+UNWATCHED: Onlooker = _NoOnlooker()
+"""For a session that nobody watches."""
+
+
+class Ticket:
+    """One collective of this rank; satisfies `ddprun_hooks.watch.Ticket`."""
+
+    __slots__ = (
+        "_line",
+        "bucket",
+        "ended",
+        "kind",
+        "lost_us",
+        "number",
+        "op",
+        "params",
+        "peers",
+        "since",
+        "what",
+    )
+
+    def __init__(
+        self,
+        line: "Line",
+        number: int,
+        op: str,
+        payload: Payload | None,
+        what: str,
+        peers: Sequence[int] | None,
+        lost_us: int,
+    ) -> None:
+        self._line = line
+        self.number = number
+        self.op = op
+        self.kind: Kind | None = None if payload is None else payload.kind
+        self.bucket = -1 if payload is None else payload.bucket
+        self.params = () if payload is None else payload.params
+        self.what = what
+        self.peers = peers
+        self.since = now_us()
+        self.lost_us = lost_us
+        self.ended: Callable[[], bool] | None = None
+
+    def done(self) -> None:
+        self._line.outstanding.pop(self.number, None)
+
+    def done_when(self, ended: Callable[[], bool]) -> None:
+        self.ended = ended
+
+    @property
+    def described(self) -> str:
+        """What it carries."""
+        if self.kind is None:
+            return self.what
+        return f"bucket {self.bucket} of {_PLURAL[self.kind]}"
+
+
+_PLURAL: dict[Kind, str] = {
+    "gradient": "gradients",
+    "delta": "deltas",
+    "parameters": "parameters",
+    "buffers": "buffers",
+    "optimizer": "optimizer state",
+}
+
+
+class Line:
+    """One line of this rank; satisfies `ddprun_hooks.watch.Line`."""
+
+    __slots__ = ("_watch", "index", "name", "numbers", "outstanding", "ranks")
+
+    def __init__(self, watch: "Watch", index: int, name: str, ranks: Sequence[int]) -> None:
+        self._watch = watch
+        self.index = index
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.numbers = itertools.count(1)
+        self.outstanding: dict[int, Ticket] = {}
+
+    def issue(
+        self, op: str, payload: Payload | None = None, *, what: str = "", peers: Sequence[int] | None = None
+    ) -> Ticket:
+        number = next(self.numbers)
+        ticket = Ticket(self, number, op, payload, what, peers, self._watch.lost_us)
+        self.outstanding[number] = ticket
+        self._watch.board.issued(self.index, number)
+        return ticket
+
+
+@dataclass(slots=True)
+class Overdue:
+    """A collective that is not over, and for how long it has not been."""
+
+    line: Line
+    ticket: Ticket
+    age_s: float
+
+    def plain(self) -> Wait:
+        """For the board."""
+        ticket = self.ticket
+        peers = None if ticket.peers is None else tuple(ticket.peers)
+        return Wait(
+            self.line.index,
+            self.line.name,
+            ticket.number,
+            self.line.ranks,
+            peers,
+            ticket.op,
+            ticket.described,
+            self.age_s,
+        )
+
+
+@dataclass(slots=True)
+class Watch:
+    """This rank's watch; satisfies `Onlooker` and `ddprun_hooks.watch.Watch`.
+
+    A thread of its own looks some times a second. Training threads wait for collectives without Python's
+    lock, so it can; a rank whose call keeps the lock is found by the other ranks' watches.
+
+    Args:
+        rank: whose.
+        timeout_s: how long a collective may be under way.
+        folder: of the boards of this host's ranks, made by their launcher; None: there is none.
+        alarm: called once, on the watch's thread, when a collective is overdue on this rank, or when another
+            rank of this host has found that out; with what this rank waits for, oldest first.
+    """
+
+    rank: int
+    timeout_s: float
+    folder: Path | None
+    alarm: Callable[[list[Overdue]], None]
+    alarmed: bool = False
+    lost_us: int = 0
+    """Time that did not count because this process was stopped."""
+
+    board: Board = field(init=False)
+    _lines: list[Line] = field(default_factory=list)
+    _training_thread: int = field(default_factory=threading.get_ident)
+    _closed: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            self.board = Board(self.rank, self.folder)
+        except OSError:  # the disk is full: the ranks find this board once they have joined
+            self.board = Board(self.rank, None)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread = threading.Thread(target=self._look, name="ddprun-watch", daemon=True)
+        self._thread.start()
+
+    def line(self, name: str, ranks: Sequence[int]) -> Line:
+        """As `ddprun_hooks.watch.Watch.line`."""
+        line = Line(self, len(self._lines), name, ranks)
+        self._lines.append(line)
+        return line
+
+    def stage(self, name: str) -> None:
+        """The stage that begins."""
+        self.board.stage(name)
+
+    def step(self, number: int) -> None:
+        """The step that begins."""
+        self.board.step(number)
+
+    def turn(self, phase: bytes) -> None:
+        """What the training thread turns to."""
+        self.board.turn(phase)
+
+    def close(self) -> None:
+        """End the watch. The board stays as it is."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def overdue(self, after_s: float) -> list[Overdue]:
+        """Collectives under way for longer than that, oldest first."""
+        now, found = now_us(), []
+        for line in self._lines:
+            for ticket in list(line.outstanding.values()):
+                age_s = (now - ticket.since - (self.lost_us - ticket.lost_us)) / 1e6
+                if age_s < after_s and ticket.ended is None:
+                    continue
+                if ticket.ended is not None and _says_so(ticket.ended):
+                    ticket.done()
+                elif age_s >= after_s:
+                    found.append(Overdue(line, ticket, age_s))
+        return sorted(found, key=lambda one: -one.age_s)
+
+    def _look(self) -> None:
+        tick = min(_TICK_S, self.timeout_s / 10)
+        before = time.monotonic()
+        while not self._closed.wait(tick):
+            now = time.monotonic()
+            if now - before > tick + _LOST_S:
+                self.lost_us += round((now - before - tick) * 1e6)
+            before = now
+            waits = self.overdue(tick)
+            self.note(waits)
+            if (waits and waits[0].age_s > self.timeout_s) or self._called():
+                self.alarmed = True
+                self.alarm(waits)
+                return
+
+    def note(self, waits: Sequence[Overdue]) -> None:
+        """Write on the board what this rank waits for, and where it is."""
+        told = plain_waits([one.plain() for one in waits[:_WAITS_TOLD]])
+        self.board.beat({"waits": told, "at": place_of(self._training_thread)})
+
+    def _called(self) -> bool:
+        return self.folder is not None and (self.folder / HANG).exists()
+
+
+def _says_so(ended: Callable[[], bool]) -> bool:
+    try:
+        return ended()
+    except RuntimeError:  # of a device that has failed; the training thread will hear of that, too
+        return True
+
+
+def place_of(thread: int) -> str:
+    """Where a thread is, outside of Python's own code and torch's: `file:line in name`."""
+    frame = sys._current_frames().get(thread)
+    innermost = frame
+    while frame is not None and _is_of_others(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_of_others(file: str) -> bool:
+    if file.startswith(_PACKAGES):
+        return file.startswith(_TORCH)
+    return file.startswith(("<", _PYTHON))

@@ -1,0 +1,106 @@
+"""A checkpoint is whole or not there, and damage is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddprun.checkpoint import folder
+from ddprun.checkpoint.folder import Apart, Files
+from ddprun.checkpoint.tensors import DamagedError
+from tests.hooks.test_stacks import assert_same
+
+STATE: dict[str, Any] = {"step": 7, "weights": torch.arange(5.0)}
+
+
+def write(root: Path, step: int = 7, token: str = "t", ranks: int = 2) -> folder.Checkpoint:
+    files: Files = {}
+    for name in ["shared", *map(folder.rank_name, range(ranks))]:
+        files |= folder.write(folder.unfinished(root, step, token), name, Apart.of(STATE))
+    return folder.commit(root, step, token, ranks, files)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    """And its name appears at the very end."""
+    files = folder.write(folder.unfinished(tmp_path, 7, "t"), "rank-00000", Apart.of(STATE))
+    assert folder.steps_in(tmp_path) == []
+    files |= folder.write(folder.unfinished(tmp_path, 7, "t"), "shared", Apart.of(STATE))
+    folder.commit(tmp_path, 7, "t", 1, files)
+    assert folder.steps_in(tmp_path) == [7]
+    found = folder.opened(tmp_path, 7)
+    folder.verify(found)
+    assert_same(folder.read(found, "rank-00000"), STATE)
+    assert found.bytes == sum(
+        path.stat().st_size for path in found.path.iterdir() if path.name != "manifest.json"
+    )
+
+
+def test_the_same_step_again_takes_the_place(tmp_path: Path) -> None:
+    """A run that went back over a step writes it anew."""
+    write(tmp_path, token="a")
+    (folder.opened(tmp_path, 7).path / "shared.json").write_text("damaged")
+    folder.verify(write(tmp_path, token="b"))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+
+
+def test_older_ones_are_deleted(tmp_path: Path) -> None:
+    """By step, and what writing has left behind too."""
+    for step in (500, 1500, 1000, 123_456_789):
+        write(tmp_path, step)
+    folder.write(folder.unfinished(tmp_path, 2000, "dead"), "shared", Apart.of(STATE))
+    (tmp_path / "notes").mkdir()
+    folder.prune(tmp_path, 2)
+    folder.clear_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00001500", "step-123456789"]
+    assert folder.steps_in(tmp_path) == [123_456_789, 1500]
+
+
+@pytest.mark.parametrize("name", ["shared.json", "rank-00001.safetensors"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone", "longer"])
+def test_damage_is_found_and_named(tmp_path: Path, name: str, damage: str) -> None:
+    """A truncated file, a flipped bit, a missing file."""
+    path = write(tmp_path).path / name
+    data = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(data[:-1])
+    elif damage == "longer":
+        path.write_bytes(data + b"\0")
+    else:
+        data[-2] ^= 1
+        path.write_bytes(data)
+    with pytest.raises(DamagedError, match=name):
+        folder.verify(folder.opened(tmp_path, 7))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v": 2},
+        {"step": 8},
+        {"world_size": 3},
+        {"world_size": 0},
+        {"files": {"../../etc/passwd": {"bytes": 1, "sha256": ""}}},
+        {"files": {"shared.json": {"bytes": "many", "sha256": ""}}},
+        {"files": [1]},
+        {"files": {}},
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    """A version of tomorrow, another step, files elsewhere."""
+    path = write(tmp_path).path / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DamagedError, match="manifest"):
+        folder.opened(tmp_path, 7)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
+def test_json_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    """Torn, of another kind, nested without end."""
+    path = write(tmp_path).path / "manifest.json"
+    path.write_text(text)
+    with pytest.raises(DamagedError, match="manifest"):
+        folder.opened(tmp_path, 7)

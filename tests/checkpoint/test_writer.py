@@ -1,0 +1,149 @@
+"""Ranks write their parts beside each other; rank 0 makes a checkpoint of them, or says why there is none."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddprun.checkpoint import folder
+from ddprun.checkpoint.folder import Apart
+from ddprun.checkpoint.writer import CheckpointWriter, Outcome
+
+RANKS = 3
+
+
+def writers(root: Path, hold: threading.Event | None = None, **changes: Any) -> list[CheckpointWriter]:
+    store = dist.HashStore()
+    settings: dict[str, Any] = {"keep": 2, "away": (), "control": None, "limit_s": 30.0}
+    settings |= changes
+    slow: dict[str, Any] = {"before": hold.wait} if hold is not None else {}
+    return [
+        CheckpointWriter(
+            root, store, token="t", rank=rank, ranks=RANKS, **settings, **(slow if rank == 2 else {})
+        )
+        for rank in range(RANKS)
+    ]
+
+
+def parts(rank: int, numel: int = 1000) -> dict[str, Apart]:
+    own = {folder.rank_name(rank): Apart.of({"rank": rank, "own": torch.full((numel,), float(rank))})}
+    return own if rank else {"shared": Apart.of({"shared": torch.arange(numel)}), **own}
+
+
+def everyone(ranks: list[CheckpointWriter], step: int, **options: Any) -> Outcome:
+    threads = [
+        threading.Thread(target=writer.put, args=(step, parts(rank)), kwargs=options)
+        for rank, writer in enumerate(ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return ranks[0].outcomes.get(timeout=30)
+
+
+def close(ranks: list[CheckpointWriter]) -> None:
+    for writer in ranks:
+        writer.close()
+
+
+def test_all_parts_are_one_checkpoint(tmp_path: Path) -> None:
+    """With everybody's files, and only the newest are kept."""
+    ranks = writers(tmp_path)
+    for step in (10, 20, 30):
+        outcome = everyone(ranks, step, wait=step == 30)
+        assert outcome.problem is None
+        assert outcome.written is not None
+    assert folder.steps_in(tmp_path) == [30, 20]
+    found = folder.opened(tmp_path, 30)
+    folder.verify(found)
+    for rank in range(RANKS):
+        assert folder.read(found, folder.rank_name(rank))["rank"] == rank
+    close(ranks)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
+
+
+def test_one_that_comes_too_soon_is_left_out(tmp_path: Path) -> None:
+    """A rank whose disk is slow: the step is named, nothing is left behind, the next one is written."""
+    hold = threading.Event()
+    ranks = writers(tmp_path, hold)
+    for step in (10, 20):
+        for rank, writer in enumerate(ranks):
+            writer.put(step, parts(rank))
+    hold.set()
+    outcomes = [ranks[0].outcomes.get(timeout=30) for _ in range(2)]
+    assert outcomes[0].written is not None
+    assert outcomes[1].problem == "rank 0 was not done with that of step 10"
+    assert everyone(ranks, 30).written is not None
+    close(ranks)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000030"]
+
+
+def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
+    """After a time; the others' parts are deleted."""
+    ranks = writers(tmp_path, limit_s=0.3)
+    for rank in (0, 1):
+        ranks[rank].put(10, parts(rank))
+    assert ranks[0].outcomes.get(timeout=30).problem == "rank 2 has not written its part within 0.3 s"
+    close(ranks)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a small file system needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip(f"no small file system here: {done.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_leaves_the_older_ones(small_disk: Path) -> None:
+    """It says so, deletes what it has begun, and goes on when there is room again."""
+    ranks = writers(small_disk)
+    assert everyone(ranks, 10).problem is None
+    hog = small_disk / "hog"
+    with hog.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    outcome = everyone(ranks, 20)
+    assert "cannot write it: " in str(outcome.problem)
+    assert "No space left" in str(outcome.problem)
+    assert folder.steps_in(small_disk) == [10]
+    folder.verify(folder.opened(small_disk, 10))
+    assert sorted(path.name for path in small_disk.iterdir()) == ["hog", "step-00000010"]
+    hog.unlink()
+    assert everyone(ranks, 30).problem is None
+    close(ranks)
+
+
+def test_writing_goes_on_beside_training(tmp_path: Path) -> None:
+    """`put` returns before anything is on disk."""
+    ranks = writers(tmp_path)
+    started = time.monotonic()
+    for rank, writer in enumerate(ranks[:2]):
+        writer.put(10, parts(rank))
+    assert folder.steps_in(tmp_path) == [], "rank 2 has not come yet"
+    assert time.monotonic() - started < 20
+    ranks[2].put(10, parts(2))
+    assert ranks[0].outcomes.get(timeout=30).written is not None
+    close(ranks)

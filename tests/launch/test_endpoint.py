@@ -1,0 +1,103 @@
+"""A public meeting point is warned about, and `--set` is handed on where `ps` does not look."""
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ddprun.launch import endpoint
+from ddprun.launch.environment import handed_down, handed_on
+from tests.ranks import Running
+
+
+@pytest.mark.parametrize(
+    ("meeting_point", "address"),
+    [
+        ("8.8.8.8:29400", "8.8.8.8"),
+        ("8.8.8.8", "8.8.8.8"),
+        ("[2001:4860:4860::8888]:29400", "2001:4860:4860::8888"),
+        ("2001:4860:4860::8888", "2001:4860:4860::8888"),
+        ("[::ffff:8.8.8.8]:29400", "::ffff:808:808"),
+        ("10.0.0.1:1,8.8.8.8:2", "8.8.8.8"),
+        ("localhost:0", None),
+        ("127.0.0.1:29400", None),
+        ("10.1.2.3:29400", None),
+        ("192.168.0.1:29400", None),
+        ("172.16.0.1", None),
+        ("169.254.1.1:29400", None),
+        ("100.64.0.1:29400", None),
+        ("[::1]:29400", None),
+        ("[fe80::1%eth0]:29400", None),
+        ("[fd00::1]:29400", None),
+        ("", None),
+        (":29400", None),
+        ("no-such-host.invalid:29400", None),
+        ("a..b:1", None),
+    ],
+)
+def test_only_public_addresses_are_public(meeting_point: str, address: str | None) -> None:
+    """Loopback, private, link-local and shared ones are not, in either kind of address."""
+    assert endpoint.public_address(meeting_point) == address
+    told = endpoint.warning(meeting_point)
+    assert (told is None) == (address is None)
+    assert told is None or "no authentication" in told
+
+
+def test_a_name_is_what_it_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One public address of a name is enough."""
+
+    def look_up(host: str, port: None) -> list[tuple[object, ...]]:
+        found = {"inside": ["10.0.0.1"], "outside": ["10.0.0.1", "8.8.4.4"]}[host]
+        return [(0, 0, 0, "", (address, 0)) for address in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert endpoint.public_address("inside:1") is None
+    assert endpoint.warning("outside:1") is not None
+    assert "outside:1 (8.8.4.4)" in str(endpoint.warning("outside:1"))
+
+
+def test_a_silent_name_server_does_not_hold_a_run_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for two seconds."""
+    answer = threading.Event()
+
+    def look_up(host: str, port: None) -> list[tuple[object, ...]]:
+        answer.wait(30)
+        return []
+
+    monkeypatch.setattr(endpoint, "_LOOK_UP_S", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    start = time.monotonic()
+    try:
+        assert endpoint.public_address("slow:1") is None
+        assert time.monotonic() - start < 20
+    finally:
+        answer.set()
+
+
+def test_a_run_warns_once(tmp_path: Path) -> None:
+    """Before it tries to meet anybody, and once."""
+    (tmp_path / "p.yaml").write_text(
+        "model:\n  mlp: {inputs: 64, outputs: 10}\ndata: digits\noptimizer: sgd\n"
+    )
+    flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "192.88.98.1:9"]
+    flags += ["--rdzv-conf", "read_timeout=2,connect_timeout=2"]
+    with Running("p.yaml", *flags, cwd=tmp_path) as running:
+        assert running.process.stderr is not None
+        line = running.process.stderr.readline()
+        assert line.startswith("ddprun: warning: ranks meet at the public address 192.88.98.1:9."), line
+
+
+def test_overrides_are_handed_on_once() -> None:
+    """In order and as they are; processes that the ranks start do not see them, nor anything afterwards."""
+    overrides = ["name=a b", "data={x: 'ü\n'}", "=", "seed=1"]
+    before = dict(os.environ)
+    with handed_on(overrides):
+        assert handed_down() == tuple(overrides)
+        assert os.environ == before
+        assert handed_down() == ()
+    with handed_on(overrides):
+        assert len(os.environ) == len(before) + 4
+    assert os.environ == before

@@ -1,0 +1,372 @@
+"""Ranks that hang or are stopped: the others end in time, and say who, where and for what."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.running import events, summary
+from tests.ranks import Finished, Running, free_port, is_running
+
+TIMEOUT_S = 8.0
+ENDED_WITHIN_S = TIMEOUT_S + 5
+
+PIPELINE = """
+model: {halting.Net: {rank: 9, where: nowhere, call: 1}}
+data: {train: halting.Data, evaluate: halting.Data}
+loader: {batch_size: 16}
+optimizer: {sgd: {lr: 0.1}}
+ddp: {bucket_cap_mb: 1}
+stages:
+  - train: {steps: 1000000}
+  - evaluate
+launch: {timeout_s: 8, nproc_per_node: 3}
+"""
+
+HALTING = """
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+CALLS = {}
+WHO = {}
+
+
+def halt(where):
+    CALLS[where] = CALLS.get(where, 0) + 1
+    if where == WHO.get("where") and os.environ["RANK"] == str(WHO["rank"]) and CALLS[where] == WHO["call"]:
+        Path("asleep").write_text(str(time.time()))
+        time.sleep(1000)
+
+
+class Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        halt("backward")
+        return gradient
+
+
+class Net(nn.Module):
+    def __init__(self, rank, where, call):
+        super().__init__()
+        WHO.update(rank=rank, where=where, call=call)
+        self.first, self.last = nn.Linear(64, 27000), nn.Linear(27000, 10)
+        self.first.weight.data *= 0.1
+        halt("building")
+
+    def forward(self, inputs):
+        halt("forward" if self.training else "evaluate")
+        return self.last(Gate.apply(self.first(inputs).relu()))
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 960
+
+    def __getitem__(self, index):
+        halt("data")
+        return torch.full((64,), index / 960), index % 10
+"""
+
+FIRST_STEP_BACKWARD = 3
+"""Backward passes: two before step 1 freeze the layout of buckets."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "hang.yaml").write_text(PIPELINE)
+    (tmp_path / "halting.py").write_text(HALTING)
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+@contextmanager
+def started(folder: Path, *arguments: str, **more: Any) -> Iterator[Running]:
+    """`ddprun` on the pipeline, with a temporary folder of its own."""
+    environment = {"TMPDIR": str(folder / "tmp")}
+    with Running(
+        "hang.yaml", "--run-dir", "run", *arguments, cwd=folder, environment=environment, **more
+    ) as it:
+        yield it
+
+
+def workers_of(pid: int) -> list[int]:
+    """A rank's loading processes."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    )
+    return [int(child) for child in listed.stdout.split()]
+
+
+def halting(rank: int, where: str, call: int) -> str:
+    """Option that makes a rank sleep for ever."""
+    return f"--set=model={{halting.Net: {{rank: {rank}, where: {where}, call: {call}}}}}"
+
+
+def end_of(running: Running) -> tuple[Finished, float]:
+    """How it ended, and when."""
+    done = running.wait(60)
+    return done, time.time()
+
+
+def logs(run: Path) -> dict[int, str]:
+    """What each rank has told its log."""
+    return {int(log.stem[-5:]): log.read_text() for log in (run / "logs").glob("rank-*.log")}
+
+
+def nothing_left(folder: Path, before: set[Path], ranks: list[int]) -> None:
+    """No process, no shared memory, nothing in the temporary folder."""
+    assert not any(map(is_running, ranks))
+    assert set(Path("/dev/shm").iterdir()) <= before
+    assert temporary(folder) == []
+
+
+def temporary(folder: Path) -> list[Path]:
+    """What is in the temporary folder but the cache that torch makes for all of a user's programs."""
+    return [path for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def test_a_rank_that_sleeps_in_its_third_backward_is_named_by_all_others(folder: Path) -> None:
+    """Within timeout_s + 5 s: its rank, what it is at, the bucket and its parameters; once on the screen."""
+    before = set(Path("/dev/shm").iterdir())
+    with started(folder, halting(2, "backward", FIRST_STEP_BACKWARD + 2)) as running:
+        ranks = wait_for(folder / "asleep", running)
+        done, ended = end_of(running)
+    assert done.code == 1
+    assert ended - float((folder / "asleep").read_text()) < ENDED_WITHIN_S
+    told = "the run hangs (stages[0].train, step 3): rank 2 did not arrive within 8 s"
+    assert done.stderr.count(told) == done.stderr.count("the run hangs") == 1
+    found = logs(folder / "run")
+    for rank in (0, 1):
+        assert told in found[rank]
+    for text in (done.stderr, found[0], found[1]):
+        assert re.search(r"all_reduce \d+ of world\.0, among ranks 0-2\n", text)
+        assert re.search(
+            r"rank 2 .* is in backward of step 3 \(stages\[0\]\.train\), for \d+\.\d s, at ", text
+        )
+        assert "halting.py:17 in halt" in text
+    # The second bucket is whole only after the gate; of the first, rank 2 has sent its part.
+    assert "bucket      1 of gradients: first.bias, first.weight\n" in done.stderr
+    assert "other ranks have waited too long, and rank 2 waits for none" in found[2]
+    assert 'halting.py", line 17 in halt' in found[2]
+    assert "Traceback" not in done.stderr
+    failure = summary(folder / "run")
+    assert failure["status"] == "failed"
+    assert failure["error"]["message"] == "the run hangs: rank 2 did not arrive within 8 s"
+    hang = failure["error"]["hang"]
+    assert (hang["ranks"], hang["step"], hang["bucket"]) == ([2], 3, 1)
+    assert hang["params"] == ["first.bias", "first.weight"]
+    assert events(folder / "run")[-1]["event"] == "hang"
+    recorded = json.loads((folder / "run" / "logs" / "flight-recorder-00000.json").read_text())
+    assert recorded["entries"][-1]["process_group"][1].startswith("world.0")
+    nothing_left(folder, before, ranks)
+
+
+@pytest.mark.parametrize("stopped", [1, 0])
+def test_a_stopped_rank_is_named_and_ended(folder: Path, stopped: int) -> None:
+    """SIGSTOP stops its watch, too; and rank 0 may hold the store and the event log."""
+    before = set(Path("/dev/shm").iterdir())
+    with started(folder) as running:
+        ranks = wait_for(folder / "run" / "steps" / "rank-00000.jsonl", running)
+        os.kill(process_of(ranks, stopped), signal.SIGSTOP)
+        since = time.time()
+        done, ended = end_of(running)
+    assert (done.code, ended - since < ENDED_WITHIN_S) == (1, True), (ended - since, done.stderr)
+    assert done.stderr.count("the run hangs") == 1
+    assert done.stderr.count(f": rank {stopped} did not arrive within 8 s\n") == 1
+    assert "is stopped, by SIGSTOP or a debugger" in done.stderr
+    assert "first.bias, first.weight" in done.stderr
+    assert "killed by" not in done.stderr
+    found = logs(folder / "run")
+    assert set(found) == {0, 1, 2} - {stopped}
+    assert all(f"rank {stopped} did not arrive within 8 s" in text for text in found.values())
+    assert summary(folder / "run")["error"]["hang"]["ranks"] == [stopped]
+    assert [event["event"] for event in events(folder / "run")][-1] == "hang"
+    nothing_left(folder, before, ranks)
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "options", "told"),
+    [
+        pytest.param(
+            "building", 1, (), r"before the first stage\): rank 1 .*\n.*\n.* making the", id="building"
+        ),
+        pytest.param("backward", 1, (), r"the first stage\): rank 1 .*\n.*\n.* freezing the", id="warm-up"),
+        pytest.param(
+            "data", 16 * 4 + 1, (), r"train, step \d\): rank 1 (.*\n)*.* in data of step", id="data"
+        ),
+        pytest.param(
+            "forward",
+            11,
+            ("--set=sync={local_sgd: {every: 4}}",),
+            r"step 12\): rank 1 (.*\n)*.* of deltas: first\.\w+.*\n.*in forward of step 11",
+            id="local_sgd",
+        ),
+        pytest.param(
+            "evaluate",
+            1,
+            ("--set=stages[0].train.steps=3",),
+            r"\(stages\[1\]\.evaluate\): rank 1 .*\n.*\n.* sums of the evaluation\n.* in evaluate",
+            id="evaluate",
+        ),
+    ],
+)
+def test_a_rank_that_sleeps_elsewhere_is_named_too(
+    folder: Path, where: str, call: int, options: tuple[str, ...], told: str
+) -> None:
+    """While it builds, in the passes before step 1, fetching data, between two rounds, in evaluate."""
+    with started(folder, halting(1, where, call), *options) as running:
+        ranks = wait_for(folder / "asleep", running)
+        done, ended = end_of(running)
+    assert done.code == 1, done.stderr
+    # A rank that waits later than this one sleeps, waits for timeout_s from then on.
+    assert ended - float((folder / "asleep").read_text()) < ENDED_WITHIN_S + 2
+    assert done.stderr.count("the run hangs") == 1
+    assert re.search(told, done.stderr), done.stderr
+    assert not any(map(is_running, ranks))
+
+
+def test_a_host_whose_ranks_are_all_stopped_is_ended_by_its_launcher(folder: Path) -> None:
+    """No rank is left to tell, so the launcher does."""
+    with started(folder) as running:
+        ranks = wait_for(folder / "run" / "steps" / "rank-00000.jsonl", running)
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        since = time.time()
+        done, ended = end_of(running)
+    assert (done.code, ended - since < ENDED_WITHIN_S) == (1, True), (ended - since, done.stderr)
+    assert done.stderr.count("the run hangs: ranks 0-2 are all that is left on this host, and stopped") == 1
+    assert "killed by" not in done.stderr
+    assert not any(map(is_running, ranks))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+def test_a_stopped_rank_ends_with_its_launcher(folder: Path, number: signal.Signals, code: int) -> None:
+    """Before any timeout: it goes on to stop after its step, or is killed if the launcher is."""
+    with started(folder, "--set=launch.timeout_s=600") as running:
+        ranks = wait_for(folder / "run" / "steps" / "rank-00000.jsonl", running)
+        os.kill(process_of(ranks, 1), signal.SIGSTOP)
+        os.kill(running.process.pid, number)
+        assert running.wait(30).code == code
+    assert bool(temporary(folder)) == (number == signal.SIGKILL)
+    end = time.monotonic() + 5
+    while any(map(is_running, ranks)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(is_running, ranks))
+    with started(folder, "--set=stages[0].train.steps=1", "--run-dir=next") as running:
+        assert running.wait(60).code == 0
+    assert temporary(folder) == [], "the next launcher clears up after one that was killed"
+
+
+def by_hand(folder: Path, rank: int, size: int, port: int, *options: str) -> "subprocess.Popen[str]":
+    """A rank whose launcher is this test: it gives the exit code of each."""
+    environment: Mapping[str, str] = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TMPDIR": str(folder / "tmp"),
+    }
+    command = [sys.executable, "-m", "ddprun", "run", "hang.yaml", "--run-dir", "run", *options]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("stopped", [2, 0])
+def test_every_other_rank_exits_1_under_any_launcher(folder: Path, stopped: int) -> None:
+    """Ranks that find each other by the store alone. If that is in the stopped rank, nobody waits for it:
+    then each tells the screen.
+    """
+    others = sorted({0, 1, 2} - {stopped})
+    port = free_port()
+    ranks = [by_hand(folder, rank, 3, port) for rank in range(3)]
+    try:
+        end = time.monotonic() + 60
+        while not (folder / "run" / "steps" / "rank-00002.jsonl").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(ranks[stopped].pid, signal.SIGSTOP)
+        since = time.time()
+        outs = [ranks[rank].communicate(timeout=30) for rank in others]
+        assert time.time() - since < ENDED_WITHIN_S
+        assert [ranks[rank].returncode for rank in others] == [1, 1]
+        told = "".join(err for _, err in outs)
+        assert told.count(f"rank {stopped} did not arrive within 8 s") == (1 if stopped else 2), told
+        assert "is stopped, by SIGSTOP" in told
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert temporary(folder) == []
+
+
+def test_a_rank_that_never_comes_is_named_before_the_first_step(folder: Path) -> None:
+    """One of two ranks is started, and waits timeout_s for the other."""
+    rank = by_hand(folder, 0, 2, free_port())
+    try:
+        _, told = rank.communicate(timeout=60)
+    finally:
+        rank.kill()
+    assert rank.returncode == 1
+    assert "the run hangs (before the first stage): rank 1 did not arrive within 8 s, or cannot be" in told
+    assert re.search(r"rank 1 +has not joined", told)
+    assert "Traceback" not in told
+
+
+def wait_for(path: Path, running: Running) -> list[int]:
+    """Wait until a file is there and not empty; gives the ranks' process ids."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end and running.process.poll() is None:
+        if path.exists() and path.stat().st_size:
+            return running.ranks()
+        time.sleep(0.05)
+    raise AssertionError(running.wait(10).stderr if running.process.poll() is not None else f"no {path}")
+
+
+def process_of(ranks: list[int], rank: int) -> int:
+    """The process of a rank."""
+    for pid in ranks:
+        if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_text().split("\0"):
+            return pid
+    raise AssertionError(f"no rank {rank}")
+
+
+def test_loading_processes_end_with_a_rank_that_is_killed(folder: Path) -> None:
+    """By themselves they would look for it every 5 s."""
+    rank = by_hand(folder, 0, 1, free_port(), "--set=loader.workers=1")
+    try:
+        end = time.monotonic() + 60
+        while not (folder / "run" / "steps" / "rank-00000.jsonl").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        while not (loading := workers_of(rank.pid)) and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.5)
+    finally:
+        rank.kill()
+    end = time.monotonic() + 3
+    while any(map(is_running, loading)) and time.monotonic() < end:
+        time.sleep(0.02)
+    left = [worker for worker in loading if is_running(worker)]
+    rank.communicate()
+    assert loading
+    assert left == []

@@ -1,0 +1,90 @@
+"""A trusted package that, as real ones do, holds more than what it means to offer."""
+
+import builtins
+import functools
+import logging
+import operator
+import os
+import subprocess
+from subprocess import Popen
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddprun_hooks import Hook, Link, Payload
+
+shell = os.system
+run = subprocess.run
+execute = builtins.exec
+partial_shell = functools.partial(functools.partial(os.system), "true")
+opener = builtins.open
+popen = Popen
+caller = operator.methodcaller("system", "true")
+joined = "".join
+log = logging.getLogger("lab").info
+logger = logging.getLogger("lab")
+shown = functools.lru_cache(os.system)
+listed = list[int]
+number = 7
+
+
+class Net(nn.Module):
+    """What it means to offer."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(1))  # type: ignore[no-any-return]
+
+    @classmethod
+    def small(cls) -> "Net":
+        return cls(4)
+
+
+class Process(Popen[bytes]):
+    """A class of its own, but no model."""
+
+
+class Scaled(Hook):
+    """A hook."""
+
+    async def __call__(self, payload: Payload, link: Link) -> Tensor:
+        return await link.hand_on(payload.tensor)
+
+
+def make_net() -> nn.Module:
+    return Net()
+
+
+@functools.lru_cache
+def made_once(width: int = 8) -> Any:
+    return Net(width)
+
+
+def decorated(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    return wrapper
+
+
+wrapped_net = decorated(make_net)
+wrapped_shell = decorated(os.system)
+wrapped_shell.__module__ = __name__
+partial_net = functools.partial(Net, width=10)
+
+
+def count() -> int:
+    return 1
+
+
+def nothing() -> None:
+    """Not a model either."""
+
+
+def samples() -> TensorDataset:
+    raise NotImplementedError

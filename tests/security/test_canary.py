@@ -1,0 +1,179 @@
+"""Canaries in the environment, in `--set` and in a URL: a real run writes and shows none of them."""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.running import events, summary
+from tests.ranks import Finished, Running, ddprun
+
+IN_ENVIRONMENT, IN_OVERRIDE, IN_URL, IN_FILE = (
+    f"canary-{hashlib.sha256(name.encode()).hexdigest()[:20]}" for name in ("env", "set", "url", "file")
+)
+SIGN = "canary-"
+
+MODULE = """
+import hashlib
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class Files(Dataset):
+    def __init__(self, url, api_token, password, credentials):
+        self.seen = f"{url} {api_token} {password} {credentials['secret']}"
+        assert hashlib.sha256(self.seen.encode()).hexdigest() == "HASH", "other values than in the file"
+    def __len__(self):
+        return 64
+    def __getitem__(self, place):
+        if place == 40 and FAILS:
+            try:
+                raise OSError(self.seen)
+            except OSError as error:
+                raise RuntimeError(f"no answer: {self.seen!r}\\n{self.seen}") from error
+        return torch.full((8,), float(place)), place % 2
+
+def net(width, key):
+    assert key.endswith("!")
+    return nn.Linear(8, width)
+"""
+
+PIPELINE = """
+model: {lab.net: {width: 2, key: "${env:LAB_API_KEY}!"}}
+data:
+  train:
+    lab.Files:
+      url: https://reader:IN_URL@data.example/x?y=${env:LAB_API_KEY}
+      api_token: ${env:LAB_API_KEY}
+      password: to be set
+      credentials: {secret: IN_FILE}
+optimizer: sgd
+loader: {batch_size: 4, shuffle: false, workers: 1}
+timings: {fidelity_every: 2}
+audit: {every: 2}
+stages:
+  - train: {epochs: 2, sync: {local_sgd: {every: 2}}}
+  - train: {epochs: 1}
+  - save: {to: "${env:LAB_API_KEY}.safetensors"}
+"""
+
+
+def prepare(folder: Path, *, fails: bool) -> None:
+    seen = (
+        f"https://reader:{IN_URL}@data.example/x?y={IN_ENVIRONMENT} {IN_ENVIRONMENT} {IN_OVERRIDE} {IN_FILE}"
+    )
+    module = MODULE.replace("HASH", hashlib.sha256(seen.encode()).hexdigest())
+    (folder / "lab.py").write_text(module.replace("FAILS", str(fails)))
+    # A loading process reports a failure under a first line of its own.
+    text = PIPELINE.replace("workers: 1", "workers: 0") if fails else PIPELINE
+    (folder / "p.yaml").write_text(text.replace("IN_URL", IN_URL).replace("IN_FILE", IN_FILE))
+
+
+def run(folder: Path) -> tuple[Finished, set[str]]:
+    """The finished run, and the command line of every process below it while it ran."""
+    lines: set[str] = set()
+    overrides = ["--set", f"data.train.lab.Files.password={IN_OVERRIDE}"]
+    with Running(
+        "p.yaml", *overrides, "--run-dir", "run", cwd=folder, environment={"LAB_API_KEY": IN_ENVIRONMENT}
+    ) as running:
+        own = _command_line(running.process.pid)
+        while running.process.poll() is None:
+            lines |= {_command_line(pid) for pid in below(running.process.pid)}
+            time.sleep(0.02)
+        # Between fork and exec a process still shows the line of the one that starts it, which is the user's.
+        return running.wait(), lines - {own}
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def below(pid: int) -> list[int]:
+    """All processes that a process has started, and that these have."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return [*children, *(one for child in children for one in below(child))]
+
+
+def leaks(folder: Path) -> list[str]:
+    """Files that hold a canary in their content or their name."""
+    return [str(path) for path in folder.rglob("*") if path.is_file() and SIGN.encode() in path.read_bytes()]
+
+
+def test_a_run_writes_and_shows_no_secret(tmp_path: Path) -> None:
+    """The values reach the user's code; no file, no output and no command line of a child has them."""
+    prepare(tmp_path, fails=False)
+    done, lines = run(tmp_path)
+    assert done.code == 0, done.stderr
+    assert SIGN not in done.stdout + done.stderr
+    assert leaks(tmp_path / "run") == []
+    ranks = [line for line in lines if " run p.yaml" in line]
+    assert ranks, lines
+    assert not any(SIGN in line or "--set" in line for line in lines), lines
+    written = (tmp_path / "run" / "pipeline.yaml").read_text()
+    assert 'api_token: "${env:LAB_API_KEY}"' in written
+    assert 'password: "[redacted]"' in written
+    assert 'url: "https://[redacted]@data.example/x?y=${env:LAB_API_KEY}"' in written
+    saved = next(event for event in events(tmp_path / "run") if event["event"] == "saved")
+    assert saved["file"] == "run/${env:LAB_API_KEY}.safetensors"
+    assert (tmp_path / "run" / f"{IN_ENVIRONMENT}.safetensors").is_file()
+    assert summary(tmp_path / "run")["run_dir"] == "run"
+
+
+def test_a_run_that_fails_with_a_secret_in_its_message_shows_none(tmp_path: Path) -> None:
+    """Traceback, headline and summary name the variable, or a marker, in the value's place."""
+    prepare(tmp_path, fails=True)
+    done, lines = run(tmp_path)
+    assert done.code == 1
+    assert "Traceback" in done.stderr
+    assert "no answer" in done.stderr
+    assert (
+        "https://[redacted]@data.example/x?y=${env:LAB_API_KEY} ${env:LAB_API_KEY} [redacted]" in done.stderr
+    )
+    assert SIGN not in done.stdout + done.stderr
+    assert not any(SIGN in line for line in lines)
+    assert leaks(tmp_path / "run") == []
+    error = summary(tmp_path / "run")["error"]["message"]
+    assert error.startswith(
+        "RuntimeError: no answer: 'https://[redacted]@data.example/x?y=${env:LAB_API_KEY}"
+    )
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_commands_that_start_no_ranks_show_none_either(tmp_path: Path, command: str) -> None:
+    """`check --resolved`, and `explain` of a pipeline whose data fail."""
+    prepare(tmp_path, fails=False)
+    lab = tmp_path / "lab.py"
+    lab.write_text(
+        lab.read_text().replace("        assert", "        raise ValueError(self.seen)\n        assert")
+    )
+    done = ddprun(
+        *([command, "p.yaml", "--resolved"] if command == "check" else [command, "p.yaml"]),
+        "--set",
+        f"data.train.lab.Files.password={IN_OVERRIDE}",
+        cwd=tmp_path,
+        environment={"LAB_API_KEY": IN_ENVIRONMENT},
+    )
+    assert done.code == (0 if command == "check" else 1), done.stderr
+    assert "[redacted]" in done.stdout + done.stderr
+    assert SIGN not in done.stdout + done.stderr
+
+
+def test_an_unset_variable_starts_no_rank(tmp_path: Path) -> None:
+    """It is bad input, told before anything is launched, with its places."""
+    prepare(tmp_path, fails=False)
+    assert "LAB_API_KEY" not in os.environ
+    done = ddprun("p.yaml", cwd=tmp_path)
+    assert done.code == 2
+    assert 'p.yaml:2:34: model."lab.net".key: the environment variable LAB_API_KEY is not set' in done.stderr
+    assert done.stderr.count("LAB_API_KEY is not set") == 4
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()

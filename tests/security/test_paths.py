@@ -1,0 +1,88 @@
+"""What a pipeline writes: in the run's folder, elsewhere only where `save` says so; no shell reads a name."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddprun.spec import Loaded, PipelineError, load
+from ddprun.zoo.data import DataError, text
+from tests.ranks import ddprun
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = "$(touch shell);`touch shell`|touch shell & '\"\n x.yaml"
+PIPELINE = """
+model: {mlp: {inputs: 64, outputs: 10}}
+data: digits
+optimizer: sgd
+launch: {nproc_per_node: 1}
+stages: [{train: {steps: 1}}, save]
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", ".hidden", "../x", "/tmp/x", "a/b", "a\\b", "a b", "$(x)", "a;b", "~", "a\n", "", "é"]
+)
+def test_a_name_stays_one_folder(loaded: Callable[..., Loaded], name: str) -> None:
+    """Whatever could lead out of `runs/`, or mean something to a shell, is refused."""
+    with pytest.raises(PipelineError, match="name: "):
+        loaded("", f"name={name!r}" if "\n" not in name else 'name="a\\n"')
+
+
+@pytest.mark.parametrize("name", ["..yaml", "...yaml", HOSTILE, "ü.yaml", "a" * 240 + ".yaml", "-rf.yaml"])
+def test_a_files_name_gives_a_plain_one(tmp_path: Path, name: str) -> None:
+    """The name that is taken from the file is one that the file could have given."""
+    path = tmp_path / name
+    path.write_text(PIPELINE)
+    given = load(path).pipeline.name
+    assert load(path, [f'name="{given}"']).pipeline.name == given
+
+
+def test_shell_metacharacters_stay_text(tmp_path: Path) -> None:
+    """In the pipeline's file name, the run's folder, the saved file, an override, and the data's files."""
+    (tmp_path / HOSTILE).write_text(PIPELINE)
+    (tmp_path / "runs $(touch shell)").mkdir()
+    to = "`touch shell` $(touch shell);x.safetensors"
+    done = ddprun(
+        HOSTILE,
+        "--run-dir",
+        "runs $(touch shell)/a;touch shell",
+        "--set",
+        f"stages[1].save.to={to!r}",
+        cwd=tmp_path,
+    )
+    assert done.code == 0, done.stderr
+    assert not list(tmp_path.rglob("shell"))
+    assert (tmp_path / "runs $(touch shell)" / "a;touch shell" / to).is_file()
+
+
+def test_nothing_goes_through_a_shell() -> None:
+    """No source of ours asks for one."""
+    found = subprocess.run(
+        ["grep", "-rnE", r"shell=True|os\.(system|popen)\(|getoutput", "--include=*.py", "runner", "hooks"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.stdout == ""
+
+
+def test_save_is_the_one_way_out(tmp_path: Path) -> None:
+    """A run with an absolute `to` writes that file and the pipeline beside it, and all else in its folder."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "p.yaml").write_text(PIPELINE)
+    to = tmp_path / "out" / "m.safetensors"
+    done = ddprun("p.yaml", "--run-dir", "run", "--set", f"stages[1].save.to={to}", cwd=work)
+    assert done.code == 0, done.stderr
+    written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
+    outside = {str(path) for path in written if not path.is_relative_to("work/run")}
+    assert outside == {"work/p.yaml", "out/m.safetensors", "out/m.yaml"}
+
+
+def test_an_endless_pattern_is_a_fault(tmp_path: Path) -> None:
+    """Not a crash of the search."""
+    with pytest.raises(DataError, match="too many folders"):
+        text(folder=tmp_path, files=("**/" * 3000,), context=4, held_out=None)

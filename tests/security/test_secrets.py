@@ -1,0 +1,311 @@
+"""Secrets: what is one, where `${env:NAME}` may stand, and that nothing of them is written."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ddprun.cli import main
+from ddprun.engine import build
+from ddprun.spec import Loaded, PipelineError
+from ddprun.spec.secrets import REDACTED, Secrets, is_secret_name
+
+CANARY = "cAnArY-8c1f'\"\\x é/5"
+DATA = """
+data:
+  mylab.data.Files:
+    url: "https://reader:${env:PW}@host/x"
+    api_token: "${env:API_TOKEN}"
+    nested: [{headers: {auth_key: "Bearer ${env:API_TOKEN}"}}]
+    key_dim: 64
+    monkey: banana
+"""
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PW", "hunter2-hunter2")
+    monkeypatch.setenv("API_TOKEN", CANARY)
+
+
+def pipeline(data: str) -> str:
+    return f"model: {{mlp: {{inputs: 64, outputs: 10}}}}\noptimizer: sgd\n{data}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("API_KEY", "apiKey", "api-key", "hf_token", "HFToken", "password", "DB_PASSWORD_2", "Key"),
+        *("awsSecretAccess", "credentials", "x.y.passwd", "PGPASSWORD"),
+    ],
+)
+def test_names_of_secrets(name: str) -> None:
+    """One word of the name decides, however words are put together."""
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["monkey", "keyboard", "PWD", "tokenizer", "keys", "max_tokens", "Keyed", "secretary", "name"]
+)
+def test_names_that_are_none(name: str) -> None:
+    """A word that only contains one of those words does not."""
+    assert not is_secret_name(name)
+
+
+@pytest.mark.usefixtures("environment")
+def test_references_are_filled_for_a_run_and_stay_in_what_is_written(
+    loaded: Callable[..., Loaded],
+) -> None:
+    """Whole strings and parts of strings, at any depth; what is written keeps the name."""
+    found = loaded(pipeline(DATA), base=False)
+    options = found.filled("data", found.pipeline.train_data()).options
+    assert options["url"] == "https://reader:hunter2-hunter2@host/x"
+    assert options["api_token"] == CANARY
+    assert options["nested"][0]["headers"]["auth_key"] == f"Bearer {CANARY}"
+    assert (options["key_dim"], options["monkey"]) == (64, "banana")
+    written = yaml.safe_load(found.resolved())["data"]["mylab.data.Files"]
+    assert written == yaml.safe_load(DATA)["data"]["mylab.data.Files"]
+    again = loaded(found.resolved(), base=False, name="again.yaml")
+    assert again.digest() == found.digest()
+
+
+def test_the_digest_does_not_depend_on_the_environment(
+    loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host has an environment of its own, and nobody can guess at a literal secret by its hash."""
+    text = pipeline("data: {mylab.Files: {url: somewhere-else, password: %s}}\n")
+    before = loaded(text % "one-password", base=False).digest()
+    monkeypatch.setenv("SOME_TOKEN", "somewhere-else")
+    assert loaded(text % "two-password", base=False).digest() == before
+
+
+def test_unset_variables_are_faults_all_at_once(
+    loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their places, before a run starts; `check` needs no secrets."""
+    for name in ("PW", "API_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    found = loaded(pipeline(DATA), base=False)
+    with pytest.raises(PipelineError) as caught:
+        found.check_environment()
+    assert [(fault.line, fault.problem) for fault in caught.value.faults] == [
+        (6, "the environment variable PW is not set"),
+        (7, "the environment variable API_TOKEN is not set"),
+        (8, "the environment variable API_TOKEN is not set"),
+    ]
+    assert caught.value.faults[2].path == 'data."mylab.data.Files".nested[0].headers.auth_key'
+    with pytest.raises(PipelineError):
+        build.build_data(found)
+
+
+@pytest.mark.parametrize(
+    "bad", ["${env:}", "${env:1A}", "${env:A B}", "${env:A", "x${env:A}${env:-}", "${env:${env:A}}"]
+)
+def test_a_malformed_reference_is_a_fault(loaded: Callable[..., Loaded], bad: str) -> None:
+    """It would otherwise reach the user's code as it is."""
+    with pytest.raises(PipelineError, match=r'"\$\{env:" is not followed by a variable'):
+        loaded(pipeline(f"data: {{mylab.Files: {{url: '{bad}'}}}}\n"), base=False)
+
+
+def test_a_reference_between_braces_needs_quotes(loaded: Callable[..., Loaded]) -> None:
+    """YAML ends an unquoted value at the brace; the fault says what to do."""
+    with pytest.raises(PipelineError, match=r'put "\$\{env:NAME\}" in quotes'):
+        loaded(pipeline("data: {mylab.Files: {url: ${env:A}, b: 1}}\n"), base=False)
+
+
+def test_a_reference_where_no_string_is_wanted_is_a_fault(loaded: Callable[..., Loaded]) -> None:
+    """Names of choices, numbers and fixed words cannot come from the environment."""
+    for override in ("seed=${env:A}", "model=${env:A}", "precision=${env:A}", "name=${env:A}"):
+        with pytest.raises(PipelineError):
+            loaded("", override)
+
+
+@pytest.mark.usefixtures("environment")
+def test_files_of_text_may_come_from_the_environment(
+    loaded: Callable[..., Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A built-in's strings too."""
+    (tmp_path / "a.txt").write_bytes(bytes(range(200)) * 30)
+    monkeypatch.setenv("CORPUS", str(tmp_path))
+    text = "model: transformer\noptimizer: sgd\ndata: {text: {files: ['${env:CORPUS}/*.txt']}}\n"
+    found = loaded(text, base=False)
+    assert build.build_data(found).train is not None
+    assert "${env:CORPUS}/*.txt" in found.resolved()
+
+
+def test_literal_secrets_are_redacted_and_do_not_load_again(loaded: Callable[..., Loaded]) -> None:
+    """A marker stands in the resolved pipeline, and a run of that says what to write instead."""
+    data = (
+        f"data: {{mylab.Files: {{password: {json.dumps(CANARY)}, credentials: {{user: somebody}}, "
+        'url: "https://me:pa-ss-wo-rd@host/", "key": 7, "ref": "x pa-ss-wo-rd y", empty_token: ""}}}}\n'
+    ).replace("}}}}", "}}")
+    found = loaded(pipeline(data), base=False)
+    written = found.resolved()
+    assert yaml.safe_load(written)["data"]["mylab.Files"] == {
+        "password": REDACTED,
+        "credentials": {"user": REDACTED},
+        "url": f"https://{REDACTED}@host/",
+        "key": 7,
+        "ref": f"x {REDACTED} y",
+        "empty_token": "",
+    }
+    with pytest.raises(PipelineError) as caught:
+        loaded(written, base=False, name="again.yaml")
+    assert {fault.path.rpartition(".")[2] for fault in caught.value.faults} == {
+        "password",
+        "user",
+        "url",
+        "ref",
+    }
+    assert all("a secret stood here" in fault.problem for fault in caught.value.faults)
+    options = found.pipeline.train_data().options
+    assert options["password"] == CANARY
+
+
+def test_what_the_environment_holds_is_written_by_its_name(
+    loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A literal that a variable of a secret's name holds becomes that name, so that the file loads again."""
+    monkeypatch.setenv("HUB_TOKEN", "hf-0123456789")
+    found = loaded(pipeline("data: {mylab.Files: {url: 'https://h/?x=hf-0123456789'}}\n"), base=False)
+    assert '"https://h/?x=${env:HUB_TOKEN}"' in found.resolved()
+    assert loaded(found.resolved(), base=False, name="again.yaml").digest() != found.digest()
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_literal_beside_a_reference_is_redacted(loaded: Callable[..., Loaded]) -> None:
+    """A string that takes one secret from the environment may hold another as it is."""
+    url = "https://me:pa-ss-wo-rd@h/?token=${env:PW}&key=lite-ral"
+    found = loaded(pipeline(f"data: {{mylab.Files: {{url: '{url}'}}}}\n"), base=False)
+    assert '"https://[redacted]@h/?token=${env:PW}&key=[redacted]"' in found.resolved()
+    told = found.secrets.redact("pa-ss-wo-rd hunter2-hunter2 lite-ral")
+    assert told == "[redacted] ${env:PW} [redacted]"
+
+
+def test_a_choice_may_be_called_like_a_secret(loaded: Callable[..., Loaded]) -> None:
+    """The name of a package or a hook says nothing about its options."""
+    found = loaded("hooks: [{mylab.key.Hook: {mode: slow}}]\n")
+    assert "mode: slow" in found.resolved()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: {mylab.Files: {password: %s, x: [}}\n",
+        "data: {mylab.Files: {password: %s}}\nmodel: %s\n",
+        "data: {mylab.Files: {password: %s}}\nseed: %s\n",
+        "data: {mylab.Files: {api_key: %s}, other: 1}\n",
+        "data: {password: %s}\n",
+        "data: {mylab.Files: {credentials: [%s, 1, 2]}, x: 1}\n",
+        "data: {digits: {held_out: 7, token: %s}}\n",
+        "data: {mylab.Files: {url: 'https://u:%s@h/'}}\nseed: 'https://u:%s@h/'\n",
+        "data: {mylab.Files: {url: 'https://u:%s@h/', y: 1}, x: 'https://u:%s@h/'}\n",
+        "data: {mylab.Files: {url: 'https://h/?a=1&access_token=%s'}}\nprecision: '%s'\n",
+        "data:\n  mylab.Files:\n    password: %s\n   x: 1\n",
+    ],
+)
+@pytest.mark.parametrize("form", ["text", "json", "github"])
+def test_no_fault_shows_a_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, form: str
+) -> None:
+    """Not in its words, cut to length or not, nor in the line that it quotes, even if that is no YAML."""
+    secret = "canary-" + "0123456789" * 6
+    path = tmp_path / "p.yaml"
+    path.write_text(pipeline(text.replace("%s", secret)))
+    assert main(["check", str(path), "--format", form]) == 2
+    printed = capsys.readouterr()
+    assert "canary" not in printed.out + printed.err
+    assert "0123456789" not in printed.out + printed.err
+    assert "p.yaml" in printed.out
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.password=%s",
+        "data.mylab.Files.password=[%s",
+        "data={mylab.Files: {password: %s}, x: 1}",
+        "seed=https://u:%s@h",
+        "model.mlp.api_key=%s",
+        "api_key=%s",
+    ],
+)
+def test_no_fault_of_an_override_shows_a_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    """The same for `--set`, whose text is quoted too."""
+    path = tmp_path / "p.yaml"
+    path.write_text(pipeline("data: digits\n"))
+    assert main(["check", str(path), "--set", override.replace("%s", "canary-canary")]) == 2
+    printed = capsys.readouterr()
+    assert "canary" not in printed.out + printed.err
+    assert "--set 1" in printed.out
+
+
+def test_the_caret_stays_under_the_fault(loaded: Callable[..., Loaded]) -> None:
+    """Also where a secret before it on the line was replaced; the column is the file's own."""
+    with pytest.raises(PipelineError) as caught:
+        loaded(pipeline("data: {digits: {password: canary-canary, held_out: 7}}\n"), base=False)
+    fault = next(fault for fault in caught.value.faults if "held_out" in fault.path)
+    _, line, caret = str(fault).split("\n")
+    assert line[caret.index("^")] == "7"
+    assert fault.column == 1 + "data: {digits: {password: canary-canary, held_out: 7}}".index("7")
+
+
+def test_values_are_found_in_every_form() -> None:
+    """As they are, in quotes, in JSON, in a URL, and line by line."""
+    multiline = "-----BEGIN KEY-----\nMIIabcdefgh\nMIIijklmnop\n"
+    secrets = Secrets.of([], {"A_TOKEN": CANARY, "PEM_KEY": multiline})
+    for text in (CANARY, repr(CANARY), json.dumps(CANARY), json.dumps({"a": [CANARY]}, ensure_ascii=False)):
+        told = secrets.redact(f"failed with {text}!")
+        assert "${env:A_TOKEN}" in told
+        assert "cAnArY" not in told
+    assert secrets.redact("line MIIabcdefgh ends") == "line ${env:PEM_KEY} ends"
+    assert "MII" not in secrets.redact(repr(multiline))
+
+
+def test_what_is_too_short_or_a_path_is_no_secret(tmp_path: Path) -> None:
+    """A value such as `1` would be replaced everywhere; a path to a key is none."""
+    environment = {"A_TOKEN": "1", "B_TOKEN": "word", "KEY": str(tmp_path), "C_KEY": str(tmp_path / "no")}
+    secrets = Secrets.of([], environment)
+    assert secrets.redact("1 sword word.") == "1 sword ${env:B_TOKEN}."
+    assert secrets.redact(f"in {tmp_path}/x") == f"in {tmp_path}/x"
+    assert secrets.redact(f"in {tmp_path}/no") == "in ${env:C_KEY}"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("GET https://u:p@ss:w@host/a failed", "GET https://[redacted]@host/a failed"),
+        ("https://h/?a=1&api_key=abc&b=2", "https://h/?a=1&api_key=[redacted]&b=2"),
+        ("ssh://git@host/x and a@b.c", "ssh://git@host/x and a@b.c"),
+        ("https://ghp_0123456789abcdefghij@h/", "https://[redacted]@h/"),
+        ("https://u:${env:PW}@h/", "https://u:${env:PW}@h/"),
+        ("http://[::1]:80/x@y", "http://[::1]:80/x@y"),
+    ],
+)
+def test_passwords_in_urls(text: str, told: str) -> None:
+    """Also in URLs that no pipeline named."""
+    assert Secrets({}).redact(text) == told
+
+
+def test_nothing_takes_long() -> None:
+    """64 KiB of anything are redacted within moments."""
+    secrets = Secrets.of([], {f"TOKEN_{n}": f"value-{n}-{n}" for n in range(200)})
+    for unit in ("a", "a:", "https://", "://a", "?a", "&key=", "password: ", "a@", " ", '"', "key:'"):
+        text = (unit * 65536)[:65536]
+        start = time.process_time()
+        secrets.redact_line(text)
+        secrets.redact_line(text, override=True)
+        secrets.redact("https://" + text)
+        assert time.process_time() - start < 1, unit
+
+
+def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default."""
+    monkeypatch.setitem(os.environ, "MY_SECRET", "canary-canary")
+    assert Secrets.of().redact("canary-canary") == "${env:MY_SECRET}"

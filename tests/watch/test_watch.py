@@ -1,0 +1,179 @@
+"""Boards, the watch of one rank, and asking another host."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddprun.watch.board import Board, Seen, read, read_all, seen_from
+from ddprun.watch.desk import Desk, ask, ask_all
+from ddprun.watch.watcher import HANG, Overdue, Watch
+from ddprun_hooks.payload import ParamSlice, Payload
+
+
+def watch(folder: Path | None, timeout_s: float = 0.4) -> tuple[Watch, list[list[Overdue]], threading.Event]:
+    """A watch of rank 0, what its alarm was called with, and whether it was."""
+    calls: list[list[Overdue]] = []
+    rung = threading.Event()
+
+    def alarm(waits: list[Overdue]) -> None:
+        calls.append(waits)
+        rung.set()
+
+    return Watch(0, timeout_s, folder, alarm), calls, rung
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_a_board_says_what_its_rank_is_at(tmp_path: Path, in_folder: bool) -> None:
+    """To anyone of this host who knows its path, and after JSON to other hosts."""
+    it, _, _ = watch(tmp_path if in_folder else None)
+    it.stage("stages[1].train")
+    it.step(12)
+    it.turn(b"backward")
+    line = it.line("world.0", [0, 1])
+    line.issue("all_reduce", what="one").done()
+    line.issue("all_reduce", what="two")
+    looking = threading.Thread(target=lambda: it.note(it.overdue(0)))
+    looking.start()
+    looking.join()
+    found = read(it.board.path)
+    assert found is not None
+    assert (found.pid, found.stage, found.step, found.phase) == (
+        os.getpid(),
+        "stages[1].train",
+        12,
+        "backward",
+    )
+    assert found.issued == (2,)
+    assert [(wait.number, wait.what, wait.ranks) for wait in found.waits] == [(2, "two", (0, 1))]
+    assert found.at.endswith("in test_a_board_says_what_its_rank_is_at")
+    assert not found.lifeless
+    assert seen_from(json.loads(json.dumps(found.plain()))) == found
+    assert list(read_all(tmp_path)) == ([0] if in_folder else [])
+    it.board.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_board_of_a_stopped_process_says_so(tmp_path: Path) -> None:
+    """Though it cannot write any more."""
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        board = Board(3, tmp_path)
+        data = bytearray(Path(board.path).read_bytes())
+        data[8:16] = sleeper.pid.to_bytes(8, "little")
+        Path(board.path).write_bytes(data)
+        sleeper.send_signal(signal.SIGSTOP)
+        end = time.monotonic() + 5
+        while not (found := read_all(tmp_path)[3]).stopped and time.monotonic() < end:
+            time.sleep(0.01)
+        assert found.stopped
+        assert found.lifeless
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def test_what_is_no_board_is_none(tmp_path: Path) -> None:
+    """Absent, empty, half made, of something else."""
+    for content in (b"", b"ddprun1\0", b"\0" * 40000, b"x" * 40000):
+        (tmp_path / "rank-00000.board").write_bytes(content)
+        assert read(tmp_path / "rank-00000.board") is None
+    assert read(tmp_path / "nowhere") is None
+
+
+def test_a_collective_that_takes_too_long_rings_the_alarm_with_its_bucket(tmp_path: Path) -> None:
+    """One that has ended in time, by its future or by what was asked, does not."""
+    it, calls, rung = watch(tmp_path)
+    line = it.line("world.0", [0, 1])
+    it.start()
+    line.issue("all_reduce", what="ends").done()
+    line.issue("all_reduce", what="has ended").done_when(lambda: True)
+    assert not rung.wait(0.8)
+    payload = Payload(torch.zeros(2), (ParamSlice("w", (2,), 0, 2),), "gradient", 7)
+    line.issue("all_reduce", payload).done_when(lambda: False)
+    assert rung.wait(5)
+    ((one, *others),) = calls
+    assert (one.ticket.bucket, one.ticket.params[0].name, one.ticket.number) == (7, "w", 3)
+    assert one.ticket.described == "bucket 7 of gradients"
+    assert 0.4 < one.age_s < 4
+    assert not others
+
+
+def test_another_ranks_alarm_is_heard(tmp_path: Path) -> None:
+    """The file that the first rank of a host makes."""
+    it, calls, rung = watch(tmp_path, timeout_s=600)
+    it.start()
+    (tmp_path / HANG).touch()
+    assert rung.wait(5)
+    assert calls == [[]]
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) -> None:
+    """Ctrl-Z and fg: the collective is old, but nobody has waited for it."""
+    it, _, rung = watch(tmp_path, timeout_s=2.0)
+    it.line("world.0", [0, 1]).issue("all_reduce")
+    it.lost_us += 60_000_000
+    assert it.overdue(0.0) == []
+    it.lost_us -= 60_000_000
+    assert len(it.overdue(0.0)) == 1
+    assert not rung.is_set()
+
+
+def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path) -> None:
+    """And takes word of a hang from them; others get nothing."""
+    board = Board(5, tmp_path)
+    called: list[bool] = []
+
+    def look() -> dict[int, Seen]:
+        return read_all(tmp_path)
+
+    with Desk("127.0.0.1", "opensesame", look, lambda: called.append(True)) as desk:
+        desk.open()
+        found = ask(desk.name, hang=False)
+        assert found is not None
+        assert found[5].pid == os.getpid()
+        assert not called
+        assert list(ask_all([desk.name], hang=True)) == [5]
+        assert called == [True]
+        assert ask(desk.name.replace("sesame", "barley"), hang=True) is None
+        assert called == [True]
+        name = desk.name
+        desk.shutdown()
+    assert ask(name, hang=True) is None
+    board.remove()
+
+
+def test_asking_takes_no_longer_than_one_answer_may(tmp_path: Path) -> None:
+    """Hosts that take the connection and say nothing are asked at the same time."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        desks = [f"127.0.0.1:{server.getsockname()[1]}/secret" for server in (one, other)]
+        since = time.monotonic()
+        assert ask_all(desks, hang=True) == {}
+        assert time.monotonic() - since < 2.5
+
+
+def test_a_board_has_room_for_lines_of_many_ranks(tmp_path: Path) -> None:
+    """A rank whose board cannot say what it waits for would be taken for one that waits for nobody."""
+    it, _, _ = watch(tmp_path)
+    lines = (range(10_000), range(3, 9_003, 8), range(16, 24), [5], [2, 9])
+    for ranks in lines[1:]:
+        it.line("some", ranks).issue("all_reduce")
+    it.line("world.0", lines[0]).issue("all_reduce")
+    it.note(it.overdue(0))
+    found = read(it.board.path)
+    assert found is not None
+    assert [wait.ranks for wait in found.waits] == [tuple(ranks) for ranks in lines[1:]]
+    for ranks in lines:
+        it.line("again", ranks).issue("all_reduce")
+        it.note(it.overdue(0)[-1:])
+        found = read(it.board.path)
+        assert found is not None
+        assert found.waits[0].ranks == tuple(ranks)
+        assert seen_from(json.loads(json.dumps(found.plain()))) == found
