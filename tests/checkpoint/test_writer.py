@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,13 @@ def everyone(ranks: list[CheckpointWriter], step: int, **options: Any) -> Outcom
     for thread in threads:
         thread.join(30)
     return ranks[0].outcomes.get(timeout=30)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert condition()
 
 
 def close(ranks: list[CheckpointWriter]) -> None:
@@ -146,4 +153,38 @@ def test_writing_goes_on_beside_training(tmp_path: Path) -> None:
     assert time.monotonic() - started < 20
     ranks[2].put(10, parts(2))
     assert ranks[0].outcomes.get(timeout=30).written is not None
+    close(ranks)
+
+
+def test_one_that_not_all_ranks_came_to_is_left_out(tmp_path: Path) -> None:
+    """Ranks that never meet stop each after a step of its own; the last one, which all take, is written."""
+    heard: list[int] = []
+    ranks = writers(tmp_path, after=heard.append)
+    everyone(ranks, 10)
+    wait_for(lambda: len(heard) == RANKS)
+    for rank in (0, 2):
+        ranks[rank].put(20, parts(rank))
+    ranks[2].put(30, parts(2))
+    assert max(writer.count for writer in ranks) == 3
+    for writer in ranks:
+        writer.leave_out(3)
+    assert everyone(ranks, 30, wait=True).problem == "rank 1 had stopped before"
+    outcome = ranks[0].outcomes.get(timeout=30)
+    assert (outcome.step, outcome.problem) == (30, None)
+    close(ranks)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000030"]
+
+
+def test_every_rank_hears_when_one_is_over(tmp_path: Path) -> None:
+    """Written or left out: so a launcher can wait for a checkpoint, whichever of its ranks it asks."""
+    heard: list[int] = []
+    ranks = writers(tmp_path, after=heard.append)
+    everyone(ranks, 10)
+    wait_for(lambda: len(heard) == RANKS)
+    assert heard == [10] * RANKS
+    shutil.rmtree(tmp_path)
+    tmp_path.write_text("a file where the folder was")
+    assert everyone(ranks, 20).problem is not None
+    wait_for(lambda: len(heard) == 2 * RANKS)
+    assert heard[RANKS:] == [20] * RANKS
     close(ranks)

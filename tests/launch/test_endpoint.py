@@ -101,3 +101,14 @@ def test_overrides_are_handed_on_once() -> None:
     with handed_on(overrides):
         assert len(os.environ) == len(before) + 4
     assert os.environ == before
+
+
+def test_a_rendezvous_answers_or_does_not() -> None:
+    """A port that somebody listens on, with a host name or an address; and one on which nobody does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert endpoint.answers(f"localhost:{port}")
+        assert endpoint.answers(f"127.0.0.1:{port}")
+        assert endpoint.answers(f"no.such.host.invalid:1,127.0.0.1:{port}")
+    assert not endpoint.answers(f"127.0.0.1:{port}")
+    assert not endpoint.answers("127.0.0.1:x")

@@ -327,3 +327,15 @@ def test_what_goes_together(loaded: Load) -> None:
         )
         == []
     )
+
+
+def test_hosts_that_may_leave_need_restarts(loaded: Load) -> None:
+    """A range of hosts without restarts, and restarts without checkpoints, do not do what one would hope."""
+    path, problem = told(loaded, 'launch: {nnodes: "1:2"}\n')[0]
+    assert path == "launch.nnodes"
+    assert problem.endswith('with "max_restarts: 0": a host that is lost ends the run')
+    path, problem = told(loaded, "launch: {max_restarts: 3}\ncheckpoint: {keep: 0}\n")[0]
+    assert path == "launch.max_restarts"
+    assert problem.endswith("after a failure the run would start anew")
+    assert told(loaded, 'launch: {nnodes: "1:2", max_restarts: 3}\n') == []
+    assert told(loaded, 'launch: {nnodes: "2:2"}\n') == []

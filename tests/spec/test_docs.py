@@ -7,9 +7,10 @@ from pydantic import BaseModel
 
 from ddprun.spec import Pipeline, load, options
 from ddprun.spec.buffers import TIMES
+from ddprun.spec.launch import Launch
 from ddprun.spec.resolved import plain
 from ddprun.spec.scalars import write
-from ddprun.spec.schema import OVERRIDABLE, STAGES, Audit, Checkpoint, Ddp, Launch, Loader, Timings
+from ddprun.spec.schema import OVERRIDABLE, STAGES, Audit, Checkpoint, Ddp, Loader, Timings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
 

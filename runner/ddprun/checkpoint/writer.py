@@ -23,6 +23,8 @@ from ddprun_hooks.exchange import Control
 _LOOK_EVERY_S = 0.01
 _LOOK_AT_LEAST_EVERY_S = 0.5
 _CHUNK_BYTES = 64 << 20
+_OVER = "over"
+"""In the store: the number of the checkpoint that was over last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class CheckpointWriter:
         control: for these threads alone; None if no rank is away.
         limit_s: how long rank 0 waits for the other ranks' parts.
         before: is done before each checkpoint, on the writing thread.
+        after: is told the step of each checkpoint that is over, written or not, on the writing thread.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class CheckpointWriter:
         control: Control | None,
         limit_s: float,
         before: Callable[[], None] = lambda: None,
+        after: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         """Of checkpoints that are over, on rank 0."""
@@ -81,11 +85,13 @@ class CheckpointWriter:
         self._store = dist.PrefixStore(f"checkpoints/{token}", store)
         self._token, self._rank, self._ranks, self._keep = token, rank, ranks, keep
         self._away, self._control, self._limit_s = away, control, limit_s
-        self._before = before
+        self._before, self._after = before, after
         self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-") if rank in away else None
         self._root = root if self._scratch is None else Path(self._scratch.name)
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
-        self._count = 0
+        self.count = 0
+        """Of checkpoints that were put."""
+
         self._under_way: _Job | None = None
         self._thread = threading.Thread(target=self._work, name="ddprun-checkpoints", daemon=True)
         self._thread.start()
@@ -100,8 +106,8 @@ class CheckpointWriter:
             parts: this rank's files by name.
             wait: until it is written, or given up.
         """
-        job, before = _Job(self._count, step, parts), self._under_way
-        self._count += 1
+        job, before = _Job(self.count, step, parts), self._under_way
+        self.count += 1
         if wait or before is None:
             self._under_way = job
             self._jobs.put(job)
@@ -111,6 +117,18 @@ class CheckpointWriter:
                 self._jobs.put(_Job(job.number, step, {}))
         if wait:
             self._jobs.join()
+            if self._rank == 0:  # all ranks have written their parts: what is unfinished stays so
+                folder.clear_unfinished(self._root)
+
+    def leave_out(self, count: int) -> None:
+        """Give up those that this rank did not come to, where each rank has stopped after a step of its own.
+
+        Args:
+            count: of the rank that has put most.
+        """
+        for number in range(self.count, count):
+            self._post(_Job(number, 0, {}), f"rank {self._rank} had stopped before", {})
+        self.count = count
 
     def close(self) -> None:
         """Finish what is being written, and end the thread."""
@@ -127,6 +145,7 @@ class CheckpointWriter:
                     self._write(job)
                 if self._rank == 0:
                     self.outcomes.put(self._finish(job, started))
+                    self._store.set(_OVER, str(job.number))
                 elif job.parts and self._scratch is not None:
                     self._send(job)
             except Exception as error:
@@ -135,6 +154,20 @@ class CheckpointWriter:
             if self._under_way is job:
                 self._under_way = None
             self._jobs.task_done()
+            self._tell_over(job)
+
+    def _tell_over(self, job: _Job) -> None:
+        """Pass on that a checkpoint is over, unless there is something to write before rank 0 says so."""
+        pause = _LOOK_EVERY_S
+        try:
+            while self._rank and self._jobs.empty():
+                if self._store.check([_OVER]) and int(self._store.get(_OVER)) >= job.number:
+                    break
+                time.sleep(pause)
+                pause = min(2 * pause, _LOOK_AT_LEAST_EVERY_S)
+        except RuntimeError:  # the store is gone: the run is about to end
+            return
+        self._after(job.step)
 
     def _write(self, job: _Job) -> None:
         """Write this rank's files, and tell rank 0."""

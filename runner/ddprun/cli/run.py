@@ -11,7 +11,7 @@ import click
 from ddprun import LAUNCHED
 
 _TORCHRUN: dict[str, tuple[Any, str]] = {
-    "nnodes": (str, "Number of hosts."),
+    "nnodes": (str, "Number of hosts, or MIN:MAX."),
     "nproc-per-node": (str, "Ranks per host: a number, auto, gpu or cpu."),
     "rdzv-backend": (str, "Rendezvous backend, such as c10d or static."),
     "rdzv-endpoint": (str, "Rendezvous endpoint, HOST:PORT."),
@@ -21,6 +21,7 @@ _TORCHRUN: dict[str, tuple[Any, str]] = {
     "master-addr": (str, "Address of host 0, for the static rendezvous."),
     "master-port": (click.IntRange(0, 65535), "Port on host 0, for the static rendezvous."),
     "local-addr": (str, "Address of this host."),
+    "max-restarts": (click.IntRange(min=0), "How often ranks are started again after a failure."),
     "monitor-interval": (click.FloatRange(min=0), "Seconds between two looks at the ranks."),
     "role": (str, "Name of the ranks' role in logs."),
 }

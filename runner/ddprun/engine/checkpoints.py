@@ -9,6 +9,7 @@ from ddprun import __version__
 from ddprun.checkpoint.codec import UnstorableError, check
 from ddprun.checkpoint.folder import Apart, rank_name
 from ddprun.checkpoint.writer import CheckpointWriter, Outcome
+from ddprun.engine.notes import keep_checkpoint
 from ddprun.engine.ranks import Ranks
 from ddprun.engine.state import shared_keys, state_of
 from ddprun.spec import Loaded, PipelineError
@@ -50,6 +51,7 @@ class Checkpoints:
                 control=open_control(timedelta(seconds=timeout_s)) if records.away else None,
                 limit_s=timeout_s,
                 before=records.writer.flush,
+                after=keep_checkpoint,
             )
 
     def check(self, session: "Session") -> None:
@@ -83,7 +85,9 @@ class Checkpoints:
         if position.mid_stage:
             position.elapsed_s()
         if at_end:  # ranks that never meet have stopped each after a step of its own
-            step = int(session.exchange.control.gather([float(step)]).max())
+            known = session.exchange.control.gather([float(step), float(self._writer.count)])
+            step = int(known[:, 0].max())
+            self._writer.leave_out(int(known[:, 1].max()))
         state, shared = state_of(session), shared_keys(session)
         own = {key: value for key, value in state.items() if key not in shared}
         parts = {rank_name(session.ranks.rank): Apart.of(own)}

@@ -1,12 +1,13 @@
 """What ranks leave for their launcher, and for the ranks that it starts after them, on the same host."""
 
 import os
+import time
 from pathlib import Path
 
 SCRATCH = "DDPRUN_SCRATCH"
 """Environment variable: a folder of this launcher's own, gone when it ends."""
 
-_RUN_DIR, _OUTCOME, _PIDS = "run_dir", "outcome", "pids"
+_RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
 
 
 def keep_run_dir(folder: Path) -> None:
@@ -27,24 +28,38 @@ def run_dir() -> Path | None:
 
 
 def keep_outcome(code: int) -> int:
-    """Tell the launcher how the run has ended, where starting the ranks again would change nothing.
+    """Tell the launcher how the run has ended: starting the ranks again would change nothing.
 
     Returns:
         The exit code for this process: 0 if a launcher of ddprun's reads the outcome, and so starts nothing
         again; else `code`.
     """
-    if (scratch := _scratch()) is None:
+    if SCRATCH not in os.environ:
         return code
-    _write(scratch / _OUTCOME, str(code))
+    _write(Path(os.environ[SCRATCH]) / _OUTCOME, str(code))
     return 0
 
 
-def outcome(scratch: Path) -> int:
-    """The exit code that ranks have left; 0 if none has."""
+def outcome(scratch: Path) -> int | None:
+    """The exit code that ranks have left; None if the run has not ended."""
     try:
         return int((scratch / _OUTCOME).read_text())
     except (OSError, ValueError):
-        return 0
+        return None
+
+
+def keep_checkpoint(step: int) -> None:
+    """Tell the launcher that what was to be a checkpoint is one now, or is left out."""
+    if (scratch := _scratch()) is not None:
+        _write(scratch / _CHECKPOINT, f"{step} {time.monotonic_ns()}")
+
+
+def checkpoint(scratch: Path) -> str:
+    """Another text for each checkpoint."""
+    try:
+        return (scratch / _CHECKPOINT).read_text()
+    except OSError:
+        return ""
 
 
 def keep_pid() -> None:
@@ -54,27 +69,37 @@ def keep_pid() -> None:
         (scratch / _PIDS / str(os.getpid())).touch()
 
 
+def drop_pid() -> None:
+    """This rank fails: it can do nothing for its launcher any more."""
+    if (scratch := _scratch()) is not None:
+        (scratch / _PIDS / str(os.getpid())).unlink(missing_ok=True)
+
+
 def pids(scratch: Path) -> list[int]:
-    """The ranks that are children of this process now."""
+    """The ranks that are children of this process now, and do not fail."""
     try:
         found = [int(entry.name) for entry in (scratch / _PIDS).iterdir()]
     except OSError:
         return []
-    return [pid for pid in found if _is_our_child(pid)]
+    return [pid for pid in found if _is_our_living_child(pid)]
 
 
-def _is_our_child(pid: int) -> bool:
+def _is_our_living_child(pid: int) -> bool:
     """A number may have been given to another process since."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return not Path("/proc").is_dir()
-    return int(stat.rpartition(")")[2].split()[1]) == os.getpid()
+    state, parent, *_ = stat.rpartition(")")[2].split()
+    return state != "Z" and int(parent) == os.getpid()
 
 
 def _scratch() -> Path | None:
-    found = os.environ.get(SCRATCH)
-    return None if found is None else Path(found)
+    """The launcher's folder: that of torchrun, under which each start of ranks has one, will do, too."""
+    if SCRATCH in os.environ:
+        return Path(os.environ[SCRATCH])
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # …/attempt_0/1/error.json
+    return None if error_file is None else Path(error_file).parents[2]
 
 
 def _write(path: Path, text: str) -> None:

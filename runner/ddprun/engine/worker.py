@@ -98,7 +98,7 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: bool = False) -> int
     watch.close()
     if LAUNCHED not in os.environ:
         watch.board.remove()
-    return notes.keep_outcome(code) if code == INTERRUPTED else code
+    return notes.keep_outcome(code)
 
 
 def _leave_to(watch: Watch) -> None:
@@ -188,7 +188,8 @@ def _greet(session: Session) -> None:
             f"launched with {environment.local_world_size} ranks per host; "
             f"the file's launch.nproc_per_node: {launch.nproc_per_node} is not used"
         )
-    if environment.hosts != launch.nnodes:
+    least, most = launch.hosts
+    if not least <= environment.hosts <= most:
         session.screen.note(
             f"launched on {environment.hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used"
         )
@@ -238,6 +239,7 @@ def _tell_verdict(session: Session) -> None:
 
 def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) -> int:
     """Tell what went wrong, unless another rank was first; gives the exit code."""
+    notes.drop_pid()
     bad_input = isinstance(error, PipelineError | RunFolderError)
     if not bad_input and _is_lost_peer(error):
         # The cause is another rank. If that was killed it cannot tell; its launcher can, and ends this rank.

@@ -33,7 +33,7 @@ def explain(
         PipelineError: something in the file that only a run can see.
     """
     launch = loaded.pipeline.launch
-    world = World(hosts or launch.nnodes, ranks_per_host or launch.nproc_per_node or default_ranks(loaded))
+    world = World(hosts or launch.hosts[1], ranks_per_host or launch.nproc_per_node or default_ranks(loaded))
     sight = look(loaded, world, importing=importing)
     hooks = Hooks(loaded, importing=importing)
     rehearsals = Rehearsals(loaded, world, hooks, sight.device)

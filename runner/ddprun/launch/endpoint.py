@@ -1,10 +1,13 @@
-"""Whether ranks meet where strangers can reach them."""
+"""Where hosts meet: whether somebody answers there, and whether strangers can reach it."""
 
 import ipaddress
 import socket
 import threading
 
 _LOOK_UP_S = 2.0
+_ANSWER_S = 3.0
+_DEFAULT_PORT = 29400
+"""torchelastic's own, of an endpoint without one."""
 
 
 def public_address(endpoint: str) -> str | None:
@@ -35,6 +38,20 @@ def warning(endpoint: str) -> str | None:
         "authentication: whoever reaches its ports can join the run or end it. Use a private network, or a "
         "firewall"
     )
+
+
+def answers(endpoint: str) -> bool:
+    """Whether a rendezvous can be reached at all; takes a few seconds for each of its places at most."""
+    for one in endpoint.split(","):
+        host = _host(one.strip())
+        port = one.strip().rpartition(":")[2] if one.count(":") == 1 or "]:" in one else ""
+        try:
+            place = (host, int(port or _DEFAULT_PORT))
+            socket.create_connection(place, timeout=_ANSWER_S).close()
+        except (OSError, ValueError):
+            continue
+        return True
+    return False
 
 
 def _host(endpoint: str) -> str:

@@ -16,23 +16,26 @@ from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.launcher.api import LaunchConfig
 
 from ddprun import LAUNCHED
 from ddprun.engine.notes import SCRATCH, outcome, pids
 from ddprun.engine.place import default_ranks, place_of
 from ddprun.launch import endpoint
+from ddprun.launch.agent import BAD_INPUT, Agent, killed, make_agent, prepare
+from ddprun.launch.agent import run as run_agent
 from ddprun.launch.environment import handed_on
 from ddprun.launch.scratch import scratch
 from ddprun.spec import Loaded
 from ddprun.watch.keeper import Keeper, address_towards
 
-FAILED, BAD_INPUT, SIGNALLED = 1, 2, 128
+FAILED, SIGNALLED = 1, 128
 INTERRUPTED = SIGNALLED + signal.SIGINT
 _OTHERS_LOOK_S = 4.0
 """The store may end with this process; the other hosts' ranks still look there for who failed first."""
 
+_LOOPBACK = "127.0.0.1"
 _SHUTDOWN_TIMEOUT_S = "10"
 
 
@@ -52,12 +55,9 @@ def launch(
     Raises:
         PipelineError: more ranks than GPUs with NCCL, CUDA without a GPU.
     """
-    flags = dict(flags)
-    asked = loaded.pipeline.launch
-    flags.setdefault("nnodes", str(asked.nnodes))
-    flags.setdefault("nproc_per_node", str(asked.nproc_per_node or default_ranks(loaded)))
-    if str(flags["nproc_per_node"]).isdigit():
-        place_of(loaded, 0, int(str(flags["nproc_per_node"])))
+    flags = {**_from_file(loaded, flags), **flags}
+    if (ranks := str(flags.get("nproc_per_node", ""))).isdigit():
+        place_of(loaded, 0, int(ranks))
     _prepare_environment()
     command = ["-m", "ddprun", *(["resume", str(run_dir)] if resuming else ["run", str(loaded.path)])]
     if run_dir is not None and not resuming:
@@ -72,42 +72,81 @@ def launch(
             return BAD_INPUT
         if told := endpoint.warning(config.rdzv_endpoint):
             print(told, file=sys.stderr)
-        # Ranks end by themselves when they are asked to; torchelastic would end them.
-        config.signals_to_handle = "SIGQUIT"
-        _pass_signals_on(folder, config.nproc_per_node)
-        address = address_towards(config.rdzv_endpoint) if config.max_nodes > 1 else None
-        end = None if config.max_restarts else partial(_end_without_the_others, folder)
-        keeper = Keeper(folder, asked.timeout_s, address, end)
+        assert isinstance(program, str)
         try:
-            with keeper, handed_on(overrides):
-                elastic_launch(config, program)(*arguments)
-        except ChildFailedError as error:
-            if config.max_nodes > 1:
-                time.sleep(_OTHERS_LOOK_S)
-            return _exit_code(*error.get_first_failure(), keeper.ended)
-        except SignalException as caught:
-            print(f"ddprun: stopped by {signal.Signals(caught.sigval).name}", file=sys.stderr)
-            return SIGNALLED + int(caught.sigval)
+            return _run(loaded, config, program, arguments, folder, overrides)
         except (DistError, RendezvousError, OSError) as error:
-            told = f"ddprun: cannot meet the other hosts at {config.rdzv_endpoint}: {error}"
-            print(loaded.secrets.redact(told), file=sys.stderr)
+            closed = isinstance(error, RendezvousClosedError)
+            told = "the run has ended on another host" if closed else f"cannot meet the other hosts: {error}"
+            print(loaded.secrets.redact(f"ddprun: {told} ({config.rdzv_endpoint})"), file=sys.stderr)
             return FAILED
-        return outcome(folder)
 
 
-def _pass_signals_on(scratch: Path, ranks: int) -> None:
+def _run(
+    loaded: Loaded,
+    config: LaunchConfig,
+    program: str,
+    arguments: Sequence[str],
+    folder: Path,
+    overrides: Sequence[str],
+) -> int:
+    several, elastic = config.max_nodes > 1, config.max_restarts > 0 or config.min_nodes < config.max_nodes
+    keeps = loaded.pipeline.checkpoint.keep > 0
+    agent = make_agent(config, program, arguments, folder, keeps=keeps)
+    _pass_signals_on(agent, folder, config)
+    keeper = Keeper(
+        folder,
+        loaded.pipeline.launch.timeout_s,
+        address_towards(config.rdzv_endpoint) if several else None,
+        partial(_end_without_the_others, folder) if several else None,
+        partial(endpoint.answers, config.rdzv_endpoint) if elastic else None,
+    )
+    try:
+        with keeper, handed_on(overrides):
+            run_agent(agent)
+    except ChildFailedError as error:
+        if several:
+            time.sleep(_OTHERS_LOOK_S)
+        return _exit_code(*error.get_first_failure(), keeper.ended)
+    except SignalException as caught:
+        print(f"ddprun: stopped by {signal.Signals(caught.sigval).name}", file=sys.stderr)
+        return SIGNALLED + int(caught.sigval)
+    return outcome(folder) or 0
+
+
+def _from_file(loaded: Loaded, flags: Mapping[str, str | bool]) -> dict[str, str | bool]:
+    """What the file says where neither a flag nor torchrun's own environment variable does."""
+    asked = loaded.pipeline.launch
+    said: dict[str, str | bool] = {
+        "nnodes": str(asked.nnodes),
+        "max_restarts": str(asked.max_restarts),
+        "nproc_per_node": str(asked.nproc_per_node or ""),
+    }
+    found = {name: value for name, value in said.items() if f"PET_{name.upper()}" not in os.environ}
+    if found.get("nproc_per_node") == "" and "nproc_per_node" not in flags:
+        found["nproc_per_node"] = str(default_ranks(loaded))
+    return found
+
+
+def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
     """SIGUSR1 goes to the ranks, and the first SIGINT, SIGTERM or SIGHUP: they take a checkpoint, and for the
     latter three stop after it. The second one, or one that comes before all ranks are there, ends them.
+
+    Where hosts may leave, SIGTERM is this host's own: its ranks end after a checkpoint, and the others go on.
     """
-    asked = False
+    asked, alone = False, config.min_nodes == config.max_nodes
 
     def stop(number: int, _: FrameType | None) -> None:
         nonlocal asked
-        found, name = pids(scratch), signal.Signals(number).name
-        if asked or len(found) < ranks:
-            raise SignalException(f"ended by {name}", signal.Signals(number))
+        found, which = pids(scratch), signal.Signals(number)
+        if asked or len(found) < config.nproc_per_node:
+            raise SignalException(f"ended by {which.name}", which)
         asked = True
-        print(f"ddprun: {name}: stops after this step; once more ends it at once", file=sys.stderr)
+        if which is signal.SIGTERM and not alone:
+            _say(f"{which.name}: this host leaves after a checkpoint; once more ends it at once")
+            agent.leaving = which
+            return
+        _say(f"{which.name}: stops after this step; once more ends it at once")
         for pid in found:
             os.kill(pid, signal.SIGINT)
             os.kill(pid, signal.SIGCONT)  # one that is stopped could not stop after its step
@@ -116,6 +155,8 @@ def _pass_signals_on(scratch: Path, ranks: int) -> None:
         for pid in pids(scratch):
             os.kill(pid, number)
 
+    # Ranks end by themselves when they are asked to; torchelastic would end them.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     signal.signal(signal.SIGUSR1, checkpoint)
@@ -128,6 +169,7 @@ def _torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str])
         option = f"--{name.replace('_', '-')}"
         given += [option] if value is True else [option, str(value)]
     arguments = torchrun.parse_args([*given, *command])  # type: ignore[no-untyped-call]
+    elastic = prepare(arguments)
     one_host = torchrun.parse_min_max_nnodes(arguments.nnodes)[1] == 1
     meeting_point = arguments.rdzv_endpoint or arguments.master_port is not None
     if arguments.standalone or (one_host and arguments.rdzv_backend == "static" and not meeting_point):
@@ -135,9 +177,12 @@ def _torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str])
         arguments.rdzv_endpoint = "localhost:0"
         arguments.rdzv_id = str(uuid.uuid4())
         # The host's own name need not resolve (a container without a network, a laptop in a strange one).
-        arguments.local_addr = arguments.local_addr or "127.0.0.1"
+        arguments.local_addr = arguments.local_addr or _LOOPBACK
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    elif elastic and (address := address_towards(arguments.rdzv_endpoint)) != _LOOPBACK:
+        # Where the ranks' own store will be; the host's name need not be known to the others.
+        arguments.local_addr = arguments.local_addr or address
     if arguments.master_port is None:
         arguments.master_port = 29500
     return arguments
@@ -159,25 +204,28 @@ def _prepare_environment() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
+def _say(text: str) -> None:
+    print(f"ddprun: {text}", file=sys.stderr, flush=True)
+
+
 def _end_without_the_others(folder: Path) -> None:
     """End this process from beside torchelastic, which is waiting for hosts that it cannot reach."""
-    print("ddprun: the other hosts cannot be reached; the run has failed", file=sys.stderr, flush=True)
+    code = outcome(folder)
+    if code is None:
+        _say("cannot meet the other hosts: they cannot be reached; this is the end of the run here")
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(FAILED)
+    os._exit(FAILED if code is None else code)
 
 
 def _exit_code(rank: int, failure: ProcessFailure, ended: Mapping[int, str]) -> int:
     if rank in ended:
-        print(
-            f"ddprun: rank {rank} was stopped in {ended[rank]} and did not go on, and has been ended; "
-            "the run has failed",
-            file=sys.stderr,
+        _say(
+            f"rank {rank} was stopped in {ended[rank]} and did not go on, and has been ended; "
+            "the run has failed"
         )
         return FAILED
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        hint = "; out of memory is the usual cause" if name == "SIGKILL" else ""
-        print(f"ddprun: rank {rank} was killed by {name}{hint}; the run has failed", file=sys.stderr)
+    if told := killed({rank: failure}):
+        _say(f"{told}; the run has failed")
         return FAILED
     # A rank ends with 130 by itself when a rank of another host was interrupted.
     return failure.exitcode if failure.exitcode in (BAD_INPUT, INTERRUPTED) else FAILED

@@ -12,6 +12,7 @@ from ddprun.spec.schema import OVERRIDABLE, STAGES, DataPair, Pipeline, Stage, S
 
 Schema = dict[str, Any]
 
+HOSTS = r"^0*[1-9][0-9]*:0*[1-9][0-9]*$"
 DOTTED = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$"
 
 
@@ -27,6 +28,8 @@ def json_schema() -> Schema:
         {name: _of_stage(stage, definitions) for name, stage in STAGES.items()}
     )
     definitions["buffers"] = _of_buffers(definitions)
+    hosts: list[Schema] = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": HOSTS}]
+    definitions["nnodes"] = {"anyOf": hosts}
     pair = _of_model(DataPair, definitions)
     definitions["data_or_pair"] = {"anyOf": [{"$ref": "#/$defs/data"}, pair]}
     del schema["properties"]["name"]["default"]

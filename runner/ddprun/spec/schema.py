@@ -16,6 +16,7 @@ from ddprun.spec.fields import (
     SyncChoice,
     Validated,
 )
+from ddprun.spec.launch import Launch
 from ddprun.spec.options import NonNegativeInt, Options, PositiveFloat, PositiveInt
 from ddprun.spec.problems import problem, validate, within
 from ddprun.spec.stages import (
@@ -123,25 +124,6 @@ class Ddp(Options):
 
     find_unused_parameters: bool = False
     """Look in each step for parameters that take no part; needed where some take none, slower otherwise."""
-
-
-class Launch(Options):
-    """Where the ranks run. The launcher's environment and flags go before these."""
-
-    nproc_per_node: PositiveInt | None = None
-    """Ranks per host; null is one for each GPU, or two on a host without."""
-
-    nnodes: PositiveInt = 1
-    """Hosts."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` is cuda where torch sees a GPU, else cpu."""
-
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """`auto` is nccl where each rank of a host has a GPU of its own, else gloo."""
-
-    timeout_s: PositiveFloat = 600.0
-    """Seconds that a collective may take before the run fails."""
 
 
 class Timings(Options):

@@ -25,6 +25,7 @@ _SURVIVORS_S = 6.0
 """Ranks that find a hang end themselves within this; what is left then cannot."""
 
 _LAUNCHER_ENDS_S = 6.0
+_TRIES = 3
 _LOST_S = 1.0
 _ANYWHERE = ("192.0.2.1", 9)
 """Of no host (RFC 5737): the way there is the default route."""
@@ -37,8 +38,10 @@ class Keeper:
         folder: in which torchelastic makes the ranks' folders.
         timeout_s: of collectives.
         address: to answer other hosts on; None: there are none.
-        give_up: ends the launcher, when the ranks have ended in a hang and it has not: torchelastic waits for
-            minutes for a host that it cannot reach. None: it may be starting the ranks again.
+        give_up: ends the launcher, when its ranks have ended and it has not: torchelastic waits for minutes
+            for a host that it cannot reach.
+        reachable: whether the rendezvous answers, where the launcher may be starting the ranks again; else
+            it is given up whenever ranks have ended in a hang.
     """
 
     def __init__(
@@ -47,19 +50,21 @@ class Keeper:
         timeout_s: float,
         address: str | None,
         give_up: Callable[[], None] | None = None,
+        reachable: Callable[[], bool] | None = None,
     ) -> None:
         self.ended: dict[int, str] = {}
         """Ranks that were stopped, and ended by this: what they were at."""
 
-        self._folder, self._timeout_s, self._give_up = folder, timeout_s, give_up
+        self._folder, self._timeout_s = folder, timeout_s
+        self._give_up, self._reachable = give_up, reachable
         self._desk: Desk | None = None
         if address is not None:
             with suppress(OSError):  # then other hosts' ranks say that nobody answers here
                 self._desk = Desk(address, secrets.token_hex(8), self.look, self._called)
         self._closed = threading.Event()
-        # By folder: how long all its ranks have been stopped, or gone; when its hang was found.
+        self._alone_s, self._unreachable = 0.0, 0
+        # By folder: how long all its ranks have been stopped; when its hang was found.
         self._stopped_s: dict[Path, float] = {}
-        self._empty_s: dict[Path, float] = {}
         self._hang_since: dict[Path, float] = {}
 
     def __enter__(self) -> "Keeper":
@@ -84,7 +89,7 @@ class Keeper:
 
     def _places(self) -> list[Path]:
         """One folder for each time that ranks were started."""
-        return sorted(self._folder.glob("*/attempt_*"))
+        return sorted(self._folder.glob("*/attempt_*"), key=lambda place: int(place.name.rpartition("_")[2]))
 
     def _called(self) -> None:
         for place in self._places():
@@ -98,16 +103,26 @@ class Keeper:
             passed, before = now - before, now
             if passed > _LOST_S:  # this process was stopped, and its ranks with it: no time has passed
                 continue
-            for place in self._places():
+            places = self._places()
+            for place in places:
                 self._keep_one(place, passed)
+            if places and self._give_up is not None and self._is_to_be_given_up(places, passed):
+                self._give_up()
+
+    def _is_to_be_given_up(self, places: list[Path], passed_s: float) -> bool:
+        """Whether all ranks are gone, for long, and torchelastic waits for what will not come."""
+        self._alone_s = 0.0 if any(map(_living, places)) else self._alone_s + passed_s
+        if self._alone_s <= _LAUNCHER_ENDS_S:
+            return False
+        if self._reachable is None:
+            return (places[-1] / HANG).exists()
+        self._unreachable = 0 if self._reachable() else self._unreachable + 1
+        return self._unreachable >= _TRIES
 
     def _keep_one(self, place: Path, passed_s: float) -> None:
         living = _living(place)
         stopped = [one for one in living.values() if one.stopped]
         if (place / HANG).exists():
-            self._empty_s[place] = 0.0 if living else self._empty_s.get(place, 0.0) + passed_s
-            if self._empty_s[place] > _LAUNCHER_ENDS_S and self._give_up is not None:
-                self._give_up()
             since = self._hang_since.setdefault(place, time.monotonic())
             stuck = [one for one in living.values() if one.lifeless]
             others_are_gone = len(stuck) == len(living)

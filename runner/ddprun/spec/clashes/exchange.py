@@ -89,6 +89,20 @@ def _nccl_on_cpu(pipeline: Pipeline) -> Iterator[Clash]:
         )
 
 
+@reads("launch", "checkpoint")
+def _restarts(pipeline: Pipeline) -> Iterator[Clash]:
+    least, most = pipeline.launch.hosts
+    restarts = pipeline.launch.max_restarts
+    if least < most and not restarts:
+        text = f'"nnodes: {pipeline.launch.nnodes}" has little effect with "max_restarts: 0": '
+        text += "a host that is lost ends the run"
+        yield Clash(("launch", "nnodes"), text, "write max_restarts: 3", "warning")
+    if restarts and not pipeline.checkpoint.keep:
+        text = f'"max_restarts: {restarts}" clashes with "checkpoint" and its "keep: 0": '
+        text += "after a failure the run would start anew"
+        yield Clash(("launch", "max_restarts"), text, "keep at least 1", "warning")
+
+
 @reads("hooks", "stages", "launch")
 def _hooks(pipeline: Pipeline) -> Iterator[Clash]:
     yield from _stack_clashes(pipeline, pipeline.hooks, ("hooks",))
@@ -137,6 +151,7 @@ RULES = (
     _ddp_without_gradients,
     _fidelity_without_gradients,
     _nccl_on_cpu,
+    _restarts,
     _hooks,
     _hooks_that_nothing_uses,
 )

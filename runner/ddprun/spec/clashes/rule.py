@@ -39,7 +39,8 @@ def reads(*keys: str) -> Callable[[Callable[[Pipeline], Iterator[Clash]]], Rule]
 def known_ranks(pipeline: Pipeline) -> int | None:
     """How many ranks the file says there are; None if it leaves that to the machine."""
     launch = pipeline.launch
-    return launch.nproc_per_node * launch.nnodes if launch.nproc_per_node else None
+    least, most = launch.hosts
+    return launch.nproc_per_node * most if launch.nproc_per_node and least == most else None
 
 
 def place(stage: StepStage, key: str) -> KeyPath:

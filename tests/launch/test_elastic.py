@@ -1,0 +1,314 @@
+"""Ranks, hosts and links that go away in the middle of a run, on two real hosts: nothing is lost."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddprun.checkpoint.folder import steps_in
+from tests.engine.running import events, lines, summary
+from tests.namespaces import Host, hosts, needs_namespaces
+from tests.ranks import Finished, Running, ddprun, is_running
+
+pytestmark = [needs_namespaces, pytest.mark.netns]
+
+SAMPLES, BATCH, EPOCHS = 22 * 64, 16, 15
+FIRST = BATCH
+"""Samples that a rank looks at before its first step, for shapes."""
+
+MODULE = """
+import os
+import time
+from pathlib import Path
+
+from torch.utils.data import Dataset, Subset
+
+from ddprun.zoo.data import digits
+
+TRAIN, EVALUATE = digits(held_out=0.2, split_seed=0, folder=Path())
+
+
+class Train(Dataset):
+    \"\"\"Writes down which samples were asked for, in a file for each start of each rank.\"\"\"
+
+    def __init__(self):
+        Path("seen").mkdir(exist_ok=True)
+        self.file = open(f"seen/{time.time_ns()}-{os.environ['RANK']}", "w", buffering=1)
+
+    def __len__(self):
+        return 22 * 64
+
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        print(index, file=self.file)
+        return TRAIN[index]
+
+
+def evaluate():
+    return EVALUATE
+"""
+
+PIPELINE = f"""
+model:
+  mlp: {{inputs: 64, hidden: [64], outputs: 10}}
+data: {{train: seen.Train, evaluate: seen.evaluate}}
+loader: {{batch_size: {BATCH}}}
+optimizer: {{sgd: {{lr: 0.1, momentum: 0.9}}}}
+hooks: [int8]
+stages:
+  - train: {{epochs: {EPOCHS}}}
+  - evaluate: {{metrics: [accuracy]}}
+checkpoint: {{every: 10, keep: 3}}
+launch: {{nproc_per_node: 2, timeout_s: 8}}
+"""
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The summary of a run of four ranks to which nothing happens."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    prepare(folder)
+    done = ddprun("two.yaml", "--nproc-per-node=4", "--run-dir=two", cwd=folder)
+    assert done.code == 0, done.stderr
+    check_samples(folder)
+    return summary(folder / "two")
+
+
+def prepare(folder: Path) -> None:
+    (folder / "seen.py").write_text(MODULE)
+    (folder / "two.yaml").write_text(PIPELINE)
+
+
+def start(folder: Path, host: Host, *flags: str) -> Running:
+    return Running(
+        "two.yaml",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=node0:29400",
+        "--rdzv-id=two",
+        "--run-dir=two",
+        *flags,
+        cwd=folder,
+        environment={"GLOO_SOCKET_IFNAME": "e0"},
+        prefix=host.prefix(),
+    )
+
+
+@contextmanager
+def two_hosts(folder: Path, *flags: str) -> Iterator[tuple[list[Host], list[Running]]]:
+    """The run on two hosts with two ranks each; node0 holds the rendezvous."""
+    prepare(folder)
+    with hosts(2) as made, contextlib.ExitStack() as stack:
+        yield made, [stack.enter_context(start(folder, host, *flags)) for host in made]
+
+
+def wait_for_step(folder: Path, step: int, timeout_s: float = 60) -> None:
+    """Until a checkpoint of that step or a later one is there."""
+    end = time.monotonic() + timeout_s
+    while not (found := steps_in(folder / "two" / "checkpoints")) or found[0] < step:
+        assert time.monotonic() < end, f"no checkpoint of step {step}, but {found}"
+        time.sleep(0.02)
+
+
+def ended(started: list[Running], timeout_s: float = 100) -> list[Finished]:
+    return [running.wait(timeout_s) for running in started]
+
+
+def check_samples(folder: Path) -> list[int]:
+    """Every sample counts once in each epoch, over all starts of the ranks; gives the steps of the starts."""
+    run_dir = folder / "two"
+    starts = [(0, told(event)) for event in events(run_dir) if event["event"] == "started"]
+    for event in events(run_dir):
+        if event["event"] == "resumed":
+            place = max(i for i, (_, when) in enumerate(starts) if when <= told(event))
+            starts[place] = (event["step"], starts[place][1])
+    files = [(int(path.name.split("-")[0]) / 1e9, path) for path in (folder / "seen").iterdir()]
+    steps: dict[int, list[int]] = {}
+    for number, (first, when) in enumerate(starts):
+        last = starts[number + 1][0] if number + 1 < len(starts) else 10**9
+        before = starts[number - 1][1] if number else 0.0
+        for rank in {line["rank"] for line in lines(run_dir, "steps")}:
+            mine = [path for made, path in files if before < made < when and path.name.endswith(f"-{rank}")]
+            if not mine:
+                continue
+            seen = [int(line) for line in max(mine).read_text().split()][FIRST:]
+            for line in lines(run_dir, "steps"):
+                if line["rank"] == rank and first < line["step"] <= last:
+                    steps.setdefault(line["step"], []).extend(seen[: line["samples"]])
+                    del seen[: line["samples"]]
+    row = [index for step in sorted(steps) for index in steps[step]]
+    assert len(row) == EPOCHS * SAMPLES
+    for epoch in range(EPOCHS):
+        assert Counter(row[epoch * SAMPLES : (epoch + 1) * SAMPLES]) == Counter(range(SAMPLES)), epoch
+    return [first for first, _ in starts]
+
+
+def told(event: dict[str, Any]) -> float:
+    return datetime.fromisoformat(event["time"]).timestamp()
+
+
+def check(folder: Path, unbroken: dict[str, Any]) -> list[int]:
+    """The run is done, nothing was seen twice or never, and it has learned as much as if nothing had been."""
+    found = summary(folder / "two")
+    assert found["status"] == "done"
+    assert found["samples"] == EPOCHS * SAMPLES
+    assert abs(found["metrics"]["accuracy"] - unbroken["metrics"]["accuracy"]) < 0.01
+    return check_samples(folder)
+
+
+def kill_host(running: Running) -> None:
+    """Its launcher, and with it all that it has started."""
+    ranks = running.ranks()
+    os.kill(running.process.pid, signal.SIGKILL)
+    end = time.monotonic() + 5
+    while any(is_running(pid) for pid in ranks):
+        assert time.monotonic() < end, "ranks outlive their launcher"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+def test_a_killed_worker_is_started_again(tmp_path: Path, unbroken: dict[str, Any], seed: int) -> None:
+    """Any rank of any host, at any time: all go on from the newest checkpoint, with the same bits."""
+    draw = random.Random(seed)
+    with two_hosts(tmp_path, "--nnodes=2", "--max-restarts=3") as (_, started):
+        wait_for_step(tmp_path, draw.choice([10, 40, 70, 100]))
+        time.sleep(draw.random() * 0.5)
+        victim = draw.choice([pid for running in started for pid in running.ranks()])
+        os.kill(victim, signal.SIGKILL)
+        done = ended(started)
+    assert [one.code for one in done] == [0, 0], [one.stderr for one in done]
+    text = "".join(one.stderr for one in done)
+    assert (
+        text.count("was killed by SIGKILL (out of memory is the usual cause); starting the ranks again") == 1
+    )
+    assert "Traceback" not in text
+    first, second = check(tmp_path, unbroken)
+    assert (first, second % 10) == (0, 0)
+    assert second > 0
+    assert summary(tmp_path / "two")["loss"] == unbroken["loss"], "the same bits as if nothing had been"
+
+
+def test_a_lost_host_is_gone_on_without(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+    """With --nnodes 1:2 the host that holds the store goes on within 20 s, with the ranks that it has."""
+    with two_hosts(tmp_path, "--nnodes=1:2", "--max-restarts=3") as (_, started):
+        wait_for_step(tmp_path, 40)
+        kill_host(started[1])
+        lost, at = time.monotonic(), steps_in(tmp_path / "two" / "checkpoints")[0]
+        wait_for_step(tmp_path, at + 10, timeout_s=20)
+        print(f"a checkpoint {time.monotonic() - lost:.1f} s after the host was lost")
+        (done, _) = ended(started)
+    assert done.code == 0, done.stderr
+    assert "starting the ranks again (restart 1 of 3)" in done.stderr
+    assert "Traceback" not in done.stderr
+    starts = check(tmp_path, unbroken)
+    assert len(starts) == 2
+    assert summary(tmp_path / "two")["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_without_the_host_that_holds_the_store_the_run_ends_clearly(
+    tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
+    """The other host says so and ends with 1; `resume` goes on, here on one host with two ranks."""
+    with two_hosts(tmp_path, "--nnodes=1:2", "--max-restarts=3") as (_, started):
+        wait_for_step(tmp_path, 40)
+        kill_host(started[0])
+        (_, done) = ended(started, 40)
+    assert done.code == 1, done.stderr
+    assert "cannot meet the other hosts" in done.stderr
+    assert "Traceback" not in done.stderr
+    resumed = ddprun("resume", "two", cwd=tmp_path)
+    assert resumed.code == 0, resumed.stderr
+    assert "goes on after step " in resumed.stderr
+    starts = check(tmp_path, unbroken)
+    assert starts[-1] >= 40
+
+
+@pytest.mark.slow
+def test_a_link_that_goes_down_leaves_one_half(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+    """After timeout_s both hosts say who is missing; the one with the store goes on alone, the other ends."""
+    with two_hosts(tmp_path, "--nnodes=1:2", "--max-restarts=3") as (made, started):
+        wait_for_step(tmp_path, 40)
+        made[1].cut()
+        here, there = ended(started)
+    assert here.code == 0, here.stderr
+    assert there.code == 1, there.stderr
+    for one, missing in ((here, "ranks 2-3"), (there, "ranks 0-1")):
+        assert f"{missing} did not arrive within 8 s, or cannot be reached" in one.stderr
+        assert "Traceback" not in one.stderr
+    assert "cannot meet the other hosts" in there.stderr
+    check(tmp_path, unbroken)
+    assert summary(tmp_path / "two")["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_a_host_that_comes_is_taken_in(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+    """The ranks start again with those of the new host, from a checkpoint that is taken for that."""
+    prepare(tmp_path)
+    with hosts(2) as made, contextlib.ExitStack() as stack:
+        flags = ("--nnodes=1:2", "--max-restarts=3", "--set=checkpoint.every=1000")
+        first = stack.enter_context(start(tmp_path, made[0], *flags))
+        end = time.monotonic() + 60
+        while not list((tmp_path / "two" / "steps").glob("*")) and time.monotonic() < end:
+            time.sleep(0.05)
+        second = stack.enter_context(start(tmp_path, made[1], *flags))
+        done = ended([first, second])
+    assert [one.code for one in done] == [0, 0], [one.stderr for one in done]
+    assert "another host has come: starting the ranks again, from a new checkpoint" in done[0].stderr
+    starts = check(tmp_path, unbroken)
+    assert len(starts) == 2
+    assert starts[1] > 0
+    assert summary(tmp_path / "two")["world_size"] == 4
+
+
+@pytest.mark.slow
+def test_a_host_that_is_asked_to_leaves(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+    """SIGTERM to one launcher: a checkpoint, then its ranks are gone, and the other host goes on."""
+    flags = ("--nnodes=1:2", "--max-restarts=3", "--set=checkpoint.every=1000")
+    with two_hosts(tmp_path, *flags) as (_, started):
+        end = time.monotonic() + 60
+        while not list((tmp_path / "two" / "steps").glob("*3.jsonl")) and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(started[1].process.pid, signal.SIGTERM)
+        here, there = ended(started)
+    assert here.code == 0, here.stderr
+    assert there.code == 128 + signal.SIGTERM
+    assert "SIGTERM: this host leaves after a checkpoint" in there.stderr
+    starts = check(tmp_path, unbroken)
+    assert len(starts) == 2
+    assert starts[1] > 0
+
+
+def test_bad_input_is_not_tried_again(tmp_path: Path) -> None:
+    """What starting again would not change ends the run at once, with 2 on each host."""
+    prepare(tmp_path)
+    (tmp_path / "two.yaml").write_text(PIPELINE.replace("seen.Train", "nowhere.Train"))
+    with hosts(2) as made, contextlib.ExitStack() as stack:
+        flags = ("--nnodes=2", "--max-restarts=3")
+        started = [stack.enter_context(start(tmp_path, host, *flags)) for host in made]
+        done = ended(started, 60)
+    assert [one.code for one in done] == [2, 2], [one.stderr for one in done]
+    text = "".join(one.stderr for one in done)
+    assert text.count("nowhere") == 2  # in the line of the file, and in what is wrong
+    assert "again" not in text
+
+
+def test_restarts_come_to_an_end(tmp_path: Path) -> None:
+    """A rank that always fails is started --max-restarts times more; the error is the rank's own."""
+    prepare(tmp_path)
+    broken = MODULE.replace("        time.sleep(0.001)\n", "        assert index != 700, 'sample 700'\n")
+    (tmp_path / "seen.py").write_text(broken)
+    done = ddprun("two.yaml", "--max-restarts=2", "--run-dir=two", cwd=tmp_path)
+    assert done.code == 1, done.stderr
+    assert done.stderr.count("AssertionError: sample 700") >= 3
+    assert [f"restart {i} of 2" in done.stderr for i in (1, 2, 3)] == [True, True, False]
+    assert json.loads((tmp_path / "two" / "summary.json").read_text())["status"] == "failed"
