@@ -76,6 +76,10 @@ class Host:
         """Take the link to the other host down."""
         _ip("-n", self.namespace, "link", "set", "e0", "down")
 
+    def mend(self) -> None:
+        """Take the link up again."""
+        _ip("-n", self.namespace, "link", "set", "e0", "up")
+
     def _read(self, path: str) -> str:
         command = ["ip", "netns", "exec", self.namespace, "cat", path]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

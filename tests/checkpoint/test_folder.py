@@ -57,6 +57,43 @@ def test_older_ones_are_deleted(tmp_path: Path) -> None:
     assert folder.steps_in(tmp_path) == [123_456_789, 1500]
 
 
+def test_one_that_was_being_replaced_gets_its_name_back(tmp_path: Path) -> None:
+    """Killed between the two renamings: the older of the two is whole, and there."""
+    write(tmp_path, token="a").path.rename(tmp_path / ".step-00000007.replaced")
+    folder.write(folder.unfinished(tmp_path, 7, "b"), "shared", Apart.of(STATE))
+    assert folder.steps_in(tmp_path) == []
+    folder.clear_unfinished(tmp_path)
+    folder.verify(folder.opened(tmp_path, 7))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+
+
+def test_a_damaged_one_does_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+    """It is set aside, so that it does not push out those that are whole."""
+    write(tmp_path, 9)
+    folder.set_aside(tmp_path, 9)
+    write(tmp_path, 9)
+    folder.set_aside(tmp_path, 9)
+    write(tmp_path, 8)
+    folder.prune(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000008", "step-00000009.damaged"]
+    assert folder.steps_in(tmp_path) == [8]
+
+
+def test_what_is_not_seen_is_no_checkpoint(tmp_path: Path) -> None:
+    """A rank says that it has written a file, which is not where rank 0 looks, or only in part."""
+    files: Files = {}
+    for name in ("shared", "rank-00000"):
+        files |= folder.write(folder.unfinished(tmp_path, 7, "t"), name, Apart.of(STATE))
+    path = folder.unfinished(tmp_path, 7, "t") / "rank-00000.json"
+    path.write_text("{")
+    with pytest.raises(OSError, match=r"rank-00000\.json is not whole here"):
+        folder.commit(tmp_path, 7, "t", 1, files)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        folder.commit(tmp_path, 7, "t", 1, files)
+    assert folder.steps_in(tmp_path) == []
+
+
 @pytest.mark.parametrize("name", ["shared.json", "rank-00001.safetensors"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone", "longer"])
 def test_damage_is_found_and_named(tmp_path: Path, name: str, damage: str) -> None:

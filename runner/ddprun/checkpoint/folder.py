@@ -35,6 +35,7 @@ Files = dict[str, dict[str, Any]]
 """By name: bytes, and sha256 in hexadecimal."""
 
 _KINDS = ("json", "safetensors")
+_REPLACED = "replaced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +123,12 @@ def commit(root: Path, step: int, token: str, world_size: int, files: Files) -> 
     """Give a checkpoint whose files are all written its name: from here on it is there.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or a file that a rank has written is not seen here.
     """
     folder, target = unfinished(root, step, token), root / name_of(step)
+    for name, told in files.items():
+        if (folder / name).stat().st_size != told["bytes"]:
+            raise OSError(None, f"{name} is not whole here")
     manifest = {"v": VERSION, "step": step, "world_size": world_size, "files": files}
     path = folder / MANIFEST
     path.write_text(json.dumps(manifest, indent=1) + "\n")
@@ -132,7 +136,8 @@ def commit(root: Path, step: int, token: str, world_size: int, files: Files) -> 
     _sync_folder(folder)
     replaced = None
     if target.exists():  # of an attempt that was undone, or damaged
-        replaced = root / f".{name_of(step)}.{token}.replaced"
+        replaced = root / f".{name_of(step)}.{_REPLACED}"
+        shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
     folder.rename(target)
     _sync_folder(root)
@@ -237,9 +242,24 @@ def prune(root: Path, keep: int) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
+def set_aside(root: Path, step: int) -> Path:
+    """Rename a damaged checkpoint, so that it is kept, and neither looked at nor counted any more."""
+    path = root / name_of(step)
+    aside = root / f"{path.name}.damaged"
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
+
+
 def clear_unfinished(root: Path) -> None:
-    """Delete what writing that did not end has left behind."""
+    """Delete what writing that did not end has left behind.
+
+    A checkpoint that was just being replaced gets its name back, if the other one did not get it.
+    """
     if root.is_dir():
+        for entry in root.iterdir():
+            name = entry.name.removeprefix(".").removesuffix(f".{_REPLACED}")
+            if entry.name == f".{name}.{_REPLACED}" and not (root / name).exists():
+                entry.rename(root / name)
         for entry in root.iterdir():
             if re.fullmatch(r"\.step-\d{8,}\..+", entry.name):
                 shutil.rmtree(entry, ignore_errors=True)

@@ -92,7 +92,7 @@ class Checkpoints:
         own = {key: value for key, value in state.items() if key not in shared}
         parts = {rank_name(session.ranks.rank): Apart.of(own)}
         if session.ranks.rank == 0:
-            parts["shared"] = Apart.of({**{key: state[key] for key in shared}, **_about(session)})
+            parts["shared"] = Apart.of({**{key: state[key] for key in sorted(shared)}, **_about(session)})
         if self._away and (session.policy is None or not session.policy.never):
             session.records.collect()
         session.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from ddprun.engine.notes import attempt_folder
 from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.summary import write_summary
 from ddprun.telemetry.events import event_log
@@ -74,7 +75,7 @@ def open_watch(environment: Environment, timeout_s: float, known: Known, ranks: 
             speak=speak,
         )
     )
-    watch = Watch(environment.rank, timeout_s, _folder(), alarm)
+    watch = Watch(environment.rank, timeout_s, attempt_folder(), alarm)
     alarm.watch = watch
     return watch
 
@@ -92,13 +93,6 @@ def note_failure(run_dir: Path | None, rank: int, text: str) -> None:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("a") as file:
                 file.write(f"{text}\n")
-
-
-def _folder() -> Path | None:
-    """Of this host's boards: torchelastic makes a new one each time that it starts the ranks."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    folder = Path(error_file).parent.parent
-    return folder if error_file and folder.is_dir() else None
 
 
 def _keep(report: Report, known: Known, rank: int) -> None:

@@ -10,6 +10,13 @@ SCRATCH = "DDPRUN_SCRATCH"
 _RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
 
 
+def attempt_folder() -> Path | None:
+    """Of this start of this host's ranks: torchelastic makes a new one each time."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    folder = Path(error_file).parent.parent
+    return folder if error_file and folder.is_dir() else None
+
+
 def keep_run_dir(folder: Path) -> None:
     """For ranks that are started after a failure: they go on in this folder."""
     if (scratch := _scratch()) is not None:

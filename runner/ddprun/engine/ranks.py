@@ -14,8 +14,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ddprun.engine.notes import attempt_folder
 from ddprun.engine.place import Place
 from ddprun.watch.alarm import Peer
+from ddprun.watch.board import claim
 from ddprun.watch.keeper import DESK
 from ddprun.watch.watcher import UNWATCHED, Onlooker
 from ddprun_hooks.watch import waiting
@@ -105,9 +107,10 @@ class Ranks:
         with waiting(self._meeting, "rendezvous", "reaching the ranks' store"):
             base, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=self.timeout)))
         base.set_timeout(self.timeout)
-        self._base = base
         # A second connection, because the first is not free while the training thread waits for a value.
-        self._spare = dist.PrefixStore("ddprun", base.clone())
+        spare, start = base.clone(), _start_of_ranks()
+        self._base = dist.PrefixStore(start, base)
+        self._spare = dist.PrefixStore("ddprun", dist.PrefixStore(start, spare))
 
     def join(self, place: Place) -> None:
         """Make the default process group, and learn which host each rank is on."""
@@ -181,8 +184,8 @@ class Ranks:
             return True, exit_code
         mine = json.dumps([self.rank, exit_code])
         winner = self._ask(lambda store: store.compare_set(_FIRST_FAILURE, "", mine).decode() or mine)
-        if winner is None:  # the store's own host is gone, or its process is stuck: nobody is left to ask
-            return True, exit_code
+        if winner is None:  # the store's own host is gone, or its process: only this host's ranks can agree
+            return claim(attempt_folder(), _FIRST_FAILURE), exit_code
         rank, code = json.loads(winner)
         return rank == self.rank, code
 
@@ -208,6 +211,16 @@ class Ranks:
         """Take down the process groups."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _start_of_ranks() -> str:
+    """A name for this start, under which nothing lies that an earlier one has left.
+
+    A launcher's store outlives the ranks. Only on one host do all ranks know how often they were started.
+    """
+    if _held_by_rank_0() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return "start"
+    return f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _held_by_rank_0() -> bool:

@@ -7,6 +7,7 @@ rank 0.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,8 +43,8 @@ def resume(session: Session) -> Checkpoint | None:
     found = _newest_whole(session, root)
     if session.ranks.rank == 0:
         cut_records(session.run_dir, 0 if found is None else found.step)
-        folder.clear_unfinished(root)
     if found is None:
+        session.screen.note("there is no whole checkpoint: the run starts anew")
         return None
     with TemporaryDirectory(prefix="ddprun-") as scratch:
         state = _state(session, found, Path(scratch))
@@ -66,7 +67,9 @@ def resume(session: Session) -> Checkpoint | None:
         world_size_before=found.world_size,
         changed=notes,
     )
-    session.screen.note(f"goes on after step {session.step}, from {found.path}")
+    nothing = session.position.next >= len(session.loaded.pipeline.stages)
+    left = "; nothing is left to do: every stage is done" if nothing else ""
+    session.screen.note(f"goes on after step {session.step}, from {found.path}{left}")
     return found
 
 
@@ -92,7 +95,7 @@ def _reopen(session: Session, before: Mapping[str, Any], position: dict[str, Any
 def _newest_whole(session: Session, root: Path) -> Checkpoint | None:
     """The newest checkpoint that every rank finds whole; each looks at a share of the files."""
     ranks = session.ranks
-    steps = json.loads(ranks.tell_all("resume/steps", lambda: json.dumps(folder.steps_in(root))))
+    steps = json.loads(ranks.tell_all("resume/steps", lambda: json.dumps(_listed(root))))
     looking = [rank for rank in range(ranks.size) if rank not in session.records.away]
     for step in steps:
         problem = ""
@@ -108,8 +111,19 @@ def _newest_whole(session: Session, root: Path) -> Checkpoint | None:
             return _told(ranks, root, step)
         reason = next(filter(None, problems))
         session.events.warning("checkpoint_damaged", step=step, reason=reason)
-        session.screen.note(f"the checkpoint of step {step} is damaged and not used: {reason}")
+        if ranks.rank == 0:
+            with suppress(OSError):
+                folder.set_aside(root, step)
+        session.screen.note(
+            f"the checkpoint of step {step} is damaged and not used, and now {root.name}/"
+            f"{folder.name_of(step)}.damaged: {reason}"
+        )
     return None
+
+
+def _listed(root: Path) -> list[int]:
+    folder.clear_unfinished(root)
+    return folder.steps_in(root)
 
 
 def _told(ranks: Ranks, root: Path, step: int) -> Checkpoint:

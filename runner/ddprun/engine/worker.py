@@ -51,6 +51,7 @@ _LOST_PEER = (
     "read error",
     "left the exchange",
 )
+_GLOO_GUESSES = ". This is typically caused by"
 _LAUNCHER_NOTICES_S = 3.0
 _OTHERS_LOOK_S = 1.0
 _WATCH_ENDS_S = 10.0
@@ -261,6 +262,7 @@ def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) 
             detail = str(error)  # all ranks found it together; where in the code says nothing
             head = f"ddprun: the run failed ({where}):"
         elif _is_lost_peer(error):
+            head = head.partition(_GLOO_GUESSES)[0]
             detail = "another rank is gone; its own message, if it left one, is in its launcher's output"
         else:
             detail = "".join(traceback.format_exception(error)).rstrip()

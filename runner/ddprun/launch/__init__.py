@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddprun import LAUNCHED
-from ddprun.launch import endpoint
+from ddprun.launch import endpoint, environment
 from ddprun.launch.environment import is_worker
 from ddprun.spec import Loaded
 
@@ -45,9 +45,9 @@ def start(
         from ddprun.engine.worker import work
 
         if LAUNCHED not in os.environ and os.environ["RANK"] == "0":
-            told = endpoint.warning(os.environ["MASTER_ADDR"])
-            if told is not None:
-                print(told, file=sys.stderr)
+            for told in (endpoint.warning(os.environ["MASTER_ADDR"]), environment.warning()):
+                if told is not None:
+                    print(told, file=sys.stderr)
         return work(loaded, run_dir, resuming=resuming)
     loaded.check_environment()
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a

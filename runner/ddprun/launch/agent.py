@@ -25,6 +25,9 @@ BAD_INPUT = 2
 _CHECKPOINT_S = 30.0
 """Longest wait for a checkpoint before ranks are ended that have not failed."""
 
+_OTHERS_END_S = 30.0
+"""Hosts wait so long for each other at the end, which their ranks come to together."""
+
 _TICK_S = 0.05
 
 _MEETING = {
@@ -50,7 +53,9 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, scratch: Path, *, keeps: bool) -> None:
         assert config.logs_specs is not None
-        super().__init__(spec, config.logs_specs, **_shutdown_timeout(config))
+        super().__init__(
+            spec, config.logs_specs, exit_barrier_timeout=_OTHERS_END_S, **_shutdown_timeout(config)
+        )
         self._scratch, self._keeps = scratch, keeps
         self._failures, self._most = 0, spec.max_restarts
         self.leaving: signal.Signals | None = None

@@ -13,6 +13,18 @@ def is_worker() -> bool:
     return all(name in os.environ for name in _VARIABLES)
 
 
+def warning() -> str | None:
+    """What to tell a user whose torchrun is to start ranks of several hosts again, and most often cannot."""
+    told = os.environ.get
+    several, shared = told("GROUP_WORLD_SIZE", "1") != "1", told("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if told("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or not (several and shared):
+        return None
+    return (
+        "ddprun: warning: torchrun may start ranks again, which mostly fails on several hosts, where the "
+        "ranks' store keeps old addresses: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    )
+
+
 @contextmanager
 def handed_on(overrides: Sequence[str]) -> Iterator[None]:
     """Hand `--set` options to the processes that are started in this block.

@@ -152,7 +152,10 @@ def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
             os.kill(pid, signal.SIGCONT)  # one that is stopped could not stop after its step
 
     def checkpoint(number: int, _: FrameType | None) -> None:
-        for pid in pids(scratch):
+        found = pids(scratch)
+        if not found:
+            _say("SIGUSR1: no checkpoint, since no rank is there yet")
+        for pid in found:
             os.kill(pid, number)
 
     # Ranks end by themselves when they are asked to; torchelastic would end them.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddprun.watch.board import Seen, read, read_all
+from ddprun.watch.board import Seen, claim, read, read_all
 from ddprun.watch.desk import ask_all
 from ddprun.watch.verdict import Verdict, doing, headline, judge, named
 from ddprun.watch.watcher import HANG, Overdue, Ticket, Watch
@@ -109,7 +109,7 @@ class Alarm:
         watch, around = self.watch, self._around
         assert watch is not None
         watch.note(waits)
-        speaks = self._claim(watch.folder)
+        speaks = claim(watch.folder, HANG)  # and so the others know
         peers = around.peers()
         seen = self._look(watch, peers)
         if waits:
@@ -126,18 +126,6 @@ class Alarm:
         self._let_others_tell(watch.folder)
         if around.holds_store():
             time.sleep(_OTHERS_ASK_S)
-
-    def _claim(self, folder: Path | None) -> bool:
-        """Be the first of this host's ranks, and let the others know."""
-        if folder is None:
-            return True
-        try:
-            (folder / HANG).open("x").close()
-        except FileExistsError:
-            return False
-        except OSError:  # the launcher is gone, and its folder
-            return True
-        return True
 
     def _look(self, watch: Watch, peers: Mapping[int, Peer]) -> dict[int, Seen]:
         around = self._around

@@ -238,3 +238,16 @@ def state_of(pid: int) -> str:
 def plain_waits(waits: Sequence[Wait]) -> list[dict[str, Any]]:
     """For a board's note."""
     return [{**asdict(wait), "ranks": _span(wait.ranks)} for wait in waits]
+
+
+def claim(folder: Path | None, name: str) -> bool:
+    """Be the first of a host's ranks to do something; True if they have no folder in which to agree."""
+    if folder is None:
+        return True
+    try:
+        (folder / name).open("x").close()
+    except FileExistsError:
+        return False
+    except OSError:  # the launcher is gone, and its folder
+        return True
+    return True

@@ -1,0 +1,132 @@
+"""Runs that are broken off and go on, and what they are compared by."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from ddprun.engine.worker import work
+from ddprun.spec import load
+from tests.engine.running import events, lines, summary
+from tests.ranks import as_processes
+
+MODULE = """
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+RANK = int(os.environ["RANK"])
+
+
+class Samples(torch.utils.data.Dataset):
+    \"\"\"Writes down which sample was asked for; kills its rank where the file `kill` says so.\"\"\"
+
+    def __init__(self):
+        self.asked = 0
+        self.kill = None
+        if Path("kill").exists():
+            rank, self.kill = map(int, Path("kill").read_text().split())
+            self.kill = self.kill if rank == RANK else None
+
+    def __len__(self):
+        return 61
+
+    def __getitem__(self, index):
+        self.asked += 1
+        time.sleep(0.01)  # so that the first checkpoint is on disk soon
+        if self.asked == self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with Path(f"asked-{RANK}").open("a") as file:
+            print(index, file=file)
+        generator = torch.Generator().manual_seed(index)
+        noise = 0.1 * torch.randn(1, 8, 8)  # of the generator that is part of the state
+        return torch.randn(1, 8, 8, generator=generator) + noise, index % 10
+"""
+
+PIPELINE = """
+model: MODEL
+data: {train: samples.Samples}
+loader: {batch_size: 2}
+optimizer: {adamw: {lr: 0.01}}
+schedule: {OneCycleLR: {max_lr: 0.02}}
+warmup_steps: 3
+clip_norm: 1.0
+accumulate: 2
+precision: PRECISION
+hooks: HOOKS
+sync: SYNC
+checkpoint: {every: 3, keep: 2}
+stages:
+  - train: {steps: 4, sync: every_step}
+  - train: {epochs: 2}
+  - save
+"""
+FIRST = 2
+"""Samples that a rank looks at before its first step, for shapes."""
+
+MLP = "{mlp: {inputs: 64, hidden: [16], outputs: 10}}"
+CNN = "{cnn: {channels: [4]}}"
+
+
+def run(folder: Path, ranks: int, *, resuming: bool = False, may_die: bool = False) -> Path:
+    run_dir = folder / "run"
+    codes = as_processes(ranks, as_rank, folder, run_dir, resuming, cwd=folder, may_die=may_die)
+    assert may_die or codes == [0] * ranks
+    return run_dir
+
+
+def as_rank(folder: Path, run_dir: Path, resuming: bool) -> int:
+    return work(load(folder / "p.yaml"), run_dir, resuming=resuming)
+
+
+def prepare(folder: Path, sync: str, hooks: str, model: str = MLP, precision: str = "fp32") -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "samples.py").write_text(MODULE)
+    text = PIPELINE.replace("MODEL", model).replace("SYNC", sync).replace("HOOKS", hooks)
+    (folder / "p.yaml").write_text(text.replace("PRECISION", precision))
+
+
+def final(run_dir: Path) -> dict[str, str]:
+    """Hash of every file of tensors in the last checkpoint: weights, optimizer, hooks, generators."""
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    files = json.loads((newest / "manifest.json").read_text())["files"]
+    return {name: file["sha256"] for name, file in files.items() if name.endswith(".safetensors")}
+
+
+def asked(folder: Path, rank: int) -> list[int]:
+    return [int(line) for line in (folder / f"asked-{rank}").read_text().split()]
+
+
+def told(run_dir: Path) -> list[tuple[Any, ...]]:
+    return [(line["rank"], line["step"], line["samples"], line["loss"]) for line in lines(run_dir, "steps")]
+
+
+def check(folder: Path, ranks: int, *settings: str, seed: int = 0) -> None:
+    """Run it whole; run it again, kill a rank at a random moment, resume: the end is the same."""
+    whole, broken = folder / "whole", folder / "broken"
+    prepare(whole, *settings)
+    expected = final(run(whole, ranks))
+    prepare(broken, *settings)
+    draw = random.Random(f"{settings} {ranks} {seed}")
+    victim = draw.randrange(ranks)
+    samples = len(asked(whole, victim))
+    # Between the first checkpoint and the end; a step of all ranks takes 4 samples of each.
+    (broken / "kill").write_text(f"{victim} {draw.randrange(4 * 4, samples)}")
+    run_dir = run(broken, ranks, may_die=True)
+    assert not (run_dir / "checkpoints" / max(p.name for p in (whole / "run/checkpoints").iterdir())).exists()
+    (broken / "kill").unlink()
+    before = [len(asked(broken, rank)) for rank in range(ranks)]
+    run(broken, ranks, resuming=True)
+    assert final(run_dir) == expected
+    resumed = [event for event in events(run_dir) if event["event"] == "resumed"]
+    assert [event["step"] % 3 for event in resumed] == [0]
+    for rank in range(ranks):
+        again = asked(broken, rank)[before[rank] + FIRST :]
+        assert again
+        assert again == asked(whole, rank)[-len(again) :], "the same samples"
+    assert told(run_dir) == told(whole / "run"), "each step is told once"
+    for key in ("steps", "samples", "loss"):
+        assert summary(run_dir)[key] == summary(whole / "run")[key]

@@ -1,0 +1,229 @@
+"""Whatever happens while checkpoints are written, or to them afterwards: a whole one is there."""
+
+import contextlib
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ddprun.checkpoint import folder
+from ddprun.checkpoint.folder import steps_in
+from tests.checkpoint.runs import final, prepare, run
+from tests.engine.running import events, lines, summary
+from tests.namespaces import hosts, needs_namespaces
+from tests.ranks import Running, ddprun
+
+HOOKS = "[int8]"
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "no manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
+    """The end is that of the unbroken run all the same, and what was damaged is kept."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    prepare(whole, "every_step", HOOKS)
+    expected = final(run(whole, 2))
+    prepare(broken, "every_step", HOOKS)
+    (broken / "kill").write_text("1 70")
+    run_dir = run(broken, 2, may_die=True)
+    (broken / "kill").unlink()
+    newest, before = steps_in(run_dir / "checkpoints")
+    path = run_dir / "checkpoints" / folder.name_of(newest) / "rank-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    if damage == "flipped":
+        data[-3] ^= 16
+    if damage == "no manifest":
+        (path.parent / "manifest.json").unlink()
+    elif damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data[:-100] if damage == "cut" else data)
+    run(broken, 2, resuming=True)
+    assert final(run_dir) == expected
+    (told,) = [event for event in events(run_dir) if event["event"] == "checkpoint_damaged"]
+    assert told["step"] == newest
+    assert ("manifest.json" if damage == "no manifest" else path.name) in told["reason"]
+    assert [event["step"] for event in events(run_dir) if event["event"] == "resumed"] == [before]
+    assert (run_dir / "checkpoints" / f"{folder.name_of(newest)}.damaged").is_dir()
+
+
+def test_without_any_whole_checkpoint_the_run_starts_anew(tmp_path: Path) -> None:
+    """In the same folder, whose records are those of the new start."""
+    prepare(tmp_path, "every_step", HOOKS)
+    (tmp_path / "kill").write_text("1 70")
+    run_dir = run(tmp_path, 2, may_die=True)
+    (tmp_path / "kill").unlink()
+    for step in steps_in(run_dir / "checkpoints"):
+        (run_dir / "checkpoints" / folder.name_of(step) / "shared.json").write_text("{")
+    run(tmp_path, 2, resuming=True)
+    assert [event["event"] for event in events(run_dir)].count("checkpoint_damaged") == 2
+    assert not [event for event in events(run_dir) if event["event"] == "resumed"]
+    assert summary(run_dir)["status"] == "done"
+    steps = [line["step"] for line in lines(run_dir, "steps") if line["rank"] == 0]
+    assert steps == list(range(1, summary(run_dir)["steps"] + 1))
+
+
+BIG = "{mlp: {inputs: 64, hidden: [1000], outputs: 10}}"  # about 1 MB of state
+
+
+KILLING = """
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+
+class Samples(torch.utils.data.Dataset):
+    \"\"\"Kills its rank some time after the first checkpoint of this start has begun to be written.\"\"\"
+
+    def __init__(self):
+        victims, delay = Path("kill").read_text().split()
+        if victims == "all" or victims == os.environ["RANK"]:
+            threading.Thread(target=self.kill, args=(float(delay),), daemon=True).start()
+
+    def kill(self, delay):
+        root = Path("run/checkpoints")
+        before = {path.name for path in root.glob("*")}
+        while {path.name for path in root.glob("*")} <= before:
+            time.sleep(0.001)
+        time.sleep(delay)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        return torch.randn(1, 8, 8), index % 10
+"""
+
+
+@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_ranks_killed_while_checkpoints_are_written(tmp_path: Path, kills: int) -> None:
+    """One rank, or all, at random moments, in one run that goes on after each: always a whole newest one."""
+    prepare(tmp_path, "every_step", HOOKS, model=BIG)
+    (tmp_path / "samples.py").write_text(KILLING)
+    text = (tmp_path / "p.yaml").read_text()
+    (tmp_path / "p.yaml").write_text(
+        text.replace("every: 3", "every: 1").replace("epochs: 2", "steps: 10000000")
+    )
+    run_dir, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    draw = random.Random(kills)
+    amid, reached = 0, 0
+    for number in range(kills):
+        victims = draw.choice(["0", "1", "all"])
+        (tmp_path / "kill").write_text(f"{victims} {draw.random() * 0.2}")
+        run(tmp_path, 2, resuming=number > 0, may_die=True)
+        amid += any(path.name.startswith(".") for path in root.iterdir())
+        newest = steps_in(root)[0]
+        found = folder.opened(root, newest)
+        folder.verify(found)
+        for name in ("shared", "rank-00000", "rank-00001"):
+            folder.read(found, name)
+        assert newest >= reached, "what was there stays"
+        reached = newest
+    print(f"{kills} kills, {amid} of them while a checkpoint was being written; step {reached} reached")
+    assert amid > kills / 4
+    damaged = [event for event in events(run_dir) if event["event"] == "checkpoint_damaged"]
+    assert not damaged
+    assert len([event for event in events(run_dir) if event["event"] == "resumed"]) == kills - 1
+
+
+@contextmanager
+def small_disk(place: Path, size: str) -> Iterator[Path]:
+    """A file system in memory of so many bytes."""
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+PLAIN = """
+model: {mlp: {inputs: 64, hidden: [500], outputs: 10}}
+data: digits
+optimizer: adam
+loader: {batch_size: 16}
+stages: [{train: {steps: 60}}]
+checkpoint: {every: 10, keep: 100}
+launch: {nproc_per_node: 2}
+"""
+
+
+def test_a_disk_that_fills_up_costs_checkpoints_and_not_the_run(tmp_path: Path) -> None:
+    """A warning, once; what is there stays whole, and with more room `resume` goes on from it."""
+    (tmp_path / "p.yaml").write_text(PLAIN)
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        done = ddprun("p.yaml", "--run-dir=disk/run", cwd=tmp_path)
+        assert done.code == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stderr.count("is left out, and older ones stay: rank ") == 1
+        assert "No space left on device" in done.stderr
+        steps = steps_in(disk / "run" / "checkpoints")
+        assert steps
+        assert steps[0] < 60
+        for step in steps:
+            folder.verify(folder.opened(disk / "run" / "checkpoints", step))
+        shutil.copytree(disk / "run", tmp_path / "run")
+    resumed = ddprun("resume", "run", cwd=tmp_path)
+    assert resumed.code == 0, resumed.stderr
+    assert f"goes on after step {steps[0]}, from run/checkpoints/" in resumed.stderr
+    assert summary(tmp_path / "run")["steps"] == 60
+
+
+@needs_namespaces
+@pytest.mark.netns
+def test_ranks_that_disagree_about_the_newest_take_one_that_all_have(tmp_path: Path) -> None:
+    """Host 1 sees an older state of the folder of checkpoints, as a network disk may show it."""
+    (tmp_path / "p.yaml").write_text(PLAIN)
+    done = ddprun("p.yaml", "--run-dir=run", "--set=stages[0].train.steps=40", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    root = tmp_path / "run" / "checkpoints"
+    shutil.copytree(root, tmp_path / "older")
+    shutil.rmtree(tmp_path / "older" / folder.name_of(40))
+    flags = [
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=node0:29400",
+        "--rdzv-id=x",
+    ]
+    with hosts(2) as made, contextlib.ExitStack() as stack:
+        setups = ("true", f"mount --bind {tmp_path / 'older'} {root}")
+        started = [
+            stack.enter_context(
+                Running(
+                    "resume",
+                    "run",
+                    "--set=stages[0].train.steps=60",
+                    *flags,
+                    cwd=tmp_path,
+                    environment={"GLOO_SOCKET_IFNAME": "e0"},
+                    prefix=host.prefix(setup),
+                )
+            )
+            for host, setup in zip(made, setups, strict=True)
+        ]
+        both = [running.wait(100) for running in started]
+    assert [one.code for one in both] == [0, 0], [one.stderr for one in both]
+    text = "".join(one.stderr for one in both)
+    assert text.count("the checkpoint of step 40 is damaged and not used") == 1
+    assert text.count("goes on after step 30, from run/checkpoints/step-00000030") == 1
+    # What host 1 writes is not seen by host 0, so that no checkpoint comes of it.
+    assert "is left out, and older ones stay: rank 0 cannot write it" in text
+    assert steps_in(root)[0] == 30
+    assert summary(tmp_path / "run")["steps"] == 60
