@@ -43,7 +43,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Pat
         path.write_bytes(data[:-100] if damage == "cut" else data)
     run(broken, 2, resuming=True)
     assert final(run_dir) == expected
-    (told,) = [event for event in events(run_dir) if event["event"] == "checkpoint_damaged"]
+    (told,) = [event for event in events(run_dir) if event["event"] == "checkpoint_passed_by"]
     assert told["step"] == newest
     assert ("manifest.json" if damage == "no manifest" else path.name) in told["reason"]
     assert [event["step"] for event in events(run_dir) if event["event"] == "resumed"] == [before]
@@ -59,7 +59,7 @@ def test_without_any_whole_checkpoint_the_run_starts_anew(tmp_path: Path) -> Non
     for step in steps_in(run_dir / "checkpoints"):
         (run_dir / "checkpoints" / folder.name_of(step) / "shared.json").write_text("{")
     run(tmp_path, 2, resuming=True)
-    assert [event["event"] for event in events(run_dir)].count("checkpoint_damaged") == 2
+    assert [event["event"] for event in events(run_dir)].count("checkpoint_passed_by") == 2
     assert not [event for event in events(run_dir) if event["event"] == "resumed"]
     assert summary(run_dir)["status"] == "done"
     steps = [line["step"] for line in lines(run_dir, "steps") if line["rank"] == 0]
@@ -130,7 +130,7 @@ def test_ranks_killed_while_checkpoints_are_written(tmp_path: Path, kills: int) 
         reached = newest
     print(f"{kills} kills, {amid} of them while a checkpoint was being written; step {reached} reached")
     assert amid > kills / 4
-    damaged = [event for event in events(run_dir) if event["event"] == "checkpoint_damaged"]
+    damaged = [event for event in events(run_dir) if event["event"] == "checkpoint_passed_by"]
     assert not damaged
     assert len([event for event in events(run_dir) if event["event"] == "resumed"]) == kills - 1
 
@@ -221,7 +221,8 @@ def test_ranks_that_disagree_about_the_newest_take_one_that_all_have(tmp_path: P
         both = [running.wait(100) for running in started]
     assert [one.code for one in both] == [0, 0], [one.stderr for one in both]
     text = "".join(one.stderr for one in both)
-    assert text.count("the checkpoint of step 40 is damaged and not used") == 1
+    assert text.count("the checkpoint of step 40 cannot be read by all ranks and is not used, and now") == 1
+    assert (root / "step-00000040.unused").is_dir()
     assert text.count("goes on after step 30, from run/checkpoints/step-00000030") == 1
     # What host 1 writes is not seen by host 0, so that no checkpoint comes of it.
     assert "is left out, and older ones stay: rank 0 cannot write it" in text

@@ -70,9 +70,9 @@ def test_one_that_was_being_replaced_gets_its_name_back(tmp_path: Path) -> None:
 def test_a_damaged_one_does_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
     """It is set aside, so that it does not push out those that are whole."""
     write(tmp_path, 9)
-    folder.set_aside(tmp_path, 9)
+    folder.set_aside(tmp_path, 9, "damaged")
     write(tmp_path, 9)
-    folder.set_aside(tmp_path, 9)
+    folder.set_aside(tmp_path, 9, "damaged")
     write(tmp_path, 8)
     folder.prune(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000008", "step-00000009.damaged"]

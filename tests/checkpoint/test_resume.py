@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from ddprun.checkpoint.folder import steps_in
-from tests.checkpoint.runs import CNN, MLP, as_rank, check, prepare, run
+from tests.checkpoint.runs import CNN, MLP, check, prepare, run
 from tests.engine.running import lines, summary
-from tests.ranks import as_processes
+from tests.ranks import ddprun
 
 SYNCS = [
     "every_step",
@@ -92,6 +92,8 @@ def test_independent_replicas_cannot_change_their_number(tmp_path: Path) -> None
     """There are as many as there were ranks; the fault says so and exits with 2."""
     prepare(tmp_path, "independent", "[]")
     (tmp_path / "kill").write_text("1 70")
-    run_dir = run(tmp_path, 2, may_die=True)
+    run(tmp_path, 2, may_die=True)
     (tmp_path / "kill").unlink()
-    assert as_processes(3, as_rank, tmp_path, run_dir, True, cwd=tmp_path, may_die=True) == [None] * 3
+    done = ddprun("resume", "run", "--nproc-per-node=3", cwd=tmp_path)
+    assert done.code == 2, done.stderr
+    assert "its ranks train independently, so another number of ranks cannot go on with it" in done.stderr

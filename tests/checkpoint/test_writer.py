@@ -158,8 +158,8 @@ def test_writing_goes_on_beside_training(tmp_path: Path) -> None:
 
 def test_one_that_not_all_ranks_came_to_is_left_out(tmp_path: Path) -> None:
     """Ranks that never meet stop each after a step of its own; the last one, which all take, is written."""
-    heard: list[int] = []
-    ranks = writers(tmp_path, after=heard.append)
+    heard: list[bool] = []
+    ranks = writers(tmp_path, after=lambda _, written: heard.append(written))
     everyone(ranks, 10)
     wait_for(lambda: len(heard) == RANKS)
     for rank in (0, 2):
@@ -177,14 +177,14 @@ def test_one_that_not_all_ranks_came_to_is_left_out(tmp_path: Path) -> None:
 
 def test_every_rank_hears_when_one_is_over(tmp_path: Path) -> None:
     """Written or left out: so a launcher can wait for a checkpoint, whichever of its ranks it asks."""
-    heard: list[int] = []
-    ranks = writers(tmp_path, after=heard.append)
+    heard: list[bool] = []
+    ranks = writers(tmp_path, after=lambda _, written: heard.append(written))
     everyone(ranks, 10)
     wait_for(lambda: len(heard) == RANKS)
-    assert heard == [10] * RANKS
+    assert heard == [True] * RANKS
     shutil.rmtree(tmp_path)
     tmp_path.write_text("a file where the folder was")
     assert everyone(ranks, 20).problem is not None
     wait_for(lambda: len(heard) == 2 * RANKS)
-    assert heard[RANKS:] == [20] * RANKS
+    assert heard[RANKS:] == [False] * RANKS
     close(ranks)

@@ -324,3 +324,19 @@ def test_a_signal_while_torch_is_imported_ends_it_at_once(
         os.kill(running.process.pid, number)
         done = running.wait(20)
     assert (done.code, done.stderr) == (code, "")
+
+
+def test_ranks_that_start_while_their_launcher_dies_do_not_stay(folder: Path) -> None:
+    """A rank takes seconds to come to its own code; by then it may have no launcher any more."""
+    with Running("endless.yaml", cwd=folder) as running:
+        end = time.monotonic() + 60
+        while not (ranks := running.ranks()) and time.monotonic() < end:
+            time.sleep(0.001)
+        running.process.kill()
+        end = time.monotonic() + 20
+        while any(is_running(pid) for pid in ranks) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert ranks
+        assert not any(is_running(pid) for pid in ranks)
+        running.wait(20)
+    assert not (folder / "runs").exists()

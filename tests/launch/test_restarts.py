@@ -71,3 +71,68 @@ def test_a_finished_run_has_nothing_left(whole: Path) -> None:
     assert done.code == 0
     assert "nothing is left to do: every stage is done" in done.stderr
     assert {**summary(whole), "seconds": 0} == {**before, "seconds": 0}
+
+
+LEAVING = """
+import atexit
+import os
+import signal
+
+from torch import nn
+
+
+def net():
+    if os.environ["RANK"] == "1":
+        atexit.register(os.kill, os.getpid(), signal.SIGKILL)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+"""
+
+
+def test_a_rank_that_goes_down_after_the_end_changes_nothing(tmp_path: Path) -> None:
+    """All is written by then: the run is done, with exit code 0, and nothing starts again."""
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    text = PIPELINE.replace("model:\n  mlp: {inputs: 64, hidden: [32], outputs: 10}", "model: leaving.net")
+    (tmp_path / "p.yaml").write_text(text.replace("steps: 1500", "steps: 5"))
+    done = ddprun("p.yaml", "--run-dir=run", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert "again" not in done.stderr
+    assert summary(tmp_path / "run")["status"] == "done"
+
+
+def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> None:
+    """A rank that hangs after Ctrl-C does not bring the run back."""
+    (tmp_path / "p.yaml").write_text(PIPELINE.replace("steps: 1500", "steps: 10000000"))
+    with Running("p.yaml", "--run-dir=run", cwd=tmp_path) as running:
+        end = time.monotonic() + 60
+        while not steps_in(tmp_path / "run" / "checkpoints") and time.monotonic() < end:
+            time.sleep(0.02)
+        ranks = running.ranks()
+        os.kill(ranks[0], signal.SIGSTOP)  # so that they do not stop before one fails
+        os.kill(running.process.pid, signal.SIGINT)
+        os.kill(ranks[0], signal.SIGSTOP)
+        os.kill(ranks[1], signal.SIGKILL)
+        done = running.wait(60)
+    assert done.code in (130, 1), done.stderr
+    assert "starting the ranks again" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--rdzv-backend=foo", "--rdzv-endpoint=localhost:1"], "foo"),
+        (["--nnodes=1:2:3"], "1:2:3"),
+        (["--nnodes=2", "--master-addr=localhost", "--max-restarts=1"], "add --rdzv-backend c10d"),
+        (
+            ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=join_timeout=x"],
+            "join_timeout",
+        ),
+    ],
+)
+def test_flags_that_torchelastic_refuses_are_bad_input(tmp_path: Path, flags: list[str], words: str) -> None:
+    """One line, and exit code 2."""
+    (tmp_path / "p.yaml").write_text(PIPELINE)
+    done = ddprun("p.yaml", *flags, cwd=tmp_path)
+    assert done.code == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("ddprun: ")
+    assert words in done.stderr

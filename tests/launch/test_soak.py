@@ -107,7 +107,7 @@ class Run:
             return
         for running, is_gone in zip(self.started, gone, strict=True):
             if is_gone:
-                self.told += running.wait(5).stderr
+                self.told += running.wait(30).stderr
         if gone == [False, True]:
             self.started[1] = self.one(self.made[1], self.again())
             return
@@ -192,6 +192,7 @@ def test_a_fault_every_20_seconds(tmp_path: Path) -> None:
         more = f"--set=stages[0].train.steps={steps + 100}"
         run.start(["resume", "run", more])
         done = [running.wait(300) for running in run.started]
+        run.told += "".join(one.stderr for one in [*stopped, *done])
     assert [one.code for one in done] == [0, 0], [one.stderr for one in done]
     assert "Traceback" not in run.told
     flags = [more, "--nnodes=1", "--nproc-per-node=4"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ddprun.telemetry import cut
-from ddprun.telemetry.cut import cut_records
+from ddprun.telemetry.cut import cut_records, cut_torn_event
 
 
 def lines(*steps: int) -> bytes:
@@ -42,6 +42,8 @@ def test_what_is_undone_or_torn_is_cut(
 
 def test_events_are_history(tmp_path: Path) -> None:
     """Only a torn last line goes."""
+    cut_torn_event(tmp_path)
     (tmp_path / "events.jsonl").write_bytes(lines(1, 9) + b'{"eve')
+    cut_torn_event(tmp_path)
     cut_records(tmp_path, 2)
     assert (tmp_path / "events.jsonl").read_bytes() == lines(1, 9)

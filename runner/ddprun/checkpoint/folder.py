@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from ddprun.checkpoint.codec import decode, encode
-from ddprun.checkpoint.tensors import DamagedError, read_tensors, write_tensors
+from ddprun.checkpoint.tensors import DamagedError, UnreadableError, read_tensors, write_tensors
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -211,7 +211,7 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
             if _sha256(path) != told["sha256"]:
                 raise DamagedError(f"{path} is not what was written: its SHA-256 differs")
         except OSError as error:
-            raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+            raise UnreadableError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def read(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
@@ -242,10 +242,10 @@ def prune(root: Path, keep: int) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def set_aside(root: Path, step: int) -> Path:
-    """Rename a damaged checkpoint, so that it is kept, and neither looked at nor counted any more."""
+def set_aside(root: Path, step: int, why: str) -> Path:
+    """Rename a checkpoint that is not gone on from to `step-….why`: it is kept, and not counted any more."""
     path = root / name_of(step)
-    aside = root / f"{path.name}.damaged"
+    aside = root / f"{path.name}.{why}"
     shutil.rmtree(aside, ignore_errors=True)
     return path.rename(aside)
 
@@ -280,7 +280,7 @@ def read_json(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
     except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from None
     if len(data) > MAX_JSON_BYTES:
         raise DamagedError(f"{path} is longer than {MAX_JSON_BYTES:,} bytes")
     try:

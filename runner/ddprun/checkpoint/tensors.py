@@ -56,6 +56,10 @@ class DamagedError(ValueError):
     """A file that is not whole, or does not hold what it claims; the message names the file and the fault."""
 
 
+class UnreadableError(DamagedError):
+    """A file that is not there or cannot be read: here, or now."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """One tensor as the header describes it."""

@@ -11,7 +11,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,7 +25,7 @@ _LOOK_EVERY_S = 0.01
 _LOOK_AT_LEAST_EVERY_S = 0.5
 _CHUNK_BYTES = 64 << 20
 _OVER = "over"
-"""In the store: the number of the checkpoint that was over last."""
+"""In the store: the number of the checkpoint that was over last, and whether it was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class _Job:
     parts: Mapping[str, folder.Apart]
     """By the name of the files."""
 
+    put_ns: int = field(default_factory=time.monotonic_ns)
+
 
 class CheckpointWriter:
     """The checkpoints of one run, on one rank.
@@ -61,7 +64,8 @@ class CheckpointWriter:
         control: for these threads alone; None if no rank is away.
         limit_s: how long rank 0 waits for the other ranks' parts.
         before: is done before each checkpoint, on the writing thread.
-        after: is told the step of each checkpoint that is over, written or not, on the writing thread.
+        after: is told of each checkpoint that is over when it was put (ns of the monotonic clock), and if it
+            was written.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class CheckpointWriter:
         control: Control | None,
         limit_s: float,
         before: Callable[[], None] = lambda: None,
-        after: Callable[[int], None] = lambda _: None,
+        after: Callable[[int, bool], None] = lambda _, __: None,
     ) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         """Of checkpoints that are over, on rank 0."""
@@ -113,6 +117,7 @@ class CheckpointWriter:
             self._jobs.put(job)
         else:
             self._post(job, f"rank {self._rank} was not done with that of step {before.step}", {})
+            self._after(job.put_ns, False)
             if self._rank == 0:
                 self._jobs.put(_Job(job.number, step, {}))
         if wait:
@@ -127,7 +132,10 @@ class CheckpointWriter:
             count: of the rank that has put most.
         """
         for number in range(self.count, count):
-            self._post(_Job(number, 0, {}), f"rank {self._rank} had stopped before", {})
+            job = _Job(number, 0, {})
+            self._post(job, f"rank {self._rank} had stopped before", {})
+            if self._rank == 0:
+                self._jobs.put(job)
         self.count = count
 
     def close(self) -> None:
@@ -139,35 +147,38 @@ class CheckpointWriter:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            started = time.monotonic()
+            started, outcome = time.monotonic(), None
             try:
                 if job.parts:
                     self._write(job)
                 if self._rank == 0:
-                    self.outcomes.put(self._finish(job, started))
-                    self._store.set(_OVER, str(job.number))
+                    outcome = self._finish(job, started)
                 elif job.parts and self._scratch is not None:
                     self._send(job)
             except Exception as error:
                 # The store or the other ranks are gone: the run is about to end, and says why itself.
-                self.outcomes.put(Outcome(job.step, time.monotonic() - started, problem=repr(error)))
+                outcome = Outcome(job.step, time.monotonic() - started, problem=repr(error))
             if self._under_way is job:
                 self._under_way = None
+            if outcome is not None and job.step:  # without a step: this rank had not come to it
+                self.outcomes.put(outcome)
             self._jobs.task_done()
-            self._tell_over(job)
+            self._tell_over(job, outcome)
 
-    def _tell_over(self, job: _Job) -> None:
-        """Pass on that a checkpoint is over, unless there is something to write before rank 0 says so."""
-        pause = _LOOK_EVERY_S
-        try:
-            while self._rank and self._jobs.empty():
-                if self._store.check([_OVER]) and int(self._store.get(_OVER)) >= job.number:
-                    break
+    def _tell_over(self, job: _Job, outcome: Outcome | None) -> None:
+        """Pass on what has become of a checkpoint; ranks above 0, unless there is the next one to write."""
+        over, pause = (-1, False), _LOOK_EVERY_S
+        with suppress(RuntimeError):  # the store is gone: the run is about to end
+            if self._rank == 0:
+                over = job.number, outcome is not None and outcome.written is not None
+                self._store.set(_OVER, json.dumps(over))
+            while over[0] < job.number and self._jobs.empty():
                 time.sleep(pause)
                 pause = min(2 * pause, _LOOK_AT_LEAST_EVERY_S)
-        except RuntimeError:  # the store is gone: the run is about to end
-            return
-        self._after(job.step)
+                if self._store.check([_OVER]):
+                    over = json.loads(self._store.get(_OVER))
+        if over[0] >= job.number and job.parts:
+            self._after(job.put_ns, over[0] == job.number and over[1])
 
     def _write(self, job: _Job) -> None:
         """Write this rank's files, and tell rank 0."""
@@ -227,11 +238,11 @@ class CheckpointWriter:
     def _send(self, job: _Job) -> None:
         """Give this rank's files to rank 0, if it wants them."""
         assert self._control is not None
-        verdict = f"{job.number}/verdict"
-        while not self._store.check([verdict]):
+        verdict, until = f"{job.number}/verdict", time.monotonic() + 2 * self._limit_s
+        while not (told := self._store.check([verdict])) and time.monotonic() < until:
             time.sleep(_LOOK_EVERY_S)
         source = self._unfinished(job)
-        if self._store.get(verdict) == b"send":
+        if told and self._store.get(verdict) == b"send":
             for name in job.parts:
                 for path in folder.paths(source, name):
                     with path.open("rb") as file:

@@ -186,7 +186,7 @@ def _run(course: Course, compute: Compute) -> bool:
         if not agreed and not synchronised:
             teller.between(step)
         if any(word.stop for word in agreed):
-            teller.tell(ledger.flush())
+            teller.tell(ledger.drain())  # what has been added up since ranks met is part of the checkpoint
             return True
         if due:
             session.checkpoints.take(session)
@@ -195,7 +195,10 @@ def _run(course: Course, compute: Compute) -> bool:
             session.compare_clocks()
         if alone and session.stop_is_known():
             break
-    teller.tell(ledger.flush())
+    agreed = ledger.flush()
+    teller.tell(agreed)
+    if any(word.checkpoint for word in agreed):
+        session.checkpoints.take(session)
     return bool(session.exchange.control.gather([float(session.stop.wanted)], "the stage's end").any())
 
 

@@ -110,6 +110,8 @@ class Feed:
         """Optimizer steps from here to the end of so many epochs, the current one included."""
         if self.iterable:
             return None
+        if epochs <= 0:
+            return 0
         whole, rest = divmod(len(self.dataset) - self._used, self.batch_size * self.ranks)
         micro = whole + (1 if rest and not self.drop_last else 0)
         later = self.steps_per_epoch(accumulate)

@@ -1,13 +1,23 @@
 """What ranks leave for their launcher, and for the ranks that it starts after them, on the same host."""
 
+import json
 import os
-import time
+from contextlib import suppress
 from pathlib import Path
 
 SCRATCH = "DDPRUN_SCRATCH"
 """Environment variable: a folder of this launcher's own, gone when it ends."""
 
+LAUNCHER = "DDPRUN_LAUNCHER"
+"""Environment variable: the launcher's process id. Ranks take seconds to come so far as to notice its end."""
+
 _RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
+
+
+def launcher() -> int | None:
+    """The process id of ddprun's launcher, if that started this rank; what the rank starts will not see it."""
+    found = os.environ.pop(LAUNCHER, None)
+    return None if found is None else int(found)
 
 
 def attempt_folder() -> Path | None:
@@ -43,8 +53,7 @@ def keep_outcome(code: int) -> int:
     """
     if SCRATCH not in os.environ:
         return code
-    _write(Path(os.environ[SCRATCH]) / _OUTCOME, str(code))
-    return 0
+    return 0 if _write(Path(os.environ[SCRATCH]) / _OUTCOME, str(code)) else code
 
 
 def outcome(scratch: Path) -> int | None:
@@ -55,31 +64,39 @@ def outcome(scratch: Path) -> int | None:
         return None
 
 
-def keep_checkpoint(step: int) -> None:
-    """Tell the launcher that what was to be a checkpoint is one now, or is left out."""
+def keep_checkpoint(put_ns: int, written: bool) -> None:
+    """Tell the launcher what has become of a checkpoint.
+
+    Args:
+        put_ns: when it was taken, by this host's monotonic clock.
+        written: or left out.
+    """
     if (scratch := _scratch()) is not None:
-        _write(scratch / _CHECKPOINT, f"{step} {time.monotonic_ns()}")
+        _write(scratch / _CHECKPOINT, json.dumps([put_ns, written]))
 
 
-def checkpoint(scratch: Path) -> str:
-    """Another text for each checkpoint."""
+def checkpoint(scratch: Path) -> tuple[int, bool]:
+    """When the last one was taken that is over, and whether it was written."""
     try:
-        return (scratch / _CHECKPOINT).read_text()
-    except OSError:
-        return ""
+        put_ns, written = json.loads((scratch / _CHECKPOINT).read_text())
+    except (OSError, ValueError):
+        return 0, False
+    return put_ns, written
 
 
 def keep_pid() -> None:
     """Let the launcher pass signals on to this rank."""
     if (scratch := _scratch()) is not None:
-        (scratch / _PIDS).mkdir(exist_ok=True)
-        (scratch / _PIDS / str(os.getpid())).touch()
+        with suppress(OSError):
+            (scratch / _PIDS).mkdir(exist_ok=True)
+            (scratch / _PIDS / str(os.getpid())).touch()
 
 
 def drop_pid() -> None:
     """This rank fails: it can do nothing for its launcher any more."""
     if (scratch := _scratch()) is not None:
-        (scratch / _PIDS / str(os.getpid())).unlink(missing_ok=True)
+        with suppress(OSError):
+            (scratch / _PIDS / str(os.getpid())).unlink()
 
 
 def pids(scratch: Path) -> list[int]:
@@ -109,7 +126,12 @@ def _scratch() -> Path | None:
     return None if error_file is None else Path(error_file).parents[2]
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> bool:
+    """Whether it could be written: on a full disk the run goes on without."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    except OSError:
+        return False
+    return True

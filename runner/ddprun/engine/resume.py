@@ -7,7 +7,7 @@ rank 0.
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.folder import Checkpoint, rank_name
-from ddprun.checkpoint.tensors import DamagedError
+from ddprun.checkpoint.tensors import DamagedError, UnreadableError
 from ddprun.engine import seeding
 from ddprun.engine.checkpoints import FOLDER, layout_of
 from ddprun.engine.ranks import Ranks
+from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
 from ddprun.engine.state import StateError, bring_back
 from ddprun.spec import AverageStage, BroadcastStage, PipelineError, StepStage
@@ -38,6 +39,7 @@ def resume(session: Session) -> Checkpoint | None:
 
     Raises:
         PipelineError: the pipeline was changed in a way that cannot go on from there.
+        RunFolderError: no checkpoint can be read, though there are some.
     """
     root = session.run_dir / FOLDER
     found = _newest_whole(session, root)
@@ -84,7 +86,8 @@ def _reopen(session: Session, before: Mapping[str, Any], position: dict[str, Any
     since = stages[last + 1 : position["next"]]
     stage = stages[last] if last < len(stages) else None
     if isinstance(stage, StepStage) and not any(isinstance(s, AverageStage | BroadcastStage) for s in since):
-        done, epochs = position["entries"][last]["steps"], before["stages"][last][stage.name].get("epochs")
+        had = before["stages"][last].get(stage.name) or {}  # another kind of stage is told by `changes`
+        done, epochs = position["entries"][last]["steps"], had.get("epochs")
         longer = stage.steps is not None and stage.steps > done
         if longer or (stage.epochs is not None and stage.epochs > (epochs or 0)):
             position["next"] = last
@@ -93,37 +96,79 @@ def _reopen(session: Session, before: Mapping[str, Any], position: dict[str, Any
 
 
 def _newest_whole(session: Session, root: Path) -> Checkpoint | None:
-    """The newest checkpoint that every rank finds whole; each looks at a share of the files."""
+    """The newest checkpoint that every rank finds whole; each looks at a share of the files.
+
+    Raises:
+        RunFolderError: there are some, which can only not be read, here or now.
+    """
     ranks = session.ranks
-    steps = json.loads(ranks.tell_all("resume/steps", lambda: json.dumps(_listed(root))))
-    looking = [rank for rank in range(ranks.size) if rank not in session.records.away]
+    steps = _listed(session, root)
+    passed: list[tuple[int, str, str]] = []
     for step in steps:
-        problem = ""
-        if ranks.rank in looking:
-            try:
-                found = folder.opened(root, step)
-                names = sorted(found.files)
-                folder.verify(found, names[looking.index(ranks.rank) :: len(looking)])
-            except DamagedError as error:
-                problem = str(error)
-        problems = ranks.gather(f"resume/{step}", problem)
-        if not any(problems):
-            return _told(ranks, root, step)
-        reason = next(filter(None, problems))
-        session.events.warning("checkpoint_damaged", step=step, reason=reason)
+        reason = _problem(session, root, step)
+        if reason is None:
+            break
+        passed.append((step, ranks.tell_all(f"resume/{step}/why", partial(_why, root, step)), reason))
+    unreadable = [reason for _, why, reason in passed if why == "unused"]
+    if unreadable and len(passed) == len(steps):
+        raise RunFolderError(f"no checkpoint in {root} can be read by all ranks: {unreadable[0]}")
+    for step, why, reason in passed:
         if ranks.rank == 0:
-            with suppress(OSError):
-                folder.set_aside(root, step)
-        session.screen.note(
-            f"the checkpoint of step {step} is damaged and not used, and now {root.name}/"
-            f"{folder.name_of(step)}.damaged: {reason}"
-        )
-    return None
+            _pass_by(session, root, step, why, reason)
+    return None if len(passed) == len(steps) else _told(ranks, root, steps[len(passed)])
 
 
-def _listed(root: Path) -> list[int]:
-    folder.clear_unfinished(root)
-    return folder.steps_in(root)
+def _listed(session: Session, root: Path) -> list[int]:
+    """The steps of the checkpoints that rank 0 sees."""
+    ranks = session.ranks
+    if ranks.rank == 0:
+        folder.clear_unfinished(root)
+    seen = [json.loads(text) for text in ranks.gather("resume/steps", json.dumps(folder.steps_in(root)))]
+    steps: list[int] = seen[0]
+    for rank, others in enumerate(seen):
+        if others and not steps:
+            raise RunFolderError(
+                f"rank {rank} on {ranks.hosts[rank]} sees checkpoints in {root}, and rank 0 on "
+                f"{ranks.hosts[0]} sees none: rank 0 has to be where they are"
+            )
+    return steps
+
+
+def _problem(session: Session, root: Path, step: int) -> str | None:
+    """Why not all ranks can use a checkpoint; None if they can."""
+    ranks = session.ranks
+    looking = [rank for rank in range(ranks.size) if rank not in session.records.away]
+    problem = ""
+    if ranks.rank in looking:
+        try:
+            found = folder.opened(root, step)
+            names = sorted(found.files)
+            folder.verify(found, names[looking.index(ranks.rank) :: len(looking)])
+        except DamagedError as error:
+            problem = str(error)
+    return next(filter(None, ranks.gather(f"resume/{step}", problem)), None)
+
+
+def _why(root: Path, step: int) -> str:
+    """On rank 0: whether a checkpoint itself is damaged, or some rank does not see it as it is."""
+    try:
+        folder.verify(folder.opened(root, step))
+    except UnreadableError as error:
+        return "damaged" if isinstance(error.__context__, FileNotFoundError) else "unused"
+    except DamagedError:
+        return "damaged"
+    return "unused"
+
+
+def _pass_by(session: Session, root: Path, step: int, why: str, reason: str) -> None:
+    """On rank 0: tell that a checkpoint is not gone on from, and see that it is not counted any more."""
+    session.events.warning("checkpoint_passed_by", step=step, why=why, reason=reason)
+    told = "is damaged and" if why == "damaged" else "cannot be read by all ranks and is"
+    try:
+        now = f"and now {root.name}/{folder.set_aside(root, step, why).name}"
+    except OSError as error:
+        now = f"and stays where it is ({error.strerror})"
+    session.screen.note(f"the checkpoint of step {step} {told} not used, {now}: {reason}")
 
 
 def _told(ranks: Ranks, root: Path, step: int) -> Checkpoint:
@@ -220,8 +265,9 @@ def _for_another_world(
 
 def _refuse_replicas(session: Session, position: Mapping[str, Any]) -> None:
     """A stage that keeps ranks apart on purpose has as many replicas as it had ranks."""
-    begun = position["stage"] == position["next"]
-    stage = session.loaded.pipeline.stages[position["next"]] if begun else None
+    stages = session.loaded.pipeline.stages
+    begun = position["stage"] == position["next"] < len(stages)
+    stage = stages[position["next"]] if begun else None
     if isinstance(stage, StepStage) and stage.effective(session.loaded.pipeline).sync.name == "independent":
         text = "its ranks train independently, so another number of ranks cannot go on with it"
         raise PipelineError([session.loaded.fault(stage.path, text, "resume on as many ranks as before")])

@@ -12,11 +12,14 @@ from pathlib import Path
 from ddprun import __version__
 from ddprun.engine.ranks import Ranks
 from ddprun.spec import Loaded
+from ddprun.telemetry.cut import cut_torn_event
 
 PIPELINE, ABOUT, SUMMARY = "pipeline.yaml", "run.json", "summary.json"
 _LOCK = "run.lock"
 _WAIT_S = 10.0
-"""A rank 0 that was killed, perhaps on another host, may take so long to be gone."""
+"""A rank 0 that was killed may take so long to be gone."""
+
+_LEASE_S = 120.0
 
 
 class RunFolderError(Exception):
@@ -56,7 +59,8 @@ def agree_on_folder(
         if before is not None or resuming:
             folder = Path(before) if before is not None else wanted
             assert folder is not None
-            _take_over(folder)
+            restarted = before is not None
+            _take_over(folder, _wait_s(loaded) if restarted else _WAIT_S)
         else:
             now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
             folder = wanted or Path("runs") / loaded.pipeline.name / f"{now}-{secrets.token_hex(2)}"
@@ -90,15 +94,26 @@ def _make(folder: Path, loaded: Loaded) -> None:
         raise RunFolderError(f"cannot make the run folder {folder}: {error.strerror}") from None
 
 
-def _take_over(folder: Path) -> None:
+def _wait_s(loaded: Loaded) -> float:
+    """How long a host that is lost may keep the lock: a network disk lets go when its lease is over."""
+    return max(_WAIT_S, min(_LEASE_S, 0.8 * loaded.pipeline.launch.timeout_s))
+
+
+def _take_over(folder: Path, wait_s: float) -> None:
     try:
-        _lock(folder)
+        if not (folder / ABOUT).is_file():
+            raise RunFolderError(
+                f"cannot go on in the run folder {folder}: it has no {ABOUT} on {os.uname().nodename}, where "
+                "rank 0 is now; hosts that share no disk need rank 0 on the same host as before"
+            )
+        _lock(folder, wait_s)
+        cut_torn_event(folder)
         (folder / SUMMARY).unlink(missing_ok=True)  # of an attempt that has failed
     except OSError as error:
         raise RunFolderError(f"cannot go on in the run folder {folder}: {error.strerror}") from None
 
 
-def _lock(folder: Path) -> None:
+def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
     """Keep every other run out of the folder, however this process ends: the lock is its open file.
 
     Raises:
@@ -110,7 +125,7 @@ def _lock(folder: Path) -> None:
 
     path = folder / _LOCK
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    until = time.monotonic() + _WAIT_S
+    until = time.monotonic() + wait_s
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

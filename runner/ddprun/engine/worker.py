@@ -73,7 +73,7 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: bool = False) -> int
         run_dir: where the run's files go; None makes a new folder under `runs/<name>/`.
         resuming: `run_dir` is the folder of a run that is to go on.
     """
-    die_with_parent()
+    die_with_parent(notes.launcher())
     stop = StopRequest()
     notes.keep_pid()
     prepare_nccl()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -29,6 +29,16 @@ _OTHERS_END_S = 30.0
 """Hosts wait so long for each other at the end, which their ranks come to together."""
 
 _TICK_S = 0.05
+
+Taken = Literal["new", "old", "none", "failing"]
+"""Whether a checkpoint was taken: it was; it could not be, in time; none ever is; ranks fail, too."""
+
+_RESTARTS: dict[Taken, str] = {
+    "new": "another host has come: starting the ranks again, from a new checkpoint",
+    "old": "another host has come: starting the ranks again; no new checkpoint could be taken for that",
+    "none": "another host has come: starting the ranks again, from the beginning",
+    "failing": "starting the ranks again, as the other hosts do",
+}
 
 _MEETING = {
     "last_call_timeout": "3",
@@ -61,6 +71,9 @@ class Agent(LocalElasticAgent):
         self.leaving: signal.Signals | None = None
         """Set by a signal handler: this host leaves the run, after a checkpoint."""
 
+        self.stopping: signal.Signals | None = None
+        """Set by a signal handler: ranks were asked to stop, and so are not started again if they fail."""
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look after the ranks. What starting them again would not change is the end of the run."""
         if self.leaving is not None:
@@ -70,7 +83,10 @@ class Agent(LocalElasticAgent):
         if result.state not in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             return result
         if notes.outcome(self._scratch) is not None:  # a rank went down after the run had ended
-            return RunResult(state=WorkerState.SUCCEEDED)
+            nothing = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=nothing)
+        if self.stopping is not None:
+            raise SignalException(f"ended by {self.stopping.name}", self.stopping)
         failures: dict[int, ProcessFailure] = result.failures
         if any(failure.exitcode == BAD_INPUT for failure in failures.values()):
             raise ChildFailedError("ddprun", failures)
@@ -83,26 +99,25 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:  # here; but hosts have come, or ranks of others failed
-            if self._checkpoint():
-                _tell("another host has come: starting the ranks again, from a new checkpoint")
-            else:
-                _tell("starting the ranks again, as the other hosts do")
+            _tell(_RESTARTS[self._checkpoint()])
         super()._restart_workers(worker_group)
 
-    def _checkpoint(self) -> bool:
-        """Have the ranks take a checkpoint, and wait for it unless they fail; whether there is a new one."""
+    def _checkpoint(self) -> Taken:
+        """Have the ranks take a checkpoint, and wait for it unless they fail."""
         if not self._keeps:
-            return False
-        before, pids = notes.checkpoint(self._scratch), notes.pids(self._scratch)
+            return "none"
+        since, pids = time.monotonic_ns(), notes.pids(self._scratch)
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-        until = time.monotonic() + _CHECKPOINT_S
-        while notes.checkpoint(self._scratch) == before and time.monotonic() < until:
+        while time.monotonic_ns() - since < _CHECKPOINT_S * 1e9:
+            put_ns, written = notes.checkpoint(self._scratch)
+            if put_ns > since:
+                return "new" if written else "old"
             if len(notes.pids(self._scratch)) < max(len(pids), 1):
-                return False
+                return "failing"
             time.sleep(_TICK_S)
-        return notes.checkpoint(self._scratch) != before
+        return "old"
 
 
 def prepare(arguments: Any) -> bool:
@@ -110,8 +125,20 @@ def prepare(arguments: Any) -> bool:
 
     Args:
         arguments: torchrun's own reading of its flags; changed in place.
+
+    Raises:
+        ValueError: it may come to that, and could not work.
     """
     least, most = parse_min_max_nnodes(arguments.nnodes)
+    if most > 1 and arguments.max_restarts and arguments.rdzv_backend == "static":
+        raise ValueError(
+            "the static rendezvous cannot start ranks of several hosts again: "
+            "add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or leave --max-restarts out"
+        )
+    if least < most and not arguments.max_restarts:
+        _tell(
+            f"warning: --nnodes {arguments.nnodes} without --max-restarts: a host that is lost ends the run"
+        )
     if not arguments.max_restarts and least == most:
         return False
     # With a store that outlives the ranks, those of the next start find the addresses of the last one there,

@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -20,7 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddprun import LAUNCHED
-from ddprun.engine.notes import SCRATCH, outcome, pids
+from ddprun.engine.notes import LAUNCHER, SCRATCH, outcome, pids
 from ddprun.engine.place import default_ranks, place_of
 from ddprun.launch import endpoint
 from ddprun.launch.agent import BAD_INPUT, Agent, killed, make_agent, prepare
@@ -62,37 +63,40 @@ def launch(
     command = ["-m", "ddprun", *(["resume", str(run_dir)] if resuming else ["run", str(loaded.path)])]
     if run_dir is not None and not resuming:
         command += ["--run-dir", str(run_dir)]
-    with scratch() as folder:  # torchelastic would leave its own behind
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(scratch())  # torchelastic would leave its own behind
+        except OSError as error:
+            _say(f"cannot make a temporary folder: {error}")
+            return FAILED
         flags["log_dir"] = str(folder)
-        os.environ[SCRATCH] = str(folder)
+        os.environ[SCRATCH], os.environ[LAUNCHER] = str(folder), str(os.getpid())
         try:
-            config, program, arguments = torchrun.config_from_args(_torchrun_arguments(flags, command))
-        except (ValueError, AssertionError) as error:
-            print(loaded.secrets.redact(f"ddprun: {error}"), file=sys.stderr)
-            return BAD_INPUT
-        if told := endpoint.warning(config.rdzv_endpoint):
-            print(told, file=sys.stderr)
-        assert isinstance(program, str)
-        try:
-            return _run(loaded, config, program, arguments, folder, overrides)
-        except (DistError, RendezvousError, OSError) as error:
+            try:
+                config, program, arguments = torchrun.config_from_args(_torchrun_arguments(flags, command))
+                assert isinstance(program, str)
+                keeps = loaded.pipeline.checkpoint.keep > 0
+                agent = make_agent(config, program, arguments, folder, keeps=keeps)
+            except (DistError, RendezvousError):
+                raise
+            except (ValueError, RuntimeError, AssertionError) as error:  # torchrun's ways to refuse flags
+                _say(loaded.secrets.redact(str(error)))
+                return BAD_INPUT
+            return _run(loaded, agent, config, folder, overrides)
+        except (DistError, RendezvousError) as error:
             closed = isinstance(error, RendezvousClosedError)
             told = "the run has ended on another host" if closed else f"cannot meet the other hosts: {error}"
-            print(loaded.secrets.redact(f"ddprun: {told} ({config.rdzv_endpoint})"), file=sys.stderr)
+            _say(loaded.secrets.redact(f"{told} ({flags.get('rdzv_endpoint', '')})"))
+            return FAILED
+        except OSError as error:
+            _say(loaded.secrets.redact(f"the ranks cannot be started: {error}"))
             return FAILED
 
 
-def _run(
-    loaded: Loaded,
-    config: LaunchConfig,
-    program: str,
-    arguments: Sequence[str],
-    folder: Path,
-    overrides: Sequence[str],
-) -> int:
+def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overrides: Sequence[str]) -> int:
+    if told := endpoint.warning(config.rdzv_endpoint):
+        print(told, file=sys.stderr)
     several, elastic = config.max_nodes > 1, config.max_restarts > 0 or config.min_nodes < config.max_nodes
-    keeps = loaded.pipeline.checkpoint.keep > 0
-    agent = make_agent(config, program, arguments, folder, keeps=keeps)
     _pass_signals_on(agent, folder, config)
     keeper = Keeper(
         folder,
@@ -105,6 +109,8 @@ def _run(
         with keeper, handed_on(overrides):
             run_agent(agent)
     except ChildFailedError as error:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: os._exit(SIGNALLED + number))
         if several:
             time.sleep(_OTHERS_LOOK_S)
         return _exit_code(*error.get_first_failure(), keeper.ended)
@@ -146,6 +152,7 @@ def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
             _say(f"{which.name}: this host leaves after a checkpoint; once more ends it at once")
             agent.leaving = which
             return
+        agent.stopping = which
         _say(f"{which.name}: stops after this step; once more ends it at once")
         for pid in found:
             os.kill(pid, signal.SIGINT)

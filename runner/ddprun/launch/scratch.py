@@ -7,9 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
-_PREFIX, _LOCK = "ddprun-launch-", "lock"
+_PREFIX = "ddprun-launch-"
 
 
 @contextmanager
@@ -20,12 +19,18 @@ def scratch() -> Iterator[Path]:
     launcher of the same user on the same host removes it.
     """
     clear_up()
-    with (
-        tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name,
-        (Path(name) / _LOCK).open("w") as lock,
-    ):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield Path(name)
+    while True:
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
+            handle = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                # On the folder itself, which is also how one tells cleaners of temporary files to leave it.
+                fcntl.flock(handle, fcntl.LOCK_EX)
+                if not os.path.isdir(name):  # another launcher was faster, and took it for an old one
+                    continue
+                yield Path(name)
+                return
+            finally:
+                os.close(handle)
 
 
 def clear_up() -> None:
@@ -33,14 +38,9 @@ def clear_up() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's, or another launcher was faster
             if folder.stat().st_uid == os.geteuid():
-                with (folder / _LOCK).open("r+") as lock:
-                    if _is_free(lock):
-                        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_free(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+                handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(handle)

@@ -10,7 +10,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def cut_records(run_dir: Path, step: int) -> None:
-    """Cut the records of all steps after `step`. Events are history and stay, but for a torn last line.
+    """Cut the records of all steps after `step`.
 
     Records stand in the order of their steps as far as a checkpoint is concerned: what belongs to steps up to
     it was written before what belongs to later ones.
@@ -18,6 +18,10 @@ def cut_records(run_dir: Path, step: int) -> None:
     for name in FOLDERS:
         for path in sorted((run_dir / name).glob("rank-*.jsonl")):
             _truncate(path, _end_of(path, step))
+
+
+def cut_torn_event(run_dir: Path) -> None:
+    """Cut a torn last line off the events, which are history and stay; before more are appended."""
     events = run_dir / FILE
     if events.exists():
         _truncate(events, _end_of(events, None))
