@@ -15,7 +15,7 @@ _RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pi
 
 
 def launcher() -> int | None:
-    """The process id of ddprun's launcher, if that started this rank; what the rank starts will not see it."""
+    """The process id of ddprun's launcher, if that started this rank; what that starts will not see it."""
     found = os.environ.pop(LAUNCHER, None)
     return None if found is None else int(found)
 
