@@ -181,3 +181,11 @@ def test_what_is_written_is_a_safetensors_file(tmp_path: Path) -> None:
             assert found[name].dtype == tensor.dtype
     write_tensors(path, {})
     assert read_tensors(path) == load_file(path) == {}
+
+
+def test_the_same_tensors_make_the_same_file(tmp_path: Path) -> None:
+    """What state was made of in another order, as by a resumed run, has the same hash."""
+    tensors = {name: torch.randn(3) for name in "cab"}
+    again = dict(sorted(tensors.items()))
+    assert list(again) != list(tensors)
+    assert write_tensors(tmp_path / "one", tensors) == write_tensors(tmp_path / "other", again)

@@ -74,7 +74,7 @@ class _Entry:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors to a file and bring it to disk.
+    """Write tensors to a file and bring it to disk. The same tensors make the same file, in whatever order.
 
     Args:
         path: the file, made or overwritten.
@@ -88,6 +88,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """
     assert sys.byteorder == "little", "safetensors data are little-endian"
     header, end = {}, 0
+    tensors = dict(sorted(tensors.items()))
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
         described = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
