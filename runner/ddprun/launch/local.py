@@ -75,6 +75,8 @@ def launch(
             try:
                 config, program, arguments = torchrun.config_from_args(_torchrun_arguments(flags, command))
                 assert isinstance(program, str)
+                if told := endpoint.warning(config.rdzv_endpoint):
+                    print(told, file=sys.stderr, flush=True)
                 keeps = loaded.pipeline.checkpoint.keep > 0
                 agent = make_agent(config, program, arguments, folder, keeps=keeps)
             except (DistError, RendezvousError):
@@ -94,8 +96,6 @@ def launch(
 
 
 def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overrides: Sequence[str]) -> int:
-    if told := endpoint.warning(config.rdzv_endpoint):
-        print(told, file=sys.stderr)
     several, elastic = config.max_nodes > 1, config.max_restarts > 0 or config.min_nodes < config.max_nodes
     _pass_signals_on(agent, folder, config)
     keeper = Keeper(
