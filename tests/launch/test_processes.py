@@ -326,17 +326,24 @@ def test_a_signal_while_torch_is_imported_ends_it_at_once(
     assert (done.code, done.stderr) == (code, "")
 
 
-def test_ranks_that_start_while_their_launcher_dies_do_not_stay(folder: Path) -> None:
-    """A rank takes seconds to come to its own code; by then it may have no launcher any more."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_ranks_that_start_while_their_launcher_dies_do_not_stay(folder: Path, stopped: bool) -> None:
+    """A rank takes seconds to come to its own code; by then it may have no launcher, or be stopped."""
     with Running("endless.yaml", cwd=folder) as running:
         end = time.monotonic() + 60
         while not (ranks := running.ranks()) and time.monotonic() < end:
             time.sleep(0.001)
+        for pid in ranks if stopped else ():
+            time.sleep(0.3)  # Python itself has started; torch has not
+            os.kill(pid, signal.SIGSTOP)
         running.process.kill()
         end = time.monotonic() + 20
         while any(is_running(pid) for pid in ranks) and time.monotonic() < end:
             time.sleep(0.05)
-        assert ranks
-        assert not any(is_running(pid) for pid in ranks)
+        left = [pid for pid in ranks if is_running(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
         running.wait(20)
+        assert ranks
+        assert not left
     assert not (folder / "runs").exists()

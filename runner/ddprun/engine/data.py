@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from ddprun.engine.ranks import die_with_parent
 from ddprun.engine.seeding import seed_everything
+from ddprun.orphans import die_with_parent
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,7 @@ from pathlib import Path
 SCRATCH = "DDPRUN_SCRATCH"
 """Environment variable: a folder of this launcher's own, gone when it ends."""
 
-LAUNCHER = "DDPRUN_LAUNCHER"
-"""Environment variable: the launcher's process id. Ranks take seconds to come so far as to notice its end."""
-
 _RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
-
-
-def launcher() -> int | None:
-    """The process id of ddprun's launcher, if that started this rank; what that starts will not see it."""
-    found = os.environ.pop(LAUNCHER, None)
-    return None if found is None else int(found)
 
 
 def attempt_folder() -> Path | None:

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -225,21 +224,3 @@ def _start_of_ranks() -> str:
 
 def _held_by_rank_0() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel end this process when its parent dies, however that dies (Linux).
-
-    Args:
-        parent: its process id, if it may be gone by now; None takes the one there is.
-    """
-    if sys.platform != "linux":
-        return
-    import ctypes
-    import signal
-
-    pr_set_pdeathsig = 1
-    parent = os.getppid() if parent is None else parent
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was told
-        os._exit(1)

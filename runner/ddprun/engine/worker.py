@@ -17,13 +17,14 @@ from ddprun.engine.evaluate import evaluate
 from ddprun.engine.forward import forward
 from ddprun.engine.hang import note_failure, open_watch, prepare_nccl
 from ddprun.engine.place import place_of
-from ddprun.engine.ranks import Environment, Ranks, die_with_parent
+from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.resume import resume
 from ddprun.engine.run_folder import RunFolderError, agree_on_folder
 from ddprun.engine.save import save
 from ddprun.engine.session import Session, StopRequest, open_session
 from ddprun.engine.summary import summarise, write_summary
 from ddprun.engine.train import train
+from ddprun.orphans import die_with_parent
 from ddprun.spec import (
     AverageStage,
     BroadcastStage,
@@ -73,7 +74,7 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: bool = False) -> int
         run_dir: where the run's files go; None makes a new folder under `runs/<name>/`.
         resuming: `run_dir` is the folder of a run that is to go on.
     """
-    die_with_parent(notes.launcher())
+    die_with_parent()
     stop = StopRequest()
     notes.keep_pid()
     prepare_nccl()

@@ -21,13 +21,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddprun import LAUNCHED
-from ddprun.engine.notes import LAUNCHER, SCRATCH, outcome, pids
+from ddprun.engine.notes import SCRATCH, outcome, pids
 from ddprun.engine.place import default_ranks, place_of
 from ddprun.launch import endpoint
 from ddprun.launch.agent import BAD_INPUT, Agent, killed, make_agent, prepare
 from ddprun.launch.agent import run as run_agent
 from ddprun.launch.environment import handed_on
 from ddprun.launch.scratch import scratch
+from ddprun.orphans import LAUNCHER
 from ddprun.spec import Loaded
 from ddprun.watch.keeper import Keeper, address_towards
 
