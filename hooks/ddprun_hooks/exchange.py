@@ -43,7 +43,11 @@ class Posted:
 
     def wait(self) -> Tensor:
         """Every rank's word: shape (world size, length), float64."""
-        self._work.wait()
+        try:
+            self._work.wait()
+        except BaseException:
+            self._ticket.broke()
+            raise
         self._ticket.done()
         return torch.stack(self._gathered)
 
@@ -277,4 +281,8 @@ class Exchange:
         work = self.exact.launch(wanted, 0)
         if isinstance(work, dist.Work):
             ticket.done_when(work.is_completed)  # with NCCL, `wait` waits on the stream alone
-        work.wait()
+        try:
+            work.wait()
+        except BaseException:
+            ticket.broke()
+            raise

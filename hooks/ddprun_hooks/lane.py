@@ -144,13 +144,14 @@ class HostLane:
 
         def arrived(future: Future[Any]) -> None:
             leg.done = now_us()
-            ticket.done()
             try:
                 future.value()
             except BaseException as error:
                 failure = error
+                ticket.broke()
                 self._tell(lambda: self._break(failure))
             else:
+                ticket.done()
                 self._tell(lambda: self._go_on(journey, wanted.output))
 
         done.add_done_callback(arrived)

@@ -15,10 +15,13 @@ class Ticket(Protocol):
     """One collective, from its issue to its end."""
 
     def done(self) -> None:
-        """It has come to its end, well or not."""
+        """It is over."""
+
+    def broke(self) -> None:
+        """It has failed: it stays what this rank waits for, and grows no older."""
 
     def done_when(self, ended: Callable[[], bool]) -> None:
-        """`ended` tells whether it has come to its end; called on any thread, and not once it has said so."""
+        """`ended` tells whether it is over; called on any thread, and not once it has said so."""
 
 
 class Line(Protocol):
@@ -64,6 +67,8 @@ class _Nobody:
 
     def done(self) -> None: ...
 
+    def broke(self) -> None: ...
+
     def done_when(self, ended: Callable[[], bool]) -> None: ...
 
 
@@ -77,5 +82,7 @@ def waiting(line: Line, op: str, what: str, peers: Sequence[int] | None = None) 
     ticket = line.issue(op, what=what, peers=peers)
     try:
         yield
-    finally:
-        ticket.done()
+    except BaseException:
+        ticket.broke()
+        raise
+    ticket.done()

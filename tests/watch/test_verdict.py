@@ -57,6 +57,18 @@ def test_a_rank_that_waits_for_another_is_not_the_cause() -> None:
     assert (found.why, found.ranks) == ("late", (3,))
 
 
+def test_a_rank_that_has_told_of_the_hang_and_ended_is_judged_by_what_it_waited_for() -> None:
+    """Another host's ranks may find a hang first, and have ended when this one asks."""
+    over = [
+        replace(one, told=True, state="Z", beat_age_s=9.0)
+        for one in (seen(2, (5,), wait(0, 5, ALL)), seen(3, (4,)))
+    ]
+    found = judge(0, boards(seen(0, (5,), wait(0, 5, ALL)), seen(1, (5,), wait(0, 5, ALL)), *over))
+    assert (found.why, found.ranks) == ("late", (3,))
+    assert doing(over[0]).startswith("is in backward of step 3")
+    assert doing(replace(over[0], told=False)).startswith("has ended")
+
+
 def test_a_stopped_rank_is_late_even_if_it_has_issued_everything() -> None:
     """It was stopped with the collective under way."""
     waits = wait(0, 5, ALL)

@@ -16,6 +16,7 @@ from ddprun.watch.board import Board, Seen, read, read_all, seen_from
 from ddprun.watch.desk import Desk, ask, ask_all
 from ddprun.watch.watcher import HANG, Overdue, Watch
 from ddprun_hooks.payload import ParamSlice, Payload
+from ddprun_hooks.watch import waiting
 
 
 def watch(folder: Path | None, timeout_s: float = 0.4) -> tuple[Watch, list[list[Overdue]], threading.Event]:
@@ -104,6 +105,25 @@ def test_a_collective_that_takes_too_long_rings_the_alarm_with_its_bucket(tmp_pa
     assert one.ticket.described == "bucket 7 of gradients"
     assert 0.4 < one.age_s < 4
     assert not others
+
+
+def test_a_collective_that_failed_is_still_what_this_rank_waits_for(tmp_path: Path) -> None:
+    """Ranks that end over a hang break the others' collectives. It does not ring by growing older."""
+    it, _, _ = watch(tmp_path, timeout_s=30)
+    line = it.line("world.0", [0, 1])
+    ended = threading.Event()
+    line.issue("all_reduce", what="one").done()
+    two = line.issue("all_reduce", what="two")
+    two.done_when(ended.is_set)
+    ended.set()
+    assert it.overdue(0) == []  # over, as far as one can see
+    with pytest.raises(ConnectionError), waiting(line, "broadcast", "three"):
+        raise ConnectionError
+    two.broke()
+    first = {one.ticket.what: one.age_s for one in it.overdue(0)}
+    time.sleep(0.05)
+    assert {one.ticket.what: one.age_s for one in it.overdue(0)} == first
+    assert first.keys() == {"two", "three"}
 
 
 def test_another_ranks_alarm_is_heard(tmp_path: Path) -> None:

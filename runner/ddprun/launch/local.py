@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -108,12 +107,15 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
     )
     try:
         with keeper, handed_on(overrides):
-            run_agent(agent)
+            try:
+                run_agent(agent)
+            except ChildFailedError:
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, lambda number, _: os._exit(SIGNALLED + number))
+                if several:
+                    keeper.linger(_OTHERS_LOOK_S)
+                raise
     except ChildFailedError as error:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda number, _: os._exit(SIGNALLED + number))
-        if several:
-            time.sleep(_OTHERS_LOOK_S)
         return _exit_code(*error.get_first_failure(), keeper.ended)
     except SignalException as caught:
         print(f"ddprun: stopped by {signal.Signals(caught.sigval).name}", file=sys.stderr)

@@ -95,6 +95,11 @@ class Seen:
         """It does nothing, not even watch."""
         return self.stopped or self.state in ("Z", "gone") or self.beat_age_s > LIFELESS_S
 
+    @property
+    def lost(self) -> bool:
+        """It does nothing, and not because it has told of a hang and ended, as every rank then does."""
+        return self.lifeless and not self.told
+
     def plain(self) -> dict[str, Any]:
         """As JSON can carry it; `seen_from` reads it back."""
         return {**asdict(self), "waits": plain_waits(self.waits)}

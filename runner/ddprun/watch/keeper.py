@@ -83,9 +83,19 @@ class Keeper:
             self._desk.shutdown()
             self._desk.server_close()
 
+    def linger(self, for_s: float) -> None:
+        """The launcher is at its end, and other hosts may still ask about its ranks."""
+        self._give_up = None
+        time.sleep(for_s)
+
     def look(self) -> dict[int, Seen]:
-        """The boards of the ranks that are there."""
-        return {rank: seen for place in self._places() for rank, seen in _living(place).items()}
+        """The boards of the ranks that are there, and of those that have just told of a hang and ended.
+
+        A hang is found on one host first. Until another host asks, the ranks of this one may have ended.
+        """
+        places = self._places()
+        ended = {rank: seen for place in places[-1:] for rank, seen in read_all(place).items() if seen.told}
+        return ended | {rank: seen for place in places for rank, seen in _living(place).items()}
 
     def _places(self) -> list[Path]:
         """One folder for each time that ranks were started."""

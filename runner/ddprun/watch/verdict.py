@@ -31,7 +31,7 @@ def judge(me: int, seen: Mapping[int, Seen]) -> Verdict:
         one = seen.get(rank)
         if one is None:
             silent.append(rank)
-        elif rank != me and (one.lifeless or not one.waits):
+        elif rank != me and (one.lost or not one.waits):
             late.append(rank)
         else:
             visited += [other for other in _ahead(one, seen) if other not in visited]
@@ -54,7 +54,7 @@ def _ahead(one: Seen, seen: Mapping[int, Seen]) -> list[int]:
     if late:
         return late
     unseen = [rank for rank in others if rank not in seen]
-    return unseen or [rank for rank in others if seen[rank].lifeless]
+    return unseen or [rank for rank in others if seen[rank].lost]
 
 
 def _count(seen: Seen, wait: Wait) -> int:
@@ -94,16 +94,16 @@ def doing(one: Seen) -> str:
     """What a rank is at."""
     where = f" of step {one.step}" if one.step else ""
     stage = f" ({one.stage})" if one.stage else ""
-    if one.state in ("Z", "gone"):
+    if one.state in ("Z", "gone") and one.lost:
         return f"has ended; its last turn was {one.phase}{where}{stage}"
     if one.stopped:
         state = f"its process ({one.pid}) is stopped, by SIGSTOP or a debugger; it was"
-    elif one.lifeless:
+    elif one.lost:
         state = f"its process ({one.pid}) gives no sign of life (state {one.state}); it was"
     else:
         state = "is"
     told = f"{state} in {one.phase}{where}{stage}, for {one.phase_age_s:.1f} s"
-    if one.waits and not one.lifeless:
+    if one.waits and not one.lost:
         wait = one.waits[0]
         told += f", and waits in {wait.op} {wait.number} of {wait.name} ({wait.what})"
     return told + (f", at {one.at}" if one.at else "")

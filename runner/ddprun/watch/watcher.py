@@ -69,6 +69,7 @@ class Ticket:
 
     __slots__ = (
         "_line",
+        "broken",
         "bucket",
         "ended",
         "kind",
@@ -102,9 +103,15 @@ class Ticket:
         self.since = now_us()
         self.lost_us = lost_us
         self.ended: Callable[[], bool] | None = None
+        self.broken: int | None = None
+        """When, in microseconds."""
 
     def done(self) -> None:
         self._line.outstanding.pop(self.number, None)
+
+    def broke(self) -> None:
+        self.broken, self.ended = now_us(), None
+        self._line.outstanding[self.number] = self  # one that failed may already have been taken for over
 
     def done_when(self, ended: Callable[[], bool]) -> None:
         self.ended = ended
@@ -242,7 +249,8 @@ class Watch:
         now, found = now_us(), []
         for line in self._lines:
             for ticket in list(line.outstanding.values()):
-                age_s = (now - ticket.since - (self.lost_us - ticket.lost_us)) / 1e6
+                until = now if ticket.broken is None else ticket.broken
+                age_s = (until - ticket.since - (self.lost_us - ticket.lost_us)) / 1e6
                 if age_s < after_s and ticket.ended is None:
                     continue
                 if ticket.ended is not None and _says_so(ticket.ended):

@@ -1,0 +1,54 @@
+"""What the launcher answers for its ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from ddprun.watch.keeper import Keeper
+
+RANK = """
+import sys
+from pathlib import Path
+
+from ddprun.watch.board import Board
+
+board = Board(int(sys.argv[1]), Path(sys.argv[2]))
+if sys.argv[3] == "told":
+    board.told()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def rank(number: int, folder: Path, told: str) -> "subprocess.Popen[str]":
+    """A process with a board, once that is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", RANK, str(number), str(folder), told],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_ranks_that_have_told_of_a_hang_and_ended_are_still_answered_for(tmp_path: Path) -> None:
+    """Those of the last start alone; ranks that ended otherwise are none any more."""
+    keeper = Keeper(tmp_path, 8, None)
+    before, now = tmp_path / "run" / "attempt_0", tmp_path / "run" / "attempt_1"
+    processes = [
+        rank(5, before, "told"),
+        rank(0, now, ""),
+        rank(1, now, "told"),
+        rank(2, now, ""),
+    ]
+    try:
+        assert sorted(keeper.look()) == [0, 1, 2, 5]
+        for process in processes[:3]:
+            process.communicate(timeout=30)
+        assert sorted(keeper.look()) == [1, 2]
+    finally:
+        for process in processes:
+            process.communicate(timeout=30)
