@@ -12,7 +12,6 @@ from tests.ranks import as_processes
 
 MODULE = """
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -22,13 +21,13 @@ RANK = int(os.environ["RANK"])
 
 
 class Samples(torch.utils.data.Dataset):
-    \"\"\"Writes down which sample was asked for; kills its rank where the file `kill` says so.\"\"\"
+    \"\"\"Writes down which sample was asked for; signals its rank where the file `kill` says so.\"\"\"
 
     def __init__(self):
         self.asked = 0
         self.kill = None
         if Path("kill").exists():
-            rank, self.kill = map(int, Path("kill").read_text().split())
+            rank, self.kill, self.signal = map(int, [*Path("kill").read_text().split(), "9"][:3])
             self.kill = self.kill if rank == RANK else None
 
     def __len__(self):
@@ -38,7 +37,7 @@ class Samples(torch.utils.data.Dataset):
         self.asked += 1
         time.sleep(0.01)  # so that the first checkpoint is on disk soon
         if self.asked == self.kill:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.signal)
         with Path(f"asked-{RANK}").open("a") as file:
             print(index, file=file)
         generator = torch.Generator().manual_seed(index)

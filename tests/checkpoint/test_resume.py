@@ -1,13 +1,17 @@
 """A run that was killed goes on from its newest checkpoint, bit for bit."""
 
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.folder import steps_in
-from tests.checkpoint.runs import CNN, MLP, check, prepare, run
+from tests.checkpoint.runs import CNN, MLP, as_rank, asked, check, prepare, run
 from tests.engine.running import lines, summary
-from tests.ranks import ddprun
+from tests.ranks import as_processes, ddprun
 
 SYNCS = [
     "every_step",
@@ -97,3 +101,50 @@ def test_independent_replicas_cannot_change_their_number(tmp_path: Path) -> None
     done = ddprun("resume", "run", "--nproc-per-node=3", cwd=tmp_path)
     assert done.code == 2, done.stderr
     assert "its ranks train independently, so another number of ranks cannot go on with it" in done.stderr
+
+
+def test_a_stage_that_is_done_cannot_become_another(tmp_path: Path) -> None:
+    """Even though it is the last one that took steps, and could be made longer."""
+    prepare(tmp_path, "every_step", "[]")
+    run_dir = run(tmp_path, 1)
+    pipeline = run_dir / "pipeline.yaml"
+    text = pipeline.read_text()
+    was = "- train:  # line 16\n      epochs: 2"
+    assert was in text
+    pipeline.write_text(text.replace(was, "- forward:\n      epochs: 3"))
+    done = ddprun("resume", "run", cwd=tmp_path)
+    assert done.code == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "these stages are done, or have begun" in done.stderr
+
+
+def blind_in_rank_0(folder: Path, run_dir: Path) -> int:
+    """As where rank 0 is now on a host that does not have the disk with the checkpoints."""
+    os.dup2(os.open(folder / f"told-{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
+    if os.environ["RANK"] == "0":
+        checkpoints.steps_in = lambda root: []
+    return as_rank(folder, run_dir, True)
+
+
+def test_rank_0_has_to_see_the_checkpoints_that_others_see(tmp_path: Path) -> None:
+    """Starting anew would lose them."""
+    prepare(tmp_path, "every_step", "[]")
+    run_dir = run(tmp_path, 2)
+    before = steps_in(run_dir / "checkpoints")
+    as_processes(2, blind_in_rank_0, tmp_path, run_dir, cwd=tmp_path, may_die=True)
+    told = "".join(file.read_text() for file in tmp_path.glob("told-*"))
+    assert told.count("sees none: rank 0 has to be where they are") == 1, told
+    assert "Traceback" not in told
+    assert steps_in(run_dir / "checkpoints") == before
+
+
+def test_a_checkpoint_that_is_asked_for_in_a_stages_last_step_is_taken(tmp_path: Path) -> None:
+    """All ranks agree on it, and no step of the stage is left in which they could hear of it."""
+    prepare(tmp_path, "every_step", "[]")
+    text = (tmp_path / "p.yaml").read_text().replace("every: 3, keep: 2", "every: 0, keep: 9")
+    (tmp_path / "p.yaml").write_text(text)
+    (tmp_path / "kill").write_text(f"1 18 {signal.SIGUSR1.value}")
+    run_dir = run(tmp_path, 2)
+    looked = len(asked(tmp_path, 1)) - 2 * 31 - 16
+    assert 3 * 4 < 18 - looked <= 4 * 4, "the signal comes in another step"
+    assert 4 in steps_in(run_dir / "checkpoints")

@@ -233,3 +233,9 @@ def test_shuffling_an_iterable_is_refused() -> None:
     """It has an order of its own."""
     with pytest.raises(ValueError, match=r"loader\.shuffle must be false"):
         feed(Stream(8), 0, 2, shuffle=True)
+
+
+def test_no_epochs_left_are_no_steps() -> None:
+    """A run may be resumed with fewer epochs than it has done."""
+    source = feed(Ids(21), 0, 2)
+    assert [source.steps_left(2, epochs) for epochs in (2, 1, 0, -1)] == [4, 2, 0, 0]

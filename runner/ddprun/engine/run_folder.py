@@ -26,6 +26,10 @@ class RunFolderError(Exception):
     """The folder for the run's files cannot be used: bad input."""
 
 
+class FolderInUseError(RunFolderError):
+    """Another run has it."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """A run's folder, as rank 0 sees it."""
@@ -59,8 +63,10 @@ def agree_on_folder(
         if before is not None or resuming:
             folder = Path(before) if before is not None else wanted
             assert folder is not None
-            restarted = before is not None
-            _take_over(folder, _wait_s(loaded) if restarted else _WAIT_S)
+            if before is None:
+                _take_over(folder, _WAIT_S)
+            else:
+                _take_over_again(folder, _wait_s(loaded))
         else:
             now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
             folder = wanted or Path("runs") / loaded.pipeline.name / f"{now}-{secrets.token_hex(2)}"
@@ -99,6 +105,18 @@ def _wait_s(loaded: Loaded) -> float:
     return max(_WAIT_S, min(_LEASE_S, 0.8 * loaded.pipeline.launch.timeout_s))
 
 
+def _take_over_again(folder: Path, wait_s: float) -> None:
+    """For ranks that are started again: it is a lost one of them that has the folder. The next may get it.
+
+    Raises:
+        TimeoutError: it is not let go.
+    """
+    try:
+        _take_over(folder, wait_s)
+    except FolderInUseError as error:
+        raise TimeoutError(f"{error}, which has not let go of it within {wait_s:g} s") from None
+
+
 def _take_over(folder: Path, wait_s: float) -> None:
     try:
         if not (folder / ABOUT).is_file():
@@ -117,7 +135,7 @@ def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
     """Keep every other run out of the folder, however this process ends: the lock is its open file.
 
     Raises:
-        RunFolderError: another run is in it.
+        FolderInUseError: another run is in it.
     """
     if sys.platform == "win32":
         return
@@ -134,7 +152,7 @@ def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
             if time.monotonic() > until:
                 os.close(handle)
                 by = path.read_text().strip() or "another run"
-                raise RunFolderError(f"the run folder {folder} is in use by {by}") from None
+                raise FolderInUseError(f"the run folder {folder} is in use by {by}") from None
             time.sleep(0.1)
     os.ftruncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode())

@@ -1,0 +1,85 @@
+"""The folder of a run is one run's at a time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddprun.engine import run_folder
+from ddprun.engine.run_folder import ABOUT, SUMMARY, FolderInUseError, RunFolderError
+from ddprun.spec import load
+
+PIPELINE = """
+model: {mlp: {inputs: 64, outputs: 10}}
+data: digits
+optimizer: sgd
+stages: [save]
+"""
+
+HOLD = """
+import fcntl
+import os
+import sys
+import time
+
+handle = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(handle, fcntl.LOCK_EX)
+os.write(handle, b"process 7 on node1\\n")
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def held(folder: Path, for_s: float) -> "subprocess.Popen[str]":
+    """Another process that has the folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder / "run.lock"), str(for_s)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_run_that_goes_on_waits_for_its_predecessors_lock(tmp_path: Path) -> None:
+    """A rank 0 that was killed is gone soon; the lock then falls to the next one."""
+    (tmp_path / ABOUT).write_text("{}")
+    (tmp_path / SUMMARY).write_text("{}")
+    with held(tmp_path, 1.5) as other:
+        run_folder._take_over(tmp_path, 30)
+        assert other.wait(30) == 0
+    assert (tmp_path / "run.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
+    assert not (tmp_path / SUMMARY).exists(), "it told of the attempt before"
+
+
+def test_a_folder_that_another_run_has_is_refused(tmp_path: Path) -> None:
+    """After a while, with its name; nothing in it is touched."""
+    (tmp_path / ABOUT).write_text("{}")
+    (tmp_path / SUMMARY).write_text("{}")
+    with held(tmp_path, 60) as other:
+        with pytest.raises(FolderInUseError, match="is in use by process 7 on node1"):
+            run_folder._take_over(tmp_path, 0.3)
+        with pytest.raises(
+            TimeoutError, match=r"by process 7 on node1, which has not let go of it within 0\.3 s"
+        ):
+            run_folder._take_over_again(tmp_path, 0.3)  # a failure, after which ranks are started again
+        other.kill()
+    assert (tmp_path / SUMMARY).exists()
+
+
+def test_a_folder_that_is_not_here_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    """As where rank 0 is on another host after a restart, and the hosts share no disk."""
+    with pytest.raises(RunFolderError, match=r"has no run\.json on .*need rank 0 on the same host"):
+        run_folder._take_over(tmp_path / "elsewhere", 1)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(("timeout_s", "wait_s"), [("5", 10.0), ("100", 80.0), ("3600", 120.0)])
+def test_a_restart_waits_as_long_as_a_network_disk_may_keep_a_lock(
+    tmp_path: Path, timeout_s: str, wait_s: float
+) -> None:
+    """But not so long that the other ranks, which wait for it, take that for a hang."""
+    (tmp_path / "p.yaml").write_text(PIPELINE)
+    loaded = load(tmp_path / "p.yaml", [f"launch.timeout_s={timeout_s}"])
+    assert run_folder._wait_s(loaded) == wait_s

@@ -1,0 +1,94 @@
+"""The launcher's temporary folder, and what ranks leave in it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddprun.engine import notes
+from ddprun.launch.scratch import clear_up, scratch
+
+OPEN = """
+import sys
+
+from ddprun.launch.scratch import scratch
+
+with scratch() as folder:
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary folders are made, here and in processes that the test starts."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield tmp_path
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+def test_only_the_folder_of_a_launcher_that_is_gone_is_removed(temporary: Path) -> None:
+    """One that was killed could not clear up; one that runs needs its folder."""
+    living, dead = (
+        subprocess.Popen(
+            [sys.executable, "-c", OPEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    )
+    try:
+        folders = []
+        for process in (living, dead):
+            assert process.stdout is not None
+            folders.append(Path(process.stdout.readline().strip()))
+        (folders[1] / "note").touch()
+        dead.kill()
+        dead.communicate(timeout=30)
+        assert all(folder.is_dir() for folder in folders)
+        with scratch() as own:
+            assert own.is_dir()
+            assert [folder.is_dir() for folder in folders] == [True, False]
+        living.communicate(timeout=30)
+        clear_up()
+        assert list(temporary.iterdir()) == []
+    finally:
+        for process in (living, dead):
+            process.kill()
+            process.communicate(timeout=30)
+
+
+def test_the_end_of_a_run_is_left_for_the_launcher(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives the exit code then. Where it cannot be left, as on a full disk, the rank gives it itself."""
+    monkeypatch.setenv(notes.SCRATCH, str(temporary))
+    assert notes.outcome(temporary) is None
+    assert notes.keep_outcome(3) == 0
+    assert notes.outcome(temporary) == 3
+    monkeypatch.setenv(notes.SCRATCH, str(temporary / "nowhere"))
+    assert notes.keep_outcome(3) == 3
+    notes.keep_checkpoint(5, True)
+    notes.keep_run_dir(temporary)
+    assert notes.run_dir() is None
+    monkeypatch.delenv(notes.SCRATCH)
+    assert notes.keep_outcome(3) == 3
+
+
+def test_only_children_that_do_not_fail_are_signalled(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number may be another process's by now."""
+    monkeypatch.setenv(notes.SCRATCH, str(temporary))
+    notes.keep_pid()
+    assert notes.pids(temporary) == [], "this process is no child of its own"
+    child = subprocess.Popen([sys.executable, "-c", OPEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        (temporary / "pids" / str(child.pid)).touch()
+        assert notes.pids(temporary) == [child.pid]
+    finally:
+        child.kill()
+        child.communicate(timeout=30)
+    assert notes.pids(temporary) == []
+    notes.drop_pid()
+    assert not (temporary / "pids" / str(os.getpid())).exists()
