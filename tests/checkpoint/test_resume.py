@@ -9,7 +9,7 @@ import pytest
 
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.folder import steps_in
-from tests.checkpoint.runs import CNN, MLP, as_rank, asked, check, prepare, run
+from tests.checkpoint.runs import CNN, MLP, as_rank, asked, check, final, prepare, run
 from tests.engine.running import lines, summary
 from tests.ranks import as_processes, ddprun
 
@@ -101,6 +101,27 @@ def test_independent_replicas_cannot_change_their_number(tmp_path: Path) -> None
     done = ddprun("resume", "run", "--nproc-per-node=3", cwd=tmp_path)
     assert done.code == 2, done.stderr
     assert "its ranks train independently, so another number of ranks cannot go on with it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sync", "hooks", "precision"),
+    [("every_step", "[{topk: {density: 0.1}}]", "fp16"), ("{diloco: {every: 3}}", "[int8]", "fp32")],
+)
+def test_a_finished_run_that_gets_more_stages_is_as_if_it_had_had_them(
+    tmp_path: Path, sync: str, hooks: str, precision: str
+) -> None:
+    """The last checkpoint has what a stage leaves to the next: momentum, residuals, place in the data."""
+    whole, later = tmp_path / "whole", tmp_path / "later"
+    more = "  - train: {steps: 7}\n  - save: {to: again.safetensors}\n"
+    prepare(whole, sync, hooks, precision=precision)
+    with (whole / "p.yaml").open("a") as file:
+        file.write(more)
+    expected = final(run(whole, 2))
+    prepare(later, sync, hooks, precision=precision)
+    first = final(run(later, 2))
+    with (later / "p.yaml").open("a") as file:
+        file.write(more)
+    assert final(run(later, 2, resuming=True)) == expected != first
 
 
 def test_a_stage_that_is_done_cannot_become_another(tmp_path: Path) -> None:
