@@ -43,6 +43,11 @@ class Samples(torch.utils.data.Dataset):
         generator = torch.Generator().manual_seed(index)
         noise = 0.1 * torch.randn(1, 8, 8)  # of the generator that is part of the state
         return torch.randn(1, 8, 8, generator=generator) + noise, index % 10
+
+
+def loud(output, target):
+    \"\"\"A loss whose gradients overflow fp16 until the loss scale has come down.\"\"\"
+    return 512 * torch.nn.functional.cross_entropy(output, target)
 """
 
 PIPELINE = """

@@ -10,7 +10,7 @@ import pytest
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.folder import steps_in
 from tests.checkpoint.runs import CNN, MLP, as_rank, asked, check, final, prepare, run
-from tests.engine.running import lines, summary
+from tests.engine.running import events, lines, summary
 from tests.ranks import as_processes, ddprun
 
 SYNCS = [
@@ -112,15 +112,19 @@ def test_a_finished_run_that_gets_more_stages_is_as_if_it_had_had_them(
 ) -> None:
     """The last checkpoint has what a stage leaves to the next: momentum, residuals, place in the data."""
     whole, later = tmp_path / "whole", tmp_path / "later"
+    loss = "loss: samples.loud\n" if precision == "fp16" else ""
     more = "  - train: {steps: 7}\n  - save: {to: again.safetensors}\n"
     prepare(whole, sync, hooks, precision=precision)
     with (whole / "p.yaml").open("a") as file:
-        file.write(more)
+        file.write(more + loss)
     expected = final(run(whole, 2))
+    skipped = [event["step"] for event in events(whole / "run") if event["event"] == "step_skipped"]
+    assert bool(skipped) == (precision == "fp16"), "the loss scale has changed"
     prepare(later, sync, hooks, precision=precision)
+    text = (later / "p.yaml").read_text()
+    (later / "p.yaml").write_text(text + loss)
     first = final(run(later, 2))
-    with (later / "p.yaml").open("a") as file:
-        file.write(more)
+    (later / "p.yaml").write_text(text + more + loss)
     assert final(run(later, 2, resuming=True)) == expected != first
 
 
