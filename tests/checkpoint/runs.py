@@ -108,17 +108,25 @@ def told(run_dir: Path) -> list[tuple[Any, ...]]:
     return [(line["rank"], line["step"], line["samples"], line["loss"]) for line in lines(run_dir, "steps")]
 
 
-def check(folder: Path, ranks: int, *settings: str, seed: int = 0) -> None:
-    """Run it whole; run it again, kill a rank at a random moment, resume: the end is the same."""
+def check(folder: Path, ranks: int, *settings: str, after: int | None = None) -> None:
+    """Run it whole; run it again, kill a rank at a random moment, resume: the end is the same.
+
+    Args:
+        folder: for both runs.
+        ranks: how many.
+        settings: as `prepare` takes them.
+        after: kill it in one of the three steps after this one; None: anywhere.
+    """
     whole, broken = folder / "whole", folder / "broken"
     prepare(whole, *settings)
     expected = final(run(whole, ranks))
     prepare(broken, *settings)
-    draw = random.Random(f"{settings} {ranks} {seed}")
+    draw = random.Random(f"{settings} {ranks} 0")
     victim = draw.randrange(ranks)
     samples = len(asked(whole, victim))
     # Between the first checkpoint and the end; a step of all ranks takes 4 samples of each.
-    (broken / "kill").write_text(f"{victim} {draw.randrange(4 * 4, samples)}")
+    moments = range(4 * 4, samples) if after is None else range(4 * after + MOST_LOOKED, 4 * (after + 3))
+    (broken / "kill").write_text(f"{victim} {draw.choice(moments)}")
     run_dir = run(broken, ranks, may_die=True)
     assert not (run_dir / "checkpoints" / max(p.name for p in (whole / "run/checkpoints").iterdir())).exists()
     (broken / "kill").unlink()

@@ -64,8 +64,9 @@ def close(ranks: list[CheckpointWriter]) -> None:
 
 
 def test_all_parts_are_one_checkpoint(tmp_path: Path) -> None:
-    """With everybody's files, and only the newest are kept."""
+    """With everybody's files; only the newest are kept, and at the end nothing that was not finished."""
     ranks = writers(tmp_path)
+    folder.unfinished(tmp_path, 5, "before-0").mkdir()
     for step in (10, 20, 30):
         outcome = everyone(ranks, step, wait=step == 30)
         assert outcome.problem is None
