@@ -115,7 +115,7 @@ def test_a_finished_run_that_gets_more_stages_is_as_if_it_had_had_them(
     """The last checkpoint has what a stage leaves to the next: momentum, residuals, place in the data."""
     whole, later = tmp_path / "whole", tmp_path / "later"
     loss = "loss: samples.loud\n" if precision == "fp16" else ""
-    more = "  - train: {steps: 7}\n  - save: {to: again.safetensors}\n"
+    more = "  - train: {steps: 7, sync: every_step}\n  - save: {to: again.safetensors}\n"
     prepare(whole, sync, hooks, precision=precision)
     with (whole / "p.yaml").open("a") as file:
         file.write(more + loss)
