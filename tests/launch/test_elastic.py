@@ -156,12 +156,12 @@ def told(event: dict[str, Any]) -> float:
     return datetime.fromisoformat(event["time"]).timestamp()
 
 
-def check(folder: Path, unbroken: dict[str, Any]) -> list[int]:
+def check(folder: Path, unbroken: dict[str, Any], within: float = 0.01) -> list[int]:
     """The run is done, nothing was seen twice or never, and it has learned as much as if nothing had been."""
     found = summary(folder / "two")
     assert found["status"] == "done"
     assert found["samples"] == EPOCHS * SAMPLES
-    assert abs(found["metrics"]["accuracy"] - unbroken["metrics"]["accuracy"]) < 0.01
+    assert abs(found["metrics"]["accuracy"] - unbroken["metrics"]["accuracy"]) < within
     return check_samples(folder)
 
 
@@ -264,7 +264,7 @@ def test_a_host_that_comes_is_taken_in(tmp_path: Path, unbroken: dict[str, Any])
         done = ended([first, second])
     assert [one.code for one in done] == [0, 0], [one.stderr for one in done]
     assert "another host has come: starting the ranks again, from a new checkpoint" in done[0].stderr
-    starts = check(tmp_path, unbroken)
+    starts = check(tmp_path, unbroken, within=0.02)  # with half the batch for a part of the run
     assert len(starts) == 2
     # Not the one at the end, for which a host that comes would wait.
     assert 0 < starts[1] < 0.9 * SAMPLES * EPOCHS / (2 * BATCH)
