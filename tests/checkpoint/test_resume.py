@@ -105,6 +105,20 @@ def test_independent_replicas_cannot_change_their_number(tmp_path: Path) -> None
     assert "its ranks train independently, so another number of ranks cannot go on with it" in done.stderr
 
 
+def test_checkpoints_change_nothing(tmp_path: Path) -> None:
+    """Taken amid the rounds of local SGD: every rank's losses, and the means that ranks tell each other."""
+    found = []
+    for name, every in (("with", "every: 3"), ("without", "every: 0")):
+        prepare(tmp_path / name, "{local_sgd: {every: 4}}", "[int8]")
+        file = tmp_path / name / "p.yaml"
+        file.write_text(file.read_text().replace("every: 3", every))
+        run_dir = run(tmp_path / name, 2)
+        told = [(one["rank"], one["step"], one["loss"], one["mean_loss"]) for one in lines(run_dir, "steps")]
+        found.append(sorted(told, key=lambda one: one[:2]))
+    assert found[0] == found[1]
+    assert len([mean for *_, mean in found[0] if mean is not None]) > 8
+
+
 @pytest.mark.parametrize(
     ("sync", "hooks", "precision"),
     [("every_step", "[{topk: {density: 0.1}}]", "fp16"), ("{diloco: {every: 3}}", "[int8]", "fp32")],
