@@ -178,7 +178,7 @@ def test_a_rank_that_sleeps_in_its_third_backward_is_named_by_all_others(folder:
     nothing_left(folder, before, ranks)
 
 
-@pytest.mark.parametrize("stopped", [1, 0])
+@pytest.mark.parametrize("stopped", [pytest.param(1, marks=pytest.mark.slow), 0])
 def test_a_stopped_rank_is_named_and_ended(folder: Path, stopped: int) -> None:
     """SIGSTOP stops its watch, too; and rank 0 may hold the store and the event log."""
     before = set(Path("/dev/shm").iterdir())
@@ -205,9 +205,21 @@ def test_a_stopped_rank_is_named_and_ended(folder: Path, stopped: int) -> None:
     ("where", "call", "options", "told"),
     [
         pytest.param(
-            "building", 1, (), r"before the first stage\): rank 1 .*\n.*\n.* making the", id="building"
+            "building",
+            1,
+            (),
+            r"before the first stage\): rank 1 .*\n.*\n.* making the",
+            id="building",
+            marks=pytest.mark.slow,
         ),
-        pytest.param("backward", 1, (), r"the first stage\): rank 1 .*\n.*\n.* freezing the", id="warm-up"),
+        pytest.param(
+            "backward",
+            1,
+            (),
+            r"the first stage\): rank 1 .*\n.*\n.* freezing the",
+            id="warm-up",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "data", 16 * 4 + 1, (), r"train, step \d\): rank 1 (.*\n)*.* in data of step", id="data"
         ),
@@ -224,6 +236,7 @@ def test_a_stopped_rank_is_named_and_ended(folder: Path, stopped: int) -> None:
             ("--set=stages[0].train.steps=3",),
             r"\(stages\[1\]\.evaluate\): rank 1 .*\n.*\n.* sums of the evaluation\n.* in evaluate",
             id="evaluate",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -256,7 +269,10 @@ def test_a_host_whose_ranks_are_all_stopped_is_ended_by_its_launcher(folder: Pat
     assert not any(map(is_running, ranks))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGTERM, 130, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
+)
 def test_a_stopped_rank_ends_with_its_launcher(folder: Path, number: signal.Signals, code: int) -> None:
     """Before any timeout: it goes on to stop after its step, or is killed if the launcher is."""
     with started(folder, "--set=launch.timeout_s=600") as running:
@@ -293,7 +309,7 @@ def by_hand(folder: Path, rank: int, size: int, port: int, *options: str) -> "su
     )
 
 
-@pytest.mark.parametrize("stopped", [2, 0])
+@pytest.mark.parametrize("stopped", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_every_other_rank_exits_1_under_any_launcher(folder: Path, stopped: int) -> None:
     """Ranks that find each other by the store alone. If that is in the stopped rank, nobody waits for it:
     then each tells the screen.

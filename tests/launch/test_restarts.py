@@ -38,7 +38,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("module", [[], TORCHRUN], ids=["ddprun", "torchrun"])
+@pytest.mark.parametrize(
+    "module",
+    [pytest.param([], id="ddprun"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)],
+)
 def test_a_killed_rank_is_started_again_and_goes_on(tmp_path: Path, module: list[str], whole: Path) -> None:
     """From the newest checkpoint, with no more than the launcher's own flag; the end has the same bits."""
     (tmp_path / "p.yaml").write_text(PIPELINE)

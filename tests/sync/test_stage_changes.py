@@ -188,7 +188,12 @@ def test_uneven_data_counts_every_sample_once(tmp_path: Path, sync: str, hooks: 
 
 
 @pytest.mark.parametrize(
-    "sync", ["{local_sgd: {every: 50}}", "independent", "{diloco: {every: 20, overlap_steps: 9}}"]
+    "sync",
+    [
+        pytest.param("{local_sgd: {every: 50}}", marks=pytest.mark.slow),
+        "independent",
+        "{diloco: {every: 20, overlap_steps: 9}}",
+    ],
 )
 def test_an_interrupt_ends_every_policy(tmp_path: Path, sync: str) -> None:
     """SIGINT while ranks train apart: exit code 130, a summary that says so, nobody waits for ever."""
