@@ -14,16 +14,16 @@ def flight(ready: int, handed_over: int, done: int, *slices: Slice[int]) -> Flig
 
 
 def in_backward(end_us: int, flights: Sequence[Flight[int]], all_ready_us: float) -> Exposed:
-    return exposed(Traffic(flights, flights, [tail(flights, end_us)]), all_ready_us)
+    return exposed(Traffic(flights, flights, [tail(flights, end_us)]), [all_ready_us] * len(flights))
 
 
 def test_an_exchange_of_an_earlier_step_costs_only_the_waiting_that_is_left() -> None:
     """It set out in another step: its time in the hook belongs there; 15 µs are waited for here."""
     landed = Traffic(landed=[flight(100, 120, 515)], waits=[(500, 515)])
-    split = exposed(landed, all_ready_us=130.0)
+    split = exposed(landed, [130.0])
     assert (split.hook_us, split.wait_us, split.wire_us) == (0, 0, 15)
     set_out = Traffic(sent=[flight(100, 120, 515)])
-    split = exposed(set_out, all_ready_us=130.0)
+    split = exposed(set_out, [])
     assert (split.hook_us, split.wait_us, split.wire_us) == (20, 0, 0)
 
 
@@ -40,6 +40,15 @@ def test_hook_work_of_other_threads_counts_while_the_training_thread_waits() -> 
     mine = Slice(100, 118, "encode", True)
     split = in_backward(200, [flight(100, 120, 195, mine, hidden, decode)], 150.0)
     assert (split.hook_us, split.wait_us, split.wire_us) == (30, 30, 40)
+
+
+def test_each_bucket_is_matched_with_its_own_last_rank() -> None:
+    """The first bucket was on the wire while the last rank still worked at the second: the wire was busy
+    from 130 to 160 and from 190 on; in between nothing could move.
+    """
+    flights = [flight(100, 110, 160), flight(115, 120, 240)]
+    split = exposed(Traffic(flights, flights, [(120, 250)]), [130.0, 190.0])
+    assert (split.hook_us, split.wait_us, split.wire_us) == (15, 10 + 30, 30 + 60)
 
 
 @pytest.mark.parametrize(("all_ready", "wait"), [(0.0, 0), (120.0, 0), (1e9, 80)])

@@ -14,7 +14,7 @@ what is under way comes in; ranks become equal again
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -35,7 +35,8 @@ from ddprun.spec import (
 )
 from ddprun.sync.optimizer_state import average_state
 from ddprun.sync.policy import Effect, Policy, Workplace, after
-from ddprun.telemetry.ledger import Agreed
+from ddprun.telemetry.step import Agreed
+from ddprun.telemetry.stragglers import Straggler
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,8 @@ def open_course(session: Session, stage: StepStage) -> Course:
     session.host_count = settings.sync.options.get("hosts")
     session.buffers.gradients_everywhere = policy.gradients_everywhere
     session.ledger.patience = policy.patience
+    exchanged = session.dispatcher.layout if settings.gradients and session.dispatcher is not None else ()
+    session.ledger.begin_stage([tuple(param.name for param in bucket.params) for bucket in exchanged])
     signature = f"{policy.describe()}; {stack.described}; {place.buckets().layouts!r}"
     if settings.gradients and session.dispatcher is not None:
         dispatcher, world = session.dispatcher, session.exchange.gradients.world
@@ -313,6 +316,7 @@ class _Teller:
         self._session = course.session
         self._started = time.monotonic()
         self._overflows = 0
+        self._late: Straggler | None = None
         self._newest: Agreed | None = None
 
     def tell(self, words: list[Agreed]) -> None:
@@ -323,6 +327,8 @@ class _Teller:
             if agreed.overflow is not None:
                 self._overflows += 1
                 self._tell_overflow(agreed)
+            if agreed.straggler_is_news:
+                self._tell_straggler(agreed)
             self._show(agreed.step - self._first)
 
     def between(self, done: int) -> None:
@@ -332,6 +338,20 @@ class _Teller:
     def _show(self, done: int) -> None:
         rate = (done - self._resumed_at) / (time.monotonic() - self._started)
         self._session.screen.step(done, self._newest, self._session.ledger.own_loss, rate)
+
+    def _tell_straggler(self, agreed: Agreed) -> None:
+        """A rank is late now, or no longer: the event each time, a line on the screen when one begins."""
+        now, before = agreed.straggler, self._late
+        self._late = now
+        if now is None:
+            assert before is not None
+            self._session.events.info("straggler_over", step=agreed.step, straggler=before.rank)
+            return
+        facts = {**asdict(now), "straggler": now.rank}
+        del facts["rank"]
+        self._session.events.warning("straggler", step=agreed.step, **facts)
+        share = f"{now.late_us / now.step_us:.0%} of the time between two synchronisations"
+        self._session.screen.note(f"step {agreed.step}: {now.words()}, {share}; the others wait for it")
 
     def _tell_overflow(self, agreed: Agreed) -> None:
         """A cast has made a mean infinite: the event each time, a line on the screen the first time."""

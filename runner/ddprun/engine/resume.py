@@ -28,6 +28,7 @@ from ddprun.spec import AverageStage, BroadcastStage, PipelineError, StepStage
 from ddprun.spec.changes import changes, schedule_changed
 from ddprun.telemetry.cut import cut_records
 from ddprun.telemetry.records import Totals
+from ddprun.telemetry.step import NOTHING_ADDED
 
 _CHUNK_BYTES = 64 << 20
 
@@ -291,6 +292,7 @@ def _divided(ledgers: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dic
     mine = [ledger["totals"] for place, ledger in enumerate(ledgers) if place % ranks == rank]
     return {
         "totals": [sum(column) for column in zip(*mine, strict=True)] if mine else Totals().numbers(),
-        "round": [0.0, 0, 0, 0, 0],
+        "round": NOTHING_ADDED,
         "own_loss": ledgers[0]["own_loss"],
+        "stragglers": ledgers[0]["stragglers"] if rank == 0 else [],
     }

@@ -38,6 +38,7 @@ from ddprun.telemetry.events import event_log
 from ddprun.telemetry.gather import Records
 from ddprun.telemetry.ledger import Ledger
 from ddprun.telemetry.progress import Screen, screen_for
+from ddprun.telemetry.stragglers import Stragglers
 from ddprun_hooks.dispatcher import Dispatcher
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.exchange import Control, Exchange, open_control
@@ -264,7 +265,16 @@ def open_session(
 
     records = Records(run_dir, control, ranks.tell_all)
     clock = clock_for(device)
-    ledger = Ledger(clock=clock, control=control, writer=records.writer, every=pipeline.timings.every)
+    timings = pipeline.timings
+    ledger = Ledger(
+        clock=clock,
+        control=control,
+        writer=records.writer,
+        every=timings.every,
+        stragglers=Stragglers(timings.straggler_window, timings.straggler_over)
+        if control.rank == 0
+        else None,
+    )
     carrier = Carrier(exchange, ledger, pipeline.ddp.bucket_cap_mb * 2**20)
     wanted = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
     automatic = any(setting.when == "auto" for setting in wanted)

@@ -131,7 +131,11 @@ class _DryRun:
             buffers=self._buffers,
             dispatcher=None,
             feed=SimpleNamespace(epoch=0),
-            ledger=SimpleNamespace(lap=lambda part: None, write_aside=lambda stage, step: None),
+            ledger=SimpleNamespace(
+                lap=lambda part: None,
+                write_aside=lambda stage, step: None,
+                begin_stage=lambda params: None,
+            ),
             events=event_log(None, dict),
             screen=Silent(),
             step=0,

@@ -135,6 +135,12 @@ class Timings(Options):
     fidelity_every: NonNegativeInt = 0
     """Compare each bucket of every n-th step with the exact mean gradient; 0 never does."""
 
+    straggler_window: Annotated[int, Field(ge=2, le=10_000)] = 20
+    """Steps in which ranks synchronise, over which is judged whether one is late."""
+
+    straggler_over: Annotated[float, Field(gt=0, lt=100)] = 0.1
+    """A rank is late if the others wait for it for more than this share of a step."""
+
 
 class Audit(Options):
     """Whether parameters are compared between ranks."""

@@ -1,21 +1,22 @@
 """The ledger of steps: marks in the step, agreement with the other ranks beside it, records after it.
 
 At the end of a step in which ranks synchronise, each rank posts one small control word (loss, samples, when
-its last payload was ready, whether a stop is wanted) and reads it a step later (`patience`), when it has long
-arrived. So all ranks learn the mean loss, divide their waiting alike and stop at the same step, and none of
-that costs a wait. A step in which ranks do not synchronise posts nothing: its loss is in the next step's word
-that does.
+its payloads were ready, what it did before, whether a stop is wanted) and reads it a step later (`patience`),
+when it has long arrived. So all ranks learn the mean loss, divide their waiting alike and stop at the same
+step, and none of that costs a wait. A step in which ranks do not synchronise posts nothing: its loss is in
+the next step's word that does.
 """
 
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from ddprun.telemetry.clock import Clock
+from ddprun.telemetry.overflow import overflow
 from ddprun.telemetry.records import (
     PARTS,
     VERSION,
@@ -27,146 +28,12 @@ from ddprun.telemetry.records import (
     exposed,
     tail,
 )
+from ddprun.telemetry.step import Agreed, Marks, Round, Settled, Step
+from ddprun.telemetry.stragglers import Stragglers
+from ddprun.telemetry.word import Word, Words, told_buckets
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.exchange import Control, Posted
 from ddprun_hooks.flight import Flight
-from ddprun_hooks.payload import Kind
-
-_KINDS: tuple[Kind, ...] = get_args(Kind)
-_BUCKETS = 1_000_000
-"""More than any model has: a bucket's number and its kind go into one number of the control word."""
-
-_CODES = 3
-_CHECKPOINT = 2  # beside 1, the wish to stop
-
-
-@dataclass(slots=True)
-class Marks:
-    """Traffic of a step that runs, its times still marks."""
-
-    sent: list[Flight[Any]] = field(default_factory=list)
-    landed: list[Flight[Any]] = field(default_factory=list)
-    waits: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def read(self, clock: Clock) -> Traffic:
-        """The traffic in microseconds."""
-        us = clock.us
-        landed = [flight.mapped(us) for flight in self.landed]
-        # What has not landed yet is not complete; of it only the time inside its hooks is wanted.
-        sent = [_set_out(flight, clock) for flight in self.sent]
-        return Traffic(sent, landed, [(us(start), us(end)) for start, end in self.waits])
-
-
-def _set_out(flight: Flight[Any], clock: Clock) -> Flight[int]:
-    return Flight(
-        flight.kind,
-        flight.bucket,
-        flight.hooks,
-        flight.dtype,
-        flight.numel,
-        flight.bytes,
-        ready=clock.us(flight.ready),
-        handed_over=clock.us(flight.handed_over),
-    )
-
-
-@dataclass(slots=True)
-class Step:
-    """One step while it runs."""
-
-    number: int
-    stage: int
-    laps: list[tuple[str, Any]]
-    """(part that ended here, mark); the first entry only starts the time."""
-
-    flights: list[Flight[Any]] = field(default_factory=list)
-    """Gradient buckets of the backward pass."""
-
-    sync: Marks = field(default_factory=Marks)
-    """What else was exchanged: changes of parameters, buffers."""
-
-    backward_end: Any = None
-    losses: list[tuple[Tensor, int]] = field(default_factory=list)
-    """(mean loss of a micro-batch, samples) of this rank."""
-
-    synchronised: bool = True
-    stop: bool = False
-    checkpoint: bool = False
-    compare_clocks: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Overflow:
-    """A bucket whose mean a hook's cast made infinite though no rank's values were."""
-
-    kind: Kind
-    bucket: int
-    hook: str
-    params: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """What all ranks know alike about one finished step, and about those since the last one like it."""
-
-    step: int
-    mean_loss: float
-    """Mean over all samples of all ranks since the ranks synchronised before."""
-
-    rank_losses: tuple[float, ...]
-    """Each rank's own mean."""
-
-    stop: bool
-    """Some rank wants to stop."""
-
-    checkpoint: bool
-    """Some rank was asked for a checkpoint."""
-
-    compare_clocks: bool
-    """Rank 0 wants the clocks compared again."""
-
-    overflow: Overflow | None = None
-    """The first that is known."""
-
-
-@dataclass(slots=True)
-class _Settled:
-    """A finished step whose marks have become microseconds."""
-
-    step: Step
-    us: dict[str, int]
-    start_us: int
-    backward: Traffic
-    sync: Traffic
-    loss: float
-    samples: int
-
-    @property
-    def landed(self) -> list[Flight[int]]:
-        return [*self.backward.landed, *self.sync.landed]
-
-
-@dataclass(slots=True)
-class _Round:
-    """This rank's losses since the last control word, and what its hooks have found."""
-
-    loss_sum: float = 0.0
-    samples: int = 0
-    steps: int = 0
-    last_step: int = 0
-    code: int = 0
-    flights: list[Flight[int]] = field(default_factory=list)
-
-    def find(self, landed: Sequence[Flight[int]]) -> None:
-        """Keep the first finding."""
-        self.code = self.code or _first_finding(landed)
-        self.flights += [flight for flight in landed if flight.findings]
-
-    def add(self, number: int, loss: float, samples: int) -> None:
-        self.loss_sum += loss * samples if samples else 0.0
-        self.samples += samples
-        self.steps += 1
-        self.last_step = number
 
 
 class Ledger:
@@ -177,9 +44,18 @@ class Ledger:
         control: for the control word.
         writer: takes the records.
         every: write the records of every n-th step.
+        stragglers: looks for late ranks; on rank 0 alone.
     """
 
-    def __init__(self, *, clock: Clock, control: Control, writer: Writer, every: int) -> None:
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        control: Control,
+        writer: Writer,
+        every: int,
+        stragglers: Stragglers | None = None,
+    ) -> None:
         self.totals = Totals()
         self.offset_us = 0.0
         """How far this rank's clock is ahead of rank 0's."""
@@ -195,13 +71,25 @@ class Ledger:
         self._control = control
         self._writer = writer
         self._every = every
+        self.stragglers = stragglers
+        self._buckets = 0  # gradient buckets of the stage
         self._closed: deque[Step] = deque()  # ended, marks not read yet
         # step; what found something; control word under way
-        self._posted: deque[tuple[int, _Settled | None, list[Flight[int]], Posted]] = deque()
-        self._round = _Round()
+        self._posted: deque[tuple[int, Settled | None, list[Flight[int]], Posted]] = deque()
+        self._round = Round()
         self._step: Step | None = None
         self._aside = Marks()  # traffic outside of steps
         self._last_end: Any = None  # mark of the last step's end, within a stage
+
+    def begin_stage(self, params: Sequence[tuple[str, ...]]) -> None:
+        """Steps of another stage begin.
+
+        Args:
+            params: of each gradient bucket that ranks exchange in it; the same on all ranks.
+        """
+        self._buckets = len(params)
+        if self.stragglers is not None:
+            self.stragglers.begin_stage(params)
 
     @property
     def current(self) -> Step:
@@ -283,52 +171,60 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """What has been added up; after `drain`."""
-        own = self._round
         return {
             "totals": self.totals.numbers(),
-            "round": [own.loss_sum, own.samples, own.steps, own.last_step, own.code],
+            "round": self._round.plain(),
             "own_loss": self.own_loss,
+            "stragglers": [] if self.stragglers is None else self.stragglers.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on adding up."""
         self.totals = Totals.of(state["totals"])
-        self._round = _Round(*state["round"])
+        self._round = Round.of(state["round"])
         self.own_loss = state["own_loss"]
+        if self.stragglers is not None:
+            self.stragglers.load_state_dict(state["stragglers"])
 
     def write_aside(self, stage: int, step: int) -> None:
         """Write the records of what was exchanged between steps, and count it."""
         traffic, self._aside = self._aside.read(self._clock), Marks()
         self._round.find(traffic.landed)
         self._count_traffic(traffic.landed, 0)
-        self._write_buckets(traffic.landed, stage, step)
+        self._write_buckets([(flight, None) for flight in traffic.landed], stage, step)
 
     def _close(self, step: Step) -> None:
         settled = self._settle(step)
-        self._round.add(step.number, settled.loss, settled.samples)
-        self._round.find(settled.landed)
+        self._round.add(settled)
         self.own_loss = settled.loss
         if step.synchronised:
             self._post(step.number, settled)
         else:
-            self._finish(settled, None, [0.0, 0.0])
+            self._finish(settled, None)
 
-    def _post(self, number: int, settled: _Settled | None) -> None:
+    def _post(self, number: int, settled: Settled | None) -> None:
         """Send the control word of a step in which ranks synchronised, or of those since the last one."""
-        found = self._round
-        word = [found.loss_sum, found.samples, 0.0, 0.0, 0.0, 0.0, float(found.code)]
+        found, self._round = self._round, Round()
+        word = Word(found.loss_sum, found.samples, code=found.code, spent=found.spent)
         if settled is not None:
-            step = settled.step
-            ready = [traffic.last_ready_us for traffic in (settled.backward, settled.sync)]
-            word[2:6] = [
-                *(0.0 if at is None else at - self.offset_us for at in ready),
-                float(step.stop + _CHECKPOINT * step.checkpoint),
-                float(step.compare_clocks),
-            ]
-        self._round = _Round()
-        self._posted.append((number, settled, found.flights, self._control.post(word)))
+            step, at = settled.step, settled.sync.last_ready_us
+            word = replace(
+                word,
+                stop=step.stop,
+                checkpoint=step.checkpoint,
+                compare_clocks=step.compare_clocks,
+                sync_ready=0.0 if at is None else at - self.offset_us,
+                ready=self._ready(settled),
+            )
+        posted = self._control.post(word.numbers(self._buckets))
+        self._posted.append((number, settled, found.flights, posted))
 
-    def _settle(self, step: Step) -> _Settled:
+    def _ready(self, settled: Settled) -> list[float]:
+        """When this rank had the buckets ready that a word tells of; none if it exchanged no gradients."""
+        at = {flight.bucket: flight.ready - self.offset_us for flight in settled.backward.landed}
+        return [at.get(bucket, 0.0) for bucket in told_buckets(self._buckets)] if at else []
+
+    def _settle(self, step: Step) -> Settled:
         start = self._clock.us(step.laps[0][1])
         us = dict.fromkeys(PARTS, 0)
         before = start
@@ -345,30 +241,38 @@ class Ledger:
         sync = step.sync.read(self._clock)
         self._clock.rebase(step.laps[-1][1])
         loss = loss_sum / samples if samples else math.nan
-        return _Settled(step, us, start, backward, sync, loss, samples)
+        return Settled(step, us, start, backward, sync, loss, samples)
 
     def _collect(self) -> Agreed:
         number, settled, finders, posted = self._posted.popleft()
-        words = posted.wait()  # (ranks, 7)
-        losses, samples, backward, sync, stop, clocks, found = words.unbind(1)
-        mean = float(losses.sum() / samples.sum())
+        words = Words(posted.wait())
         if settled is not None:
-            self._finish(settled, mean, [float(ready.max()) + self.offset_us for ready in (backward, sync)])
+            self._finish(settled, words)
+        news = self.stragglers is not None and settled is not None and self.stragglers.add(number, words)
         return Agreed(
             step=number,
-            mean_loss=mean,
-            rank_losses=tuple((losses / samples).tolist()),
-            stop=bool((stop % _CHECKPOINT).any()),
-            checkpoint=bool((stop >= _CHECKPOINT).any()),
-            compare_clocks=bool(clocks[0]),
-            overflow=_overflow(found.long().tolist(), finders),
+            mean_loss=words.mean_loss,
+            rank_losses=words.rank_losses,
+            stop=words.stop,
+            checkpoint=words.checkpoint,
+            compare_clocks=words.compare_clocks,
+            overflow=overflow(words.codes, finders),
+            straggler=None if self.stragglers is None else self.stragglers.now,
+            straggler_is_news=news,
         )
 
-    def _finish(self, settled: _Settled, mean: float | None, all_ready_us: Sequence[float]) -> None:
-        """Divide a step's time as far as all ranks' clocks allow, count it, write it."""
-        us = settled.us
-        in_backward = exposed(settled.backward, all_ready_us[0])
-        in_sync = exposed(settled.sync, all_ready_us[1])
+    def _finish(self, settled: Settled, words: Words | None) -> None:
+        """Divide a step's time as far as all ranks' clocks allow, count it, write it.
+
+        Args:
+            settled: the step.
+            words: of all ranks; None: they have not met in it.
+        """
+        us, known = settled.us, self._all_ready(settled, words)
+        in_backward, in_sync = (
+            exposed(traffic, [at or 0.0 for at in ready])
+            for traffic, ready in zip((settled.backward, settled.sync), known, strict=True)
+        )
         us["backward_us"] -= in_backward.total_us
         us["sync_us"] -= in_sync.total_us
         us["exposed_hook_us"] = in_backward.hook_us + in_sync.hook_us
@@ -376,9 +280,22 @@ class Ledger:
         us["exposed_wire_us"] = in_backward.wire_us + in_sync.wire_us
         self._count(settled, in_backward, in_sync)
         if settled.step.number % self._every == 0:
-            self._write(settled, mean)
+            ready = [at for row in known for at in row]
+            self._write(settled, list(zip(settled.landed, ready, strict=True)), words)
 
-    def _count(self, settled: _Settled, *splits: Exposed) -> None:
+    def _all_ready(self, settled: Settled, words: Words | None) -> list[list[float | None]]:
+        """When the last rank had each payload of backward, and beside it, ready, on this rank's clock."""
+        gradients = [] if words is None else words.all_ready(self._buckets)
+        beside = 0.0 if words is None else float(words.sync_ready.max())
+        return [
+            [
+                gradients[flight.bucket] + self.offset_us if gradients else None
+                for flight in settled.backward.landed
+            ],
+            [beside + self.offset_us if beside else None for _ in settled.sync.landed],
+        ]
+
+    def _count(self, settled: Settled, *splits: Exposed) -> None:
         totals = self.totals
         totals.steps += 1
         totals.samples += settled.samples
@@ -391,7 +308,9 @@ class Ledger:
         self.totals.communication_us += max(communication_us(landed), exposed_us)
         self.totals.wire_bytes += sum(flight.wire_bytes for flight in landed)
 
-    def _write(self, settled: _Settled, mean_loss: float | None) -> None:
+    def _write(
+        self, settled: Settled, landed: Sequence[tuple[Flight[int], float | None]], words: Words | None
+    ) -> None:
         rank, step = self._control.rank, settled.step
         line = {
             "v": VERSION,
@@ -400,43 +319,20 @@ class Ledger:
             "step": step.number,
             "samples": settled.samples,
             "loss": settled.loss,
-            "mean_loss": mean_loss,
+            "mean_loss": None if words is None else words.mean_loss,
             "start_us": settled.start_us,
             **settled.us,
             "step_us": sum(settled.us.values()),
         }
         self._writer.put(f"steps/rank-{rank:05}.jsonl", lambda: [line])
-        self._write_buckets(settled.landed, step.stage, step.number)
+        self._write_buckets(landed, step.stage, step.number)
 
-    def _write_buckets(self, flights: Sequence[Flight[int]], stage: int, step: int) -> None:
+    def _write_buckets(
+        self, landed: Sequence[tuple[Flight[int], float | None]], stage: int, step: int
+    ) -> None:
         rank = self._control.rank
-        if flights:
+        if landed:
             self._writer.put(
                 f"buckets/rank-{rank:05}.jsonl",
-                lambda: [bucket_record(f, rank=rank, stage=stage, step=step) for f in flights],
+                lambda: [bucket_record(*one, rank=rank, stage=stage, step=step) for one in landed],
             )
-
-
-def _first_finding(flights: Sequence[Flight[int]]) -> int:
-    """The first payload that did not come back finite, as a number for the control word.
-
-    0: all did. Else its kind, its bucket, and 1: this rank's values were finite, or 2: they were not.
-    """
-    for flight in sorted(flights, key=lambda flight: (flight.kind, flight.bucket)):
-        for finding in flight.findings:
-            if code := int(finding.code):
-                return _CODES * (_BUCKETS * _KINDS.index(flight.kind) + flight.bucket) + code
-    return 0
-
-
-def _overflow(found: Sequence[int], flights: Sequence[Flight[int]]) -> Overflow | None:
-    """What all ranks' numbers come to; the same on every rank, since all get the same mean."""
-    if not any(found) or any(number % _CODES == 2 for number in found):
-        return None
-    kind, bucket = divmod(max(found) // _CODES, _BUCKETS)
-    for flight in flights:
-        if (flight.kind, flight.bucket) == (_KINDS[kind], bucket):
-            hook = next((finding.hook for finding in flight.findings), "")
-            names = tuple(param.name for param in flight.params)
-            return Overflow(flight.kind, bucket, hook, names)
-    return None

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ddprun.telemetry.ledger import Agreed
+from ddprun.telemetry.step import Agreed
 
 _LINES_PER_STAGE = 10
 _LINE_EVERY_S = 30.0
@@ -83,7 +83,10 @@ class Plain:
             return
         self._next_time = time.monotonic() + _LINE_EVERY_S
         of = "" if self._steps is None else f"/{self._steps}"
-        self.note(f"{self._stage}: step {done}{of}, {losses(agreed, own_loss)}, {steps_per_s:.1f} steps/s")
+        late = lateness(agreed)
+        self.note(
+            f"{self._stage}: step {done}{of}, {losses(agreed, own_loss)}, {steps_per_s:.1f} steps/s{late}"
+        )
 
     def end(self) -> None: ...
 
@@ -123,7 +126,7 @@ class Bar:
         if not last and now < self._next_time:
             return
         self._next_time = now + _REDRAW_EVERY_S
-        tail = f"{losses(agreed, own_loss)}, {steps_per_s:.1f} steps/s"
+        tail = f"{losses(agreed, own_loss)}, {steps_per_s:.1f} steps/s{lateness(agreed)}"
         self._progress.update(self._task, completed=done, tail=tail)
         self._progress.refresh()
 
@@ -151,6 +154,11 @@ def losses(agreed: Agreed | None, own_loss: float) -> str:
     return f"mean loss {agreed.mean_loss:.4f} (rank 0: {agreed.rank_losses[0]:.4f})"
 
 
+def lateness(agreed: Agreed | None) -> str:
+    """Who is late just now, as the end of a line; nothing if nobody is."""
+    return "" if agreed is None or agreed.straggler is None else f"; {agreed.straggler.words()}"
+
+
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The closing table of a run."""
     metrics: Mapping[str, float] = summary["metrics"]
@@ -172,9 +180,22 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             ", ".join(f"rank {rank}: {s:.2f} s" for rank, s in enumerate(summary["straggler_wait_s"][:8]))
             + (", …" if len(summary["straggler_wait_s"]) > 8 else ""),
         ),
+        ("stragglers", _stragglers(summary["stragglers"])),
         *_audit_rows(summary["audit"]),
         ("run folder", str(summary["run_dir"])),
     ]
+
+
+def _stragglers(found: Sequence[Mapping[str, Any]]) -> str:
+    if not found:
+        return "none"
+    worst = max(found, key=lambda one: one["late_us"] * (one["last_step"] - one["first_step"] + 1))
+    where = "" if worst["bucket"] is None else f", bucket {worst['bucket']}"
+    more = f"; and {len(found) - 1} more" if len(found) > 1 else ""
+    return (
+        f"rank {worst['rank']} by {worst['late_us'] / 1000:.1f} ms ({worst['cause']}{where}) in steps "
+        f"{worst['first_step']} to {worst['last_step']}{more}"
+    )
 
 
 def _audit_rows(audit: Mapping[str, Any] | None) -> list[tuple[str, str]]:

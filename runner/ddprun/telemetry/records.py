@@ -1,6 +1,6 @@
 """Step and bucket records: the fields, and how a step's time is divided (`docs/records.md`)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,6 +42,16 @@ class Traffic:
         """When this rank had the last of what landed ready."""
         return max((flight.ready for flight in self.landed), default=None)
 
+    @property
+    def in_hooks_us(self) -> int:
+        """How long hooks ran on the training thread while payloads set out."""
+        return sum(_handed_over(flight) - flight.ready for flight in self.sent)
+
+    @property
+    def waited_us(self) -> int:
+        """All of the waiting."""
+        return sum(end - start for start, end in self.waits)
+
 
 def tail(flights: Sequence[Flight[int]], end_us: int) -> tuple[int, int]:
     """When a backward pass that ended at `end_us` only waited: its last bucket was handed over."""
@@ -62,43 +72,55 @@ class Exposed:
         return self.hook_us + self.wait_us + self.wire_us
 
 
-def exposed(traffic: Traffic, all_ready_us: float) -> Exposed:
+def exposed(traffic: Traffic, all_ready_us: Sequence[float]) -> Exposed:
     """Divide what an exchange cost the training thread.
 
-    `hook`: hooks that ran on the training thread, and hook work elsewhere while it waited. `wait`: the rest
-    of its waiting until the last rank had its last payload ready. `wire`: the rest of its waiting after that.
+    `hook`: hooks that ran on the training thread, and hook work elsewhere while it waited. `wire`: the rest
+    of its waiting in which some payload that every rank had ready was under way, or all had arrived. `wait`:
+    what is left: nothing could move, because some rank had not come so far.
 
     Args:
         traffic: what was sent and waited for.
-        all_ready_us: when the last rank had its last payload ready, on this rank's clock.
+        all_ready_us: of each payload that was waited for, when the last rank had it ready, on this rank's
+            clock.
     """
-    hook = sum(_handed_over(flight) - flight.ready for flight in traffic.sent)
-    pieces = [p for flight in traffic.landed for p in flight.slices if not p.on_training_thread]
+    hook = traffic.in_hooks_us
     wait = wire = 0
+    work = [
+        (piece.start, piece.done)
+        for flight in traffic.landed
+        for piece in flight.slices
+        if not piece.on_training_thread
+    ]
+    moving = [
+        (round(ready), flight.done or 0) for flight, ready in zip(traffic.landed, all_ready_us, strict=True)
+    ]
+    last = round(max(all_ready_us, default=0.0))
     for start, end in traffic.waits:
-        split = round(min(max(all_ready_us, start), end))
-        before = sum(_overlap(piece.start, piece.done, start, split) for piece in pieces)
-        after = sum(_overlap(piece.start, piece.done, split, end) for piece in pieces)
-        hook += before + after
-        wait += split - start - before
-        wire += end - split - after
+        at_work = _covered(work, start, end)
+        under_way = _covered([*work, *moving, (last, end)], start, end) - at_work
+        hook += at_work
+        wire += under_way
+        wait += end - start - at_work - under_way
     return Exposed(hook, wait, wire)
+
+
+def _covered(stretches: Iterable[tuple[int, int]], low: int, high: int) -> int:
+    """How much of the time from `low` to `high` lies in at least one of the stretches."""
+    total = 0
+    for start, end in sorted(stretches):
+        start, end = max(start, low), min(end, high)
+        if start < end:
+            total += end - start
+            low = end
+    return total
 
 
 def communication_us(flights: Sequence[Flight[int]]) -> int:
     """Time during which at least one bucket was under way, from ready to done, in microseconds."""
-    total = 0
-    covered: int | None = None
-    for flight in sorted(flights, key=lambda flight: flight.ready):
-        start, end = flight.ready, flight.done
-        assert end is not None
-        if covered is None or start > covered:
-            total += end - start
-            covered = end
-        elif end > covered:
-            total += end - covered
-            covered = end
-    return total
+    stretches = [(flight.ready, flight.done or flight.ready) for flight in flights]
+    start = min((start for start, _ in stretches), default=0)
+    return _covered(stretches, start, max((end for _, end in stretches), default=0))
 
 
 def launch_us(flight: Flight[int]) -> int:
@@ -106,8 +128,18 @@ def launch_us(flight: Flight[int]) -> int:
     return flight.legs[0].start if flight.legs else flight.ready
 
 
-def bucket_record(flight: Flight[int], *, rank: int, stage: int, step: int) -> dict[str, Any]:
-    """One line of `buckets/rank-….jsonl`."""
+def bucket_record(
+    flight: Flight[int], all_ready_us: float | None, *, rank: int, stage: int, step: int
+) -> dict[str, Any]:
+    """One line of `buckets/rank-….jsonl`.
+
+    Args:
+        flight: the bucket's journey.
+        all_ready_us: when the last rank had it ready, on this rank's clock; None: ranks have not told.
+        rank: this one.
+        stage: that is running.
+        step: of the run.
+    """
     fidelity = {"fidelity": asdict(flight.fidelity)} if flight.fidelity is not None else {}
     return {
         "v": VERSION,
@@ -124,6 +156,7 @@ def bucket_record(flight: Flight[int], *, rank: int, stage: int, step: int) -> d
         "between_hosts_bytes": flight.between_hosts_bytes,
         "hooks": list(flight.hooks),
         "ready_us": flight.ready,
+        "all_ready_us": None if all_ready_us is None else round(all_ready_us),
         "launch_us": launch_us(flight),
         "done_us": flight.done,
         "encode_us": sum(piece.done - piece.start for piece in flight.slices if piece.phase == "encode"),
@@ -168,7 +201,3 @@ class Totals:
 def _handed_over(flight: Flight[int]) -> int:
     assert flight.handed_over is not None, "a finished flight has been handed over"
     return flight.handed_over
-
-
-def _overlap(start: int, end: int, low: int, high: int) -> int:
-    return max(0, min(end, high) - max(start, low))

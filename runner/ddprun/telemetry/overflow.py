@@ -1,0 +1,54 @@
+"""Which hook's cast made a mean infinite though no rank's values were: ranks find out together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from ddprun_hooks.flight import Flight
+from ddprun_hooks.payload import Kind
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_BUCKETS = 1_000_000
+"""More than any model has: a bucket's number and its kind go into one number of the control word."""
+
+_CODES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """A bucket whose mean a hook's cast made infinite though no rank's values were."""
+
+    kind: Kind
+    bucket: int
+    hook: str
+    params: tuple[str, ...]
+
+
+def first_finding(flights: Sequence[Flight[int]]) -> int:
+    """The first payload that did not come back finite, as a number for the control word.
+
+    0: all did. Else its kind, its bucket, and 1: this rank's values were finite, or 2: they were not.
+    """
+    for flight in sorted(flights, key=lambda flight: (flight.kind, flight.bucket)):
+        for finding in flight.findings:
+            if code := int(finding.code):
+                return _CODES * (_BUCKETS * _KINDS.index(flight.kind) + flight.bucket) + code
+    return 0
+
+
+def overflow(found: Sequence[int], flights: Sequence[Flight[int]]) -> Overflow | None:
+    """What all ranks' numbers come to; the same on every rank, since all get the same mean.
+
+    Args:
+        found: each rank's `first_finding`.
+        flights: of this rank, that have found something.
+    """
+    if not any(found) or any(number % _CODES == 2 for number in found):
+        return None
+    kind, bucket = divmod(max(found) // _CODES, _BUCKETS)
+    for flight in flights:
+        if (flight.kind, flight.bucket) == (_KINDS[kind], bucket):
+            hook = next((finding.hook for finding in flight.findings), "")
+            names = tuple(param.name for param in flight.params)
+            return Overflow(flight.kind, bucket, hook, names)
+    return None

@@ -1,0 +1,186 @@
+"""Stragglers: which rank the others wait for, since what, and by how much.
+
+In all-reduce every rank leaves a step when the last one has come, so that steps take equally long on all of
+them and a step's time tells nobody who was late. What tells it is when each rank had each bucket ready: the
+control word has that, and what each rank's training thread did before.
+
+A rank is late by the distance of its last ready time to the median of the others'. It is a straggler if it is
+late by more than a share of the step in the median over a window of steps, and by more than what the other
+ranks scatter by. Its cause is where it spent more than the median of the others: of what is left when all
+parts are taken off, its communication came to an end later than theirs.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ddprun.telemetry.word import Spent, Words, told_buckets
+
+Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]
+
+_CAUSES: dict[str, Cause] = {
+    "data_us": "data",
+    "forward_us": "forward",
+    "backward_us": "backward",
+    "hook_us": "communication",
+    "optimizer_us": "optimizer",
+    "sync_us": "sync",
+    "other_us": "sync",
+}
+_LEAST_US = 500.0
+"""Less is not told from what clocks and a busy machine do."""
+
+_SPREADS = 3.0
+_MOST_SPELLS = 200
+
+
+@dataclass(slots=True)
+class Straggler:
+    """A rank that was late for some time, for one cause."""
+
+    rank: int
+    cause: Cause
+    bucket: int | None
+    """The gradient bucket that came late, if backward is the cause and gradients are exchanged."""
+
+    params: tuple[str, ...]
+    """The parameters in that bucket."""
+
+    late_us: float
+    """By how much, in the median of a step; the mean over windows."""
+
+    step_us: float
+    """How long a step takes, in the median."""
+
+    first_step: int
+    last_step: int
+
+    def words(self) -> str:
+        """In one line."""
+        where = "" if self.bucket is None else f", bucket {self.bucket}"
+        return f"rank {self.rank} is late by {self.late_us / 1000:.1f} ms ({self.cause}{where})"
+
+
+class Stragglers:
+    """Looks for stragglers while training goes on; in bounded memory.
+
+    Args:
+        window: steps to look at.
+        over: a straggler is late by more than this share of a step.
+    """
+
+    def __init__(self, window: int, over: float) -> None:
+        self._window, self._over = window, over
+        self._steps: deque[tuple[int, Words]] = deque(maxlen=window)
+        self._since = 0
+        self._params: Sequence[tuple[str, ...]] = ()
+        self.now: Straggler | None = None
+        """In the steps that were looked at last."""
+
+        self.spells: list[Straggler] = []
+        """All that were found, oldest first; of very many the shortest are left out."""
+
+    def begin_stage(self, params: Sequence[tuple[str, ...]]) -> None:
+        """Other steps begin.
+
+        Args:
+            params: of each gradient bucket.
+        """
+        self._steps.clear()
+        self._since, self._params, self.now = 0, params, None
+
+    def add(self, step: int, words: Words) -> bool:
+        """Take the words of a step; whether `now` is newly known."""
+        self._steps.append((step, words))
+        self._since += 1
+        if len(self._steps) < self._window or self._since < max(1, self._window // 2):
+            return False
+        self._since = 0
+        found = self._look()
+        before, self.now = self.now, found
+        if found is None:
+            return before is not None
+        if before is not None and _kind(before) == _kind(found):
+            looks = max(1, (before.last_step - before.first_step) // max(1, self._window // 2))
+            found.late_us = (before.late_us * looks + found.late_us) / (looks + 1)
+            found.first_step = before.first_step
+            self.spells[-1] = found
+            return False
+        self.spells.append(found)
+        if len(self.spells) > _MOST_SPELLS:
+            self.spells.remove(min(self.spells[:-1], key=lambda one: one.last_step - one.first_step))
+        return True
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What was found so far."""
+        return [asdict(spell) for spell in self.spells]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        """Go on after it."""
+        self.spells = [Straggler(**{**spell, "params": tuple(spell["params"])}) for spell in state]
+
+    def _look(self) -> Straggler | None:
+        words = [words for _, words in self._steps]
+        spent = torch.stack([one.spent for one in words])  # (steps, ranks, parts)
+        ready = torch.stack([one.ready for one in words])  # (steps, ranks, buckets told of)
+        sync = torch.stack([one.sync_ready for one in words]).unsqueeze(2)  # (steps, ranks, 1)
+        if spent.shape[1] < 2:
+            return None
+        # Where ranks meet twice in a step, beside backward and in it, they wait for each other twice.
+        meetings = [at[..., -1] for at in (ready, sync) if at.shape[2] and at.all()]
+        if not meetings:
+            return None
+        late = torch.stack([_beyond(at) for at in meetings]).sum(0)  # (steps, ranks)
+        typical = late.median(0).values  # (ranks,)
+        rank = int(typical.argmax())
+        late_us = float(typical[rank])
+        others = torch.cat([late[:, :rank], late[:, rank + 1 :]], 1)
+        spread = float((others - others.median()).abs().median())
+        first, last = self._steps[0][0], self._steps[-1][0]
+        span = (meetings[0][-1] - meetings[0][0]).median()
+        step_us = float(span) / max(1, len(words) - 1)
+        if late_us <= max(self._over * step_us, _SPREADS * spread, _LEAST_US):
+            return None
+        cause, bucket = _cause(rank, late_us, spent, ready)
+        return Straggler(rank, cause, *self._named(bucket), late_us, step_us, first, last)
+
+    def _named(self, place: int | None) -> tuple[int | None, tuple[str, ...]]:
+        if place is None:
+            return None, ()
+        bucket = told_buckets(len(self._params))[place]
+        return bucket, self._params[bucket]
+
+
+def _cause(rank: int, late_us: float, spent: Tensor, ready: Tensor) -> tuple[Cause, int | None]:
+    """Where a rank spent more than the others, and which of the buckets told of shows it."""
+    more = _beyond(spent)[:, rank].median(0).values.tolist()  # (parts,)
+    parts: dict[Cause, float] = dict.fromkeys(get_args(Cause), 0.0)
+    for name, us in zip(Spent._fields, more, strict=True):
+        parts[_CAUSES[name]] += us
+    parts["communication"] += late_us - sum(more)
+    cause = max(parts, key=parts.__getitem__)
+    if cause != "backward" or not ready.any():
+        return cause, None
+    between = ready.diff(dim=2)  # from one bucket to the next
+    beyond = _beyond(between)[:, rank].median(0).values
+    # What is left of backward lies before its first bucket.
+    before = parts["backward"] - float(beyond.sum())
+    return cause, int(torch.cat([torch.tensor([before]), beyond]).argmax())
+
+
+def _beyond(values: Tensor) -> Tensor:
+    """How far each rank is beyond the median of the others; shape as `values`: (steps, ranks, …)."""
+    ranks = values.shape[1]
+    ordered, order = values.sort(1)
+    place = order.argsort(1)  # of each rank among all
+    low, high = (ranks - 2) // 2, (ranks - 1) // 2  # of the ranks - 1 others
+    medians = [ordered.gather(1, at + (place <= at)) for at in (low, high)]
+    return values - (medians[0] + medians[1]) / 2
+
+
+def _kind(one: Straggler) -> tuple[int, Cause, int | None]:
+    return one.rank, one.cause, one.bucket

@@ -1,0 +1,70 @@
+"""A model and a dataset of which one rank's are slow, for runs that have a straggler."""
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+RANK = int(os.environ.get("RANK", "0"))
+WIDTH = 512
+
+
+class Net(nn.Module):
+    """Three layers; a rank may sleep in forward, or in backward behind one of the layers.
+
+    Args:
+        where: `forward`, `backward 0` … `backward 2`, or nowhere.
+        rank: whose it is.
+        late_s: how long it sleeps in each pass.
+    """
+
+    def __init__(self, where: str = "nowhere", rank: int = 2, late_s: float = 0.02) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 10)
+        self.where, self.late_s = where, late_s if rank == RANK else 0.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.where == "forward":
+            time.sleep(self.late_s)
+        for place, layer in enumerate(self.layers):
+            inputs = layer(inputs).relu()
+            if self.where == f"backward {place}":
+                inputs = _Late.apply(inputs, self.late_s)  # type: ignore[no-untyped-call]
+        out: Tensor = self.head(inputs)
+        return out
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, values: Tensor, late_s: float) -> Tensor:
+        context.late_s = late_s
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(context.late_s)
+        return gradients[0], None
+
+
+class Samples(Dataset[tuple[Tensor, int]]):
+    """A rank may sleep over its samples.
+
+    Args:
+        rank: whose it is.
+        late_s: how long it sleeps over each.
+    """
+
+    def __init__(self, rank: int = 2, late_s: float = 0.0) -> None:
+        self.late_s = late_s if rank == RANK else 0.0
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if self.late_s:
+            time.sleep(self.late_s)
+        return torch.full((WIDTH,), index % 10 / 10), index % 10

@@ -1,0 +1,57 @@
+"""A rank that sleeps is named, with the cause: on forked ranks that train."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.running import events, lines, run_pipeline, summary
+
+TEXT = """
+model: {tests.engine.late.Net: {where: WHERE}}
+data: {train: {tests.engine.late.Samples: {late_s: LATE_S}}}
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.01}}
+ddp: {bucket_cap_mb: 1}
+sync: SYNC
+stages: [{train: {steps: 40}}]
+checkpoint: {keep: 0}
+"""
+
+
+def text(where: str = "nowhere", late_s: float = 0.0, sync: str = "every_step") -> str:
+    return TEXT.replace("WHERE", where).replace("LATE_S", str(late_s)).replace("SYNC", sync)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "cause"),
+    [
+        (text(late_s=0.02 / 8), "data"),
+        (text("forward"), "forward"),
+        (text("backward 1"), "backward"),
+        (text("backward 1", sync="{local_sgd: {every: 2}}"), "backward"),
+    ],
+)
+def test_a_rank_that_sleeps_is_named_with_the_cause(tmp_path: Path, pipeline: str, cause: str) -> None:
+    """20 ms in every step: as an event and in the summary, and the others' waiting is for that rank."""
+    run = run_pipeline(tmp_path, pipeline, 4)
+    (told,) = [event for event in events(run) if event["event"] == "straggler"]
+    assert (told["straggler"], told["cause"]) == (2, cause)
+    a_step = 2 if "local_sgd" in pipeline else 1
+    assert told["step"] <= 40
+    assert 14_000 * a_step < told["late_us"] < 60_000 * a_step  # a busy machine makes it more
+    if cause == "backward" and a_step == 1:
+        assert (told["bucket"], "layers.1.weight" in told["params"]) == (1, True)
+    done = summary(run)
+    assert [(one["rank"], one["cause"]) for one in done["stragglers"]] == [(2, cause)]
+    waited = done["straggler_wait_s"]
+    assert waited[2] < 0.2 * min(waited[0], waited[1], waited[3])
+    assert min(waited[0], waited[1], waited[3]) > 40 * 0.005
+
+
+def test_what_a_rank_waits_for_is_told_by_bucket(tmp_path: Path) -> None:
+    """Each record says when the last rank had the bucket ready: the sleeping one, from its bucket on."""
+    run = run_pipeline(tmp_path, text("backward 1"), 4)
+    first = [line for line in lines(run, "buckets") if line["step"] == 20]
+    waits = {line["rank"]: line["all_ready_us"] - line["ready_us"] for line in first if line["bucket"] == 1}
+    assert min(waits[0], waits[1], waits[3]) > 14_000
+    assert abs(waits[2]) < 3000

@@ -1,0 +1,204 @@
+"""Who is late, since what and by how much: from made-up words of ranks whose answer is known."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddprun.telemetry.stragglers import Stragglers, _beyond
+from ddprun.telemetry.word import MOST_READY, Spent, Word, Words, told_buckets
+
+RANKS, BUCKETS, STEP_US = 4, 3, 12_000.0
+NORMAL = Spent(
+    data_us=500,
+    forward_us=2000,
+    backward_us=4500,
+    hook_us=300,
+    optimizer_us=900,
+    sync_us=200,
+    other_us=100,
+)
+OFFSETS_US = (2500.0, 3500.0, 4800.0)  # of buckets from the start of backward
+PARAMS = [("3.weight",), ("1.weight", "1.bias"), ("0.weight",)]
+
+
+def word(step: int, late: dict[str, float], generator: torch.Generator, *, buckets: bool = True) -> Word:
+    """A rank's word about a step that begins at step * 12 ms.
+
+    Args:
+        step: which.
+        late: microseconds more in a part of `Spent`, in `bucket 1` …, or after the step before (`wire`).
+        generator: of some noise.
+        buckets: gradients are exchanged.
+    """
+    noise = (100 * torch.rand(len(Spent._fields), generator=generator)).tolist()
+    parts = {name: us + more for (name, us), more in zip(NORMAL._asdict().items(), noise, strict=True)}
+    for name, us in late.items():
+        if name in parts:
+            parts[name] += us
+        elif name.startswith("bucket"):
+            parts["backward_us"] += us
+    spent = Spent(**parts)
+    # Ranks leave the exchange before together, unless this one's took longer.
+    start = step * STEP_US + 1e9 + late.get("wire", 0.0)
+    before = start + sum(spent) - spent.backward_us - spent.hook_us
+    if not buckets:
+        return Word(1.0, 1, spent=spent, sync_ready=start + sum(spent))
+    ready, behind = [], 0.0
+    for bucket, offset in enumerate(OFFSETS_US):
+        behind += late.get(f"bucket {bucket}", 0.0)
+        ready.append(before + offset + behind + late.get("backward_us", 0.0) + late.get("hook_us", 0.0))
+    return Word(1.0, 1, spent=spent, ready=ready)
+
+
+def found_in(
+    late: dict[str, float], rank: int = 2, *, steps: int = 30, ranks: int = RANKS, buckets: bool = True
+) -> Stragglers:
+    """What is found where one rank is late in every step."""
+    generator = torch.Generator().manual_seed(0)
+    it = Stragglers(window=20, over=0.1)
+    it.begin_stage(PARAMS if buckets else [])
+    for step in range(1, steps + 1):
+        words = [word(step, late if r == rank else {}, generator, buckets=buckets) for r in range(ranks)]
+        it.add(step, words_of(words, BUCKETS if buckets else 0))
+    return it
+
+
+def words_of(words: list[Word], buckets: int) -> Words:
+    return Words(torch.tensor([one.numbers(buckets) for one in words], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("part", "cause", "bucket"),
+    [
+        ("data_us", "data", None),
+        ("forward_us", "forward", None),
+        ("bucket 0", "backward", 0),
+        ("bucket 1", "backward", 1),
+        ("bucket 2", "backward", 2),
+        ("optimizer_us", "optimizer", None),
+        ("sync_us", "sync", None),
+        ("hook_us", "communication", None),
+        ("wire", "communication", None),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_late_rank_is_named_with_its_cause(part: str, cause: str, bucket: int | None, ranks: int) -> None:
+    """And with the bucket in which backward fell behind, its parameters, and by how much."""
+    rank = ranks - 1
+    now = found_in({part: 5000.0}, rank, ranks=ranks).now
+    assert now is not None
+    assert (now.rank, now.cause, now.bucket) == (rank, cause, bucket)
+    assert now.params == (() if bucket is None else PARAMS[bucket])
+    assert 4800 < now.late_us < 5200
+    assert 11_000 < now.step_us < 13_000
+
+
+def test_ranks_that_meet_beside_backward_alone_are_judged_by_that() -> None:
+    """As in local SGD: there are no gradient buckets."""
+    now = found_in({"forward_us": 5000.0}, buckets=False).now
+    assert now is not None
+    assert (now.rank, now.cause, now.bucket) == (2, "forward", None)
+    assert 4800 < now.late_us < 5200
+
+
+@pytest.mark.parametrize("late", [{}, {"forward_us": 400.0}, {"bucket 1": 1000.0}])
+def test_nobody_is_late_by_little(late: dict[str, float]) -> None:
+    """Less than half a millisecond, or than a tenth of a step."""
+    it = found_in(late)
+    assert it.now is None
+    assert it.spells == []
+
+
+def test_one_late_step_is_no_straggler() -> None:
+    """The median of a window counts."""
+    generator = torch.Generator().manual_seed(0)
+    it = Stragglers(window=20, over=0.1)
+    it.begin_stage(PARAMS)
+    for step in range(1, 41):
+        late = {"forward_us": 50_000.0} if step % 7 == 0 else {}
+        words = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
+        assert not it.add(step, words_of(words, BUCKETS))
+    assert it.now is None
+
+
+def test_a_spell_begins_and_ends() -> None:
+    """Each is news once, and stays in the list; another cause is another spell."""
+    generator = torch.Generator().manual_seed(0)
+    it = Stragglers(window=10, over=0.1)
+    it.begin_stage(PARAMS)
+    news = []
+    for step in range(1, 81):
+        late = {"forward_us": 5000.0} if step <= 30 else {"data_us": 6000.0} if 50 < step <= 70 else {}
+        words = [word(step, late if rank == 3 else {}, generator) for rank in range(RANKS)]
+        if it.add(step, words_of(words, BUCKETS)):
+            news.append(None if it.now is None else it.now.cause)
+    assert news == ["forward", None, "data", None]
+    assert [(one.cause, one.rank) for one in it.spells] == [("forward", 3), ("data", 3)]
+    first = it.spells[0]
+    assert (first.first_step, 30 <= first.last_step <= 35) == (1, True)
+    assert 4800 < first.late_us < 5200
+    other = Stragglers(window=10, over=0.1)
+    other.load_state_dict(it.state_dict())
+    assert other.spells == it.spells
+
+
+def test_of_very_many_spells_the_shortest_go() -> None:
+    """Memory is bounded however long a run is."""
+    generator = torch.Generator().manual_seed(0)
+    it = Stragglers(window=2, over=0.1)
+    it.begin_stage(PARAMS)
+    for step in range(1, 1001):
+        late = {"forward_us" if step // 2 % 2 else "data_us": 5000.0}
+        it.add(step, words_of([word(step, late if r == 1 else {}, generator) for r in range(3)], BUCKETS))
+    assert len(it.spells) == 200
+
+
+def test_one_rank_alone_is_never_late() -> None:
+    """There is nobody who waits."""
+    assert found_in({"data_us": 9000.0}, 0, ranks=1).now is None
+
+
+def test_a_word_comes_back_as_it_was() -> None:
+    """What all ranks read is what each has told."""
+    one = Word(6.0, 3, stop=True, code=7, sync_ready=5.0, spent=NORMAL, ready=(1.0, 2.0))
+    two = Word(4.0, 1, checkpoint=True, compare_clocks=True, ready=(3.0, 1.5))
+    words = words_of([one, two], 2)
+    assert words.mean_loss == 2.5
+    assert words.rank_losses == (2.0, 4.0)
+    assert (words.stop, words.checkpoint, words.compare_clocks) == (True, True, False)
+    assert words.codes == [7, 0]
+    assert words.sync_ready.tolist() == [5.0, 0.0]
+    assert Spent(*words.spent[0].tolist()) == NORMAL
+    assert words.all_ready(2) == [3.0, 2.0]
+    assert words_of([Word(1.0, 1), Word(1.0, 1)], 2).all_ready(2) == []
+
+
+@pytest.mark.parametrize("buckets", [1, MOST_READY, MOST_READY + 1, 100, 1000])
+def test_a_word_stays_small_however_many_buckets_there_are(buckets: int) -> None:
+    """Then it tells of some, the last one among them; any other was ready when the next of these was."""
+    told = told_buckets(buckets)
+    assert len(told) == min(buckets, MOST_READY)
+    assert told == sorted(set(told))
+    assert told[-1] == buckets - 1
+    words = words_of([Word(1.0, 1, ready=[1.0 + bucket for bucket in told])], buckets)
+    ready = words.all_ready(buckets)
+    assert len(ready) == buckets
+    assert all(bucket <= at - 1 < bucket + math.ceil(buckets / MOST_READY) for bucket, at in enumerate(ready))
+
+
+def medians_of_others(values: Tensor) -> Tensor:
+    """The plain way."""
+    others = [
+        [float(torch.cat([row[:rank], row[rank + 1 :]]).quantile(0.5)) for rank in range(len(row))]
+        for row in values
+    ]
+    return torch.tensor(others, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+def test_the_median_of_the_others_is_that(ranks: int) -> None:
+    """With ties."""
+    values = torch.randint(0, 6, (50, ranks), generator=torch.Generator().manual_seed(1)).double()
+    assert torch.equal(values - _beyond(values), medians_of_others(values))
