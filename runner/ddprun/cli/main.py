@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ddprun import __version__
-from ddprun.cli import catalog, check, explain, init, resume, run, schema
+from ddprun.cli import catalog, check, explain, init, report, resume, run, schema
 
 
 class _Commands(click.Group):
@@ -84,6 +84,7 @@ for _command in (
     resume.resume,
     check.check,
     explain.explain,
+    report.report,
     init.init,
     catalog.catalog,
     schema.schema,

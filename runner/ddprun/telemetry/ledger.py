@@ -227,10 +227,11 @@ class Ledger:
     def _settle(self, step: Step) -> Settled:
         start = self._clock.us(step.laps[0][1])
         us = dict.fromkeys(PARTS, 0)
-        before = start
+        before, laps = start, []
         for part, mark in step.laps[1:]:
             now = self._clock.us(mark)
             us[part] += now - before
+            laps.append((part, now - before))
             before = now
         backward = Traffic()
         if step.backward_end is not None:
@@ -241,7 +242,7 @@ class Ledger:
         sync = step.sync.read(self._clock)
         self._clock.rebase(step.laps[-1][1])
         loss = loss_sum / samples if samples else math.nan
-        return Settled(step, us, start, backward, sync, loss, samples)
+        return Settled(step, us, start, laps, backward, sync, loss, samples)
 
     def _collect(self) -> Agreed:
         number, settled, finders, posted = self._posted.popleft()
@@ -323,6 +324,8 @@ class Ledger:
             "start_us": settled.start_us,
             **settled.us,
             "step_us": sum(settled.us.values()),
+            "laps": [[part.removesuffix("_us"), us] for part, us in settled.laps if us],
+            "waits": [[start, end] for start, end in settled.waits if end > start],
         }
         self._writer.put(f"steps/rank-{rank:05}.jsonl", lambda: [line])
         self._write_buckets(landed, step.stage, step.number)

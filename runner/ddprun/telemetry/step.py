@@ -106,6 +106,9 @@ class Settled:
     step: Step
     us: dict[str, int]
     start_us: int
+    laps: Sequence[tuple[str, int]]
+    """(part, microseconds), one after the other from `start_us` on; waiting is in them."""
+
     backward: Traffic
     sync: Traffic
     loss: float
@@ -114,6 +117,11 @@ class Settled:
     @property
     def landed(self) -> list[Flight[int]]:
         return [*self.backward.landed, *self.sync.landed]
+
+    @property
+    def waits(self) -> list[tuple[int, int]]:
+        """When the training thread had nothing to do but wait: from, to."""
+        return [*self.backward.waits, *self.sync.waits]
 
     @property
     def spent(self) -> Spent:

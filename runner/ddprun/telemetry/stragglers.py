@@ -35,6 +35,9 @@ _LEAST_US = 500.0
 """Less is not told from what clocks and a busy machine do."""
 
 _SPREADS = 3.0
+_STAYS = 2.0
+"""What was found stays so until it is less than half of what it takes to be found: nothing flickers."""
+
 _MOST_SPELLS = 200
 
 
@@ -143,9 +146,11 @@ class Stragglers:
         first, last = self._steps[0][0], self._steps[-1][0]
         span = (meetings[0][-1] - meetings[0][0]).median()
         step_us = float(span) / max(1, len(words) - 1)
-        if late_us <= max(self._over * step_us, _SPREADS * spread, _LEAST_US):
+        least_us = max(self._over * step_us, _SPREADS * spread, _LEAST_US)
+        before = self.now if self.now is not None and self.now.rank == rank else None
+        if late_us <= (least_us if before is None else least_us / _STAYS):
             return None
-        cause, bucket = _cause(rank, late_us, spent, ready)
+        cause, bucket = _cause(rank, late_us, spent, ready, None if before is None else before.cause)
         return Straggler(rank, cause, *self._named(bucket), late_us, step_us, first, last)
 
     def _named(self, place: int | None) -> tuple[int | None, tuple[str, ...]]:
@@ -155,21 +160,23 @@ class Stragglers:
         return bucket, self._params[bucket]
 
 
-def _cause(rank: int, late_us: float, spent: Tensor, ready: Tensor) -> tuple[Cause, int | None]:
+def _cause(
+    rank: int, late_us: float, spent: Tensor, ready: Tensor, before: Cause | None
+) -> tuple[Cause, int | None]:
     """Where a rank spent more than the others, and which of the buckets told of shows it."""
     more = _beyond(spent)[:, rank].median(0).values.tolist()  # (parts,)
     parts: dict[Cause, float] = dict.fromkeys(get_args(Cause), 0.0)
     for name, us in zip(Spent._fields, more, strict=True):
         parts[_CAUSES[name]] += us
     parts["communication"] += late_us - sum(more)
-    cause = max(parts, key=parts.__getitem__)
+    cause = max(parts, key=lambda part: parts[part] * (_STAYS if part == before else 1.0))
     if cause != "backward" or not ready.any():
         return cause, None
     between = ready.diff(dim=2)  # from one bucket to the next
     beyond = _beyond(between)[:, rank].median(0).values
     # What is left of backward lies before its first bucket.
-    before = parts["backward"] - float(beyond.sum())
-    return cause, int(torch.cat([torch.tensor([before]), beyond]).argmax())
+    until_first = parts["backward"] - float(beyond.sum())
+    return cause, int(torch.cat([torch.tensor([until_first]), beyond]).argmax())
 
 
 def _beyond(values: Tensor) -> Tensor:

@@ -1,0 +1,54 @@
+"""`ddprun report`."""
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The page; by default report.html in the first run's folder.",
+)
+@click.option("--steps", metavar="FROM:TO", help="Steps in trace.json; by default a selection over the run.")
+@click.option(
+    "--trace/--no-trace", default=True, help="Whether trace.json is written into each run's folder."
+)
+def report(runs: tuple[Path, ...], output: Path | None, steps: str | None, trace: bool) -> int:
+    """Write one self-contained HTML page about one run, or several side by side, and each run's trace.json.
+
+    The page opens without a network; trace.json opens in https://ui.perfetto.dev. Exit code 0; 2 if a folder
+    is no run's.
+    """
+    from ddprun.insight import trace as traces
+    from ddprun.insight.digest import digest
+    from ddprun.insight.report import report as page
+    from ddprun.insight.runs import NoRunError, Run
+
+    chosen = _steps(steps)
+    try:
+        found = [Run(folder) for folder in runs]
+    except NoRunError as error:
+        raise click.ClickException(str(error)) from None
+    target = output if output is not None else runs[0] / "report.html"
+    try:
+        target.write_text(page([digest(run) for run in found]))
+        click.echo(str(target))
+        for run in found if trace else ():
+            file = run.folder / "trace.json"
+            count = traces.write(run, file, steps=chosen)
+            click.echo(f"{file}: {count:,} of {run.last_step:,} steps", err=True)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {error.filename}: {error.strerror}") from None
+    return 0
+
+
+def _steps(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    low, colon, high = text.partition(":")
+    if not (colon and low.isdigit() and high.isdigit() and int(low) <= int(high)):
+        raise click.BadParameter(f'"{text}" is no range of steps such as 100:200', param_hint="--steps")
+    return int(low), int(high)

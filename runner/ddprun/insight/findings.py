@@ -1,0 +1,150 @@
+"""Three sentences: where a run's time went, who was late, and what to try."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddprun.insight.digest import Digest
+
+_MUCH = 0.15
+"""A share of a step's time that is worth a change."""
+
+_LITTLE = 0.05
+
+_AT_CAUSE = {
+    "data": "more `loader.workers`, or a look at that rank's disk",
+    "forward": "a look at what else runs on that rank's cores or GPU, and at inputs that cost more",
+    "backward": "a look at the layers of that bucket, and at what else runs on that rank's cores or GPU",
+    "optimizer": "a look at what else runs on that rank's cores or GPU",
+    "sync": "a look at what that rank does between steps",
+    "communication": "a look at that rank's link, and at hooks that work on its training thread",
+}
+
+
+def sentences(digest: Digest) -> list[str]:
+    """Of one run."""
+    if not digest.recorded:
+        return [
+            "The run has no step records, so nobody can say where its time went.",
+            "It may have ended before its first step.",
+            "Its events, below, say how far it came.",
+        ]
+    shares = _shares(digest)
+    return [_where(digest, shares), _who(digest), _what(digest, shares)]
+
+
+def _shares(digest: Digest) -> dict[str, float]:
+    """Of a step's time, means over ranks."""
+    total = digest.step_us or 1.0
+    mean = {
+        part: sum(one.get(part, 0.0) for one in digest.parts_us) / len(digest.parts_us) / total
+        for part in digest.parts
+    }
+    return {
+        "compute": mean["forward_us"] + mean["backward_us"] + mean["optimizer_us"],
+        "data": mean["data_us"],
+        "hook": mean["exposed_hook_us"],
+        "wait": mean["exposed_wait_us"],
+        "wire": mean["exposed_wire_us"],
+        "sync": mean["sync_us"] + mean["other_us"],
+    }
+
+
+def _where(digest: Digest, shares: Mapping[str, float]) -> str:
+    exposed = shares["hook"] + shares["wait"] + shares["wire"]
+    found = [
+        (shares["compute"], f"{shares['compute']:.0%} was forward, backward and optimizer"),
+        (
+            exposed,
+            f"{exposed:.0%} was communication that training could not hide ({shares['wire']:.0%} the wire, "
+            f"{shares['wait']:.0%} waiting for the last rank, {shares['hook']:.0%} hooks)",
+        ),
+        (shares["data"], f"{shares['data']:.0%} was loading data"),
+        (shares["sync"], f"{shares['sync']:.0%} was what lies between steps"),
+    ]
+    said = [text for share, text in sorted(found, reverse=True) if share >= 0.005]
+    return f"A step took {digest.step_us / 1000:.1f} ms in the mean: {_listed(said)}."
+
+
+def _who(digest: Digest) -> str:
+    spells = stragglers(digest)
+    if digest.ranks < 2:
+        return "There was one rank, which waits for nobody."
+    if not spells:
+        return "No rank was late."
+    worst = max(spells, key=lambda one: one["late_us"] * (one["last_step"] - one["first_step"] + 1))
+    bucket = ""
+    if worst["bucket"] is not None:
+        bucket = f", before bucket {worst['bucket']} ({_some(worst['params'])})"
+    more = len(spells) - 1
+    others = f"; {more} more {'spell' if more == 1 else 'spells'} of a late rank below" if more else ""
+    return (
+        f"Rank {worst['rank']} was late by {worst['late_us'] / 1000:.1f} ms in {worst['cause']}{bucket}, in "
+        f"steps {worst['first_step']:,} to {worst['last_step']:,}, and the others waited{others}."
+    )
+
+
+def _what(digest: Digest, shares: Mapping[str, float]) -> str:
+    spells = stragglers(digest)
+    if shares["wait"] > _MUCH and spells:
+        worst = max(spells, key=lambda one: one["late_us"])
+        return f"Try {_AT_CAUSE[worst['cause']]}."
+    if shares["data"] > _MUCH:
+        return "Try more `loader.workers`: the training thread waits for its data."
+    if shares["hook"] > _MUCH:
+        return (
+            "Try without the hooks, or with cheaper ones: they cost time that the wire may not; "
+            "`ddprun compare` tells."
+        )
+    if shares["wire"] > _MUCH:
+        return _against_the_wire(digest)
+    if shares["wait"] > _MUCH:
+        return (
+            f"{_less_often(digest)}: no rank is always late, but some rank is each time, and every "
+            "synchronisation waits for it."
+        )
+    if shares["sync"] > _MUCH:
+        return "Try less between steps: audits, fidelity, buffers and mutation are in `sync_us`."
+    if shares["compute"] > 0.8:
+        return (
+            "Communication is hidden or small; to go faster, try `precision: bf16`, a larger "
+            "`loader.batch_size`, or more ranks."
+        )
+    return "Nothing stands out: no single change is likely to gain much."
+
+
+def _against_the_wire(digest: Digest) -> str:
+    stacks = {one.hooks for one in digest.sent if one.kind in ("gradient", "delta")}
+    between = sum(one.between_hosts_bytes for one in digest.sent)
+    if stacks == {()}:
+        also = ", `[hierarchical]`" if between else ""
+        return (
+            f"Try to send less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`{also}). Or "
+            f"{_less_often(digest)[0].lower()}{_less_often(digest)[1:]}."
+        )
+    return f"{_less_often(digest)}."
+
+
+def _less_often(digest: Digest) -> str:
+    begun = digest.run.all("stage_started")
+    sync = begun[-1].get("sync") if begun else None
+    if isinstance(sync, Mapping) and sync:
+        name, options = next(iter(sync.items()))
+        return f"Try a longer period of `{name}` (`{', '.join(f'{k}: {v}' for k, v in options.items())}` now)"
+    return "Try to synchronise less often: `accumulate: 2`, or `sync: {local_sgd: {every: 8}}`"
+
+
+def stragglers(digest: Digest) -> list[dict[str, Any]]:
+    """Each spell in which a rank was late."""
+    summary = digest.run.summary
+    if summary is not None and "stragglers" in summary:
+        found: list[dict[str, Any]] = summary["stragglers"]
+        return found
+    return [{**event, "rank": event["straggler"]} for event in digest.run.all("straggler")]
+
+
+def _listed(items: Sequence[str]) -> str:
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])}, and {items[-1]}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")

@@ -1,0 +1,164 @@
+"""Reading what a run left: its folder may be of a run that goes on, was killed, or is very long."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ddprun.telemetry.events import FILE as EVENTS
+
+_STEP = re.compile(rb'"step": ?(\d+)')
+_TAIL_BYTES = 1 << 20
+
+
+class NoRunError(Exception):
+    """A folder that is no run's: bad input."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's folder.
+
+    Raises:
+        NoRunError: it is none.
+    """
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        if not (self.folder / EVENTS).is_file():
+            what = "has no events.jsonl" if self.folder.is_dir() else "does not exist"
+            raise NoRunError(f"{self.folder} is no run's folder: it {what}")
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """All events, in the order in which they came."""
+        return list(_lines(self.folder / EVENTS))
+
+    def first(self, event: str) -> dict[str, Any] | None:
+        """The first event of a kind."""
+        return next((one for one in self.events if one["event"] == event), None)
+
+    def all(self, event: str) -> list[dict[str, Any]]:
+        """All events of a kind."""
+        return [one for one in self.events if one["event"] == event]
+
+    @cached_property
+    def summary(self) -> dict[str, Any] | None:
+        """What the run came to; None if it has not ended, or was killed."""
+        try:
+            found = json.loads((self.folder / "summary.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The ranks of which there are step records."""
+        return sorted(
+            int(path.stem.rpartition("-")[2]) for path in (self.folder / "steps").glob("rank-*.jsonl")
+        )
+
+    @cached_property
+    def last_step(self) -> int:
+        """Of which there are records; 0 if there are none."""
+        return max((_last_step(self._file("steps", rank)) for rank in self.ranks), default=0)
+
+    def steps(self, rank: int, wanted: Callable[[int], bool] | None = None) -> Iterator[dict[str, Any]]:
+        """A rank's step records.
+
+        Args:
+            rank: whose.
+            wanted: of these steps only.
+        """
+        return _lines(self._file("steps", rank), wanted)
+
+    def buckets(
+        self, rank: int, wanted: Callable[[int], bool] | None = None, *, holding: bytes = b""
+    ) -> Iterator[dict[str, Any]]:
+        """A rank's bucket records, of all kinds.
+
+        Args:
+            rank: whose.
+            wanted: of these steps only.
+            holding: only those whose line has this in it.
+        """
+        return _lines(self._file("buckets", rank), wanted, holding)
+
+    def _file(self, kind: str, rank: int) -> Path:
+        return self.folder / kind / f"rank-{rank:05}.jsonl"
+
+    @cached_property
+    def clocks(self) -> "Clocks":
+        """How to compare times of different ranks."""
+        return Clocks.of(self.all("clock_offsets"))
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """How far each rank's clock was ahead of rank 0's, from time to time."""
+
+    at_us: list[int]
+    """When it was measured, on rank 0's clock."""
+
+    offset_us: list[list[float]]
+    """Then, by rank."""
+
+    @classmethod
+    def of(cls, events: list[dict[str, Any]]) -> "Clocks":
+        """From the events `clock_offsets`."""
+        return cls([one["monotonic_us"] for one in events], [one["offset_us"] for one in events])
+
+    def aligned(self, rank: int, at_us: float) -> float:
+        """A time of a rank's clock on rank 0's: between two measurements clocks drift evenly."""
+        known = [
+            (at, offsets[rank])
+            for at, offsets in zip(self.at_us, self.offset_us, strict=True)
+            if rank < len(offsets)
+        ]
+        if not known:
+            return at_us
+        before = max((one for one in known if one[0] <= at_us), default=known[0])
+        after = min((one for one in known if one[0] >= at_us), default=known[-1])
+        if after[0] <= before[0]:
+            return at_us - before[1]
+        share = (at_us - before[0]) / (after[0] - before[0])
+        return at_us - before[1] - share * (after[1] - before[1])
+
+
+def _lines(
+    path: Path, wanted: Callable[[int], bool] | None = None, holding: bytes = b""
+) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file; a last line that is torn, and what is none, are passed over."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            if holding not in line:
+                continue
+            if wanted is not None:
+                step = _STEP.search(line)
+                if step is None or not wanted(int(step[1])):
+                    continue
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found
+
+
+def _last_step(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            found = _STEP.findall(file.read())
+    except OSError:
+        return 0
+    return int(found[-1]) if found else 0
