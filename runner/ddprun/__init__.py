@@ -8,3 +8,6 @@ __version__ = "0.1.0"
 
 LAUNCHED = "DDPRUN_LAUNCHED"
 """Environment variable of ranks that this program's own launcher started: it has told the file's warnings."""
+
+COMPARED = "DDPRUN_TURNS"
+"""Environment variable of the runs of a comparison: how they take turns (`ddprun.engine.turns`)."""

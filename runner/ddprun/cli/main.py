@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ddprun import __version__
-from ddprun.cli import catalog, check, explain, init, report, resume, run, schema
+from ddprun.cli import catalog, check, compare, explain, init, report, resume, run, schema
 
 
 class _Commands(click.Group):
@@ -85,6 +85,7 @@ for _command in (
     check.check,
     explain.explain,
     report.report,
+    compare.compare,
     init.init,
     catalog.catalog,
     schema.schema,

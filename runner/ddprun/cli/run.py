@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ddprun import LAUNCHED
+from ddprun import COMPARED, LAUNCHED
 
 _TORCHRUN: dict[str, tuple[Any, str]] = {
     "nnodes": (str, "Number of hosts, or MIN:MAX."),
@@ -83,7 +83,7 @@ def start(
         for name, value in flags.items()
         if value is not None and value is not False
     }
-    if LAUNCHED in os.environ:
+    if LAUNCHED in os.environ or COMPARED in os.environ:
         from ddprun.launch.environment import handed_down
 
         overrides = (*handed_down(), *overrides)

@@ -163,6 +163,7 @@ def _run(course: Course, compute: Compute) -> bool:
     row = islice(session.feed.steps(settings.accumulate, epochs=epochs), left)
     teller, alone = _Teller(course), _alone(course)
     while True:
+        _take_turns(session, teller)
         step = session.step - first + 1
         session.where = f"{course.stage.path}, step {session.step + 1}"
         session.ranks.watch.step(session.step + 1)
@@ -203,6 +204,17 @@ def _run(course: Course, compute: Compute) -> bool:
     if any(word.checkpoint for word in agreed):
         session.checkpoints.take(session)
     return bool(session.exchange.control.gather([float(session.stop.wanted)], "the stage's end").any())
+
+
+def _take_turns(session: Session, teller: "_Teller") -> None:
+    """Let the other runs of a comparison work, if this one's turn is over."""
+    if session.turns is not None and session.turns.due(session.step):
+        teller.tell(session.ledger.pause())
+        session.clock.settle()
+        session.ranks.watch.turn(b"waiting for its turn")
+        waited_s = session.turns.wait(session.step)
+        session.position.skip(waited_s)
+        teller.skip(waited_s)
 
 
 def _alone(course: Course) -> bool:
@@ -330,6 +342,10 @@ class _Teller:
             if agreed.straggler_is_news:
                 self._tell_straggler(agreed)
             self._show(agreed.step - self._first)
+
+    def skip(self, seconds: float) -> None:
+        """So much time did not count."""
+        self._started += seconds
 
     def between(self, done: int) -> None:
         """A step after which ranks know nothing of each other."""

@@ -56,6 +56,10 @@ class Position:
         self.looked_at_s = now
         return self.seconds
 
+    def skip(self, seconds: float) -> None:
+        """So much time did not count."""
+        self.looked_at_s += seconds
+
     def end(self, entry: dict[str, Any]) -> None:
         """A stage is done."""
         self.entries.append(entry)

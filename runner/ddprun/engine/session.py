@@ -28,6 +28,7 @@ from ddprun.engine.position import Position
 from ddprun.engine.precision import Precision
 from ddprun.engine.ranks import Ranks
 from ddprun.engine.stacks import Stacks, open_stacks
+from ddprun.engine.turns import Turns
 from ddprun.spec import Loaded, PipelineError, StepStage
 from ddprun.sync.audit import Finding
 from ddprun.sync.buffers import BufferSync, agree
@@ -166,6 +167,9 @@ class Session:
 
     schedule: LRScheduler | None = None
     """Of the last stage that has begun and takes steps."""
+
+    turns: Turns | None = None
+    """With other runs that this one is compared with."""
 
     clocks_compared_s: float = 0.0
     asked_s: float = 0.0

@@ -24,6 +24,7 @@ from ddprun.engine.save import save
 from ddprun.engine.session import Session, StopRequest, open_session
 from ddprun.engine.summary import summarise, write_summary
 from ddprun.engine.train import train
+from ddprun.engine.turns import Turns
 from ddprun.orphans import die_with_parent
 from ddprun.spec import (
     AverageStage,
@@ -123,6 +124,7 @@ def _run(
     _greet(session)
     if folder.goes_on:
         resume(session)
+    session.turns = Turns.of(ranks.rank, ranks.size)
     started = time.monotonic()
     status = _run_stages(session)
     seconds = time.monotonic() - started

@@ -81,14 +81,21 @@ class Page:
         return "".join(f"<h3>{escape(name)}</h3>{part(digest)}" for name, digest in self.digests)
 
 
-def report(digests: Sequence[Digest]) -> str:
+def report(
+    digests: Sequence[Digest],
+    comparison: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None,
+    names: Sequence[str] | None = None,
+) -> str:
     """The page.
 
     Args:
         digests: of the runs, at least one.
+        comparison: a table of them: heads and rows.
+        names: of the runs; None: by their folders.
     """
-    page = Page([(name, digest) for name, digest in zip(_names(digests), digests, strict=True)])
-    sections = [(title, body) for title, make in _SECTIONS.items() if (body := make(page))]
+    page = Page(list(zip(names or _names(digests), digests, strict=True)))
+    sections = [("Comparison", table(*comparison))] if comparison is not None else []
+    sections += [(title, body) for title, make in _SECTIONS.items() if (body := make(page))]
     head = "ddprun: " + ", ".join(name for name, _ in page.digests)
     words = "".join(
         (f"<h2>{escape(name)}</h2>" if page.several else "")

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ddprun.spec.faults import Fault
 from ddprun.spec.reader import MAX_BYTES, MAX_DEPTH, read_text
@@ -44,6 +45,27 @@ def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Fault]]:
         except _RefusedError as refused:
             faults += refused.args
     return root, faults
+
+
+def alternatives(text: str, name: str, number: int) -> tuple[str, list[Any]] | Fault:
+    """Read `KEY=[A, B, C]`: the key as it is written, and the values.
+
+    Args:
+        text: what was given.
+        name: of the option, for faults.
+        number: how manieth of its kind it is, from 1.
+    """
+    source = Source.of(f"{name} {number}", number, text)
+    try:
+        steps, value = _read(text, source)
+    except _RefusedError as refused:
+        fault: Fault = refused.args[0]
+        return fault
+    if not isinstance(value.value, list) or not value.value:
+        path = ".".join(str(step.segment) for step in steps)
+        return value.place.fault(path, "is no list of values", "write KEY=[A, B], as in hooks=[[], [fp16]]")
+    end = text.index("=", _PATH.match(text).end())  # type: ignore[union-attr]  # `_read` has matched it
+    return text[:end], [child.data() for child in value.value]
 
 
 def _read(text: str, source: Source) -> tuple[list[_Step], Node]:

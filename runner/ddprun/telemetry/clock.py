@@ -23,6 +23,9 @@ class Clock(Protocol):
     def rebase(self, mark: Any) -> None:
         """Measure later marks from this one, which has been read."""
 
+    def settle(self) -> None:
+        """Wait until the device has done all that was given to it."""
+
     def on_host(self, number: Tensor) -> Tensor:
         """A number, shape (), where it can be read as soon as the step's last mark can."""
 
@@ -42,6 +45,9 @@ class HostClock:
 
     def rebase(self, mark: int) -> None:
         """Nothing to do: every mark is absolute."""
+
+    def settle(self) -> None:
+        """Nothing to do: every operation has ended when it returns."""
 
     def on_host(self, number: Tensor) -> Tensor:
         """The number itself."""
@@ -85,6 +91,10 @@ class StreamClock:
         """Measure later events from this one."""
         self._base_us = self._exact(mark)
         self._base = mark
+
+    def settle(self) -> None:
+        """Synchronize the device."""
+        torch.cuda.synchronize(self._device)
 
     def on_host(self, number: Tensor) -> Tensor:
         """A copy in page-locked memory; `.item()` would wait for all that is queued behind the number."""

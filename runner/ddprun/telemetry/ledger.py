@@ -169,6 +169,11 @@ class Ledger:
             self._close(self._closed.popleft())
         return [self._collect() for _ in range(len(self._posted))]
 
+    def pause(self) -> list[Agreed]:
+        """Settle as `drain` does; what comes before the next step is none of its time."""
+        self._last_end = None
+        return self.drain()
+
     def state_dict(self) -> dict[str, Any]:
         """What has been added up; after `drain`."""
         return {
