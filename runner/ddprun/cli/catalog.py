@@ -16,6 +16,7 @@ _KINDS = (
     "mutate",
     "update",
     "metric",
+    "tracker",
     "stage",
 )
 

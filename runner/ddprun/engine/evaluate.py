@@ -50,6 +50,7 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
     if "perplexity" in metrics:
         metrics["perplexity"] = math.exp(min(metrics["perplexity"], 700.0))
     session.metrics = metrics
+    session.trackers.metrics(session.step, metrics)
     session.events.info("evaluated", stage=stage.index, step=session.step, **metrics)
     told = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
     session.screen.note(f"{stage.name}: held-out {told}")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ from ddprun.engine.position import Position
 from ddprun.engine.precision import Precision
 from ddprun.engine.ranks import Ranks
 from ddprun.engine.stacks import Stacks, open_stacks
+from ddprun.engine.tracking import check_trackers, open_trackers, pass_on
 from ddprun.engine.turns import Turns
 from ddprun.spec import Loaded, PipelineError, StepStage
 from ddprun.sync.audit import Finding
@@ -40,6 +42,7 @@ from ddprun.telemetry.gather import Records
 from ddprun.telemetry.ledger import Ledger
 from ddprun.telemetry.progress import Screen, screen_for
 from ddprun.telemetry.stragglers import Stragglers
+from ddprun.track.trackers import Trackers
 from ddprun_hooks.dispatcher import Dispatcher
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.exchange import Control, Exchange, open_control
@@ -96,6 +99,7 @@ class Session:
     clock: Clock
     ledger: Ledger
     screen: Screen
+    trackers: Trackers
     events: structlog.typing.FilteringBoundLogger
     model: nn.Module
     """The bare model."""
@@ -247,6 +251,7 @@ def open_session(
     precision = Precision(pipeline.precision, device)
     model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
     data = build.build_data(loaded)
+    check_trackers(loaded)
     objective = Objective(loaded, build.build_loss(loaded, device))
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = {
@@ -268,6 +273,11 @@ def open_session(
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
     records = Records(run_dir, control, ranks.tell_all)
+    screen = screen_for(ranks.rank, loaded.secrets.redact)
+    events = event_log(
+        records.writer if ranks.rank == 0 else None, loaded.secrets.redact_all, rank=ranks.rank
+    )
+    trackers = open_trackers(loaded, run_dir, screen, events, rank=ranks.rank)
     clock = clock_for(device)
     timings = pipeline.timings
     ledger = Ledger(
@@ -278,6 +288,7 @@ def open_session(
         stragglers=Stragglers(timings.straggler_window, timings.straggler_over)
         if control.rank == 0
         else None,
+        observe=partial(pass_on, trackers) if control.rank == 0 and pipeline.track else None,
     )
     carrier = Carrier(exchange, ledger, pipeline.ddp.bucket_cap_mb * 2**20)
     wanted = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
@@ -311,10 +322,9 @@ def open_session(
         records=records,
         clock=clock,
         ledger=ledger,
-        screen=screen_for(ranks.rank, loaded.secrets.redact),
-        events=event_log(
-            records.writer if ranks.rank == 0 else None, loaded.secrets.redact_all, rank=ranks.rank
-        ),
+        screen=screen,
+        events=events,
+        trackers=trackers,
         model=model,
         ddp=ddp,
         dispatcher=dispatcher,

@@ -133,6 +133,8 @@ def _run(
     summary = {**loaded.secrets.redact_all(found), "run_dir": found["run_dir"]}
     if ranks.rank == 0:
         session.events.info("finished", status=status, step=session.step)
+    if not session.trackers.close(summary):
+        session.screen.note("a tracker does not come to its end; the run does not wait for it")
     session.records.close()
     if ranks.rank == 0:
         write_summary(folder.path, summary)

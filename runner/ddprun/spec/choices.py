@@ -27,7 +27,8 @@ class Choice:
     """One thing that the file chooses, with its options checked as far as that goes without importing it."""
 
     kind: str
-    """`model`, `data`, `loss`, `optimizer`, `schedule`, `sync`, `hook`, `mutate`, `update` or `metric`."""
+    """`model`, `data`, `loss`, `optimizer`, `schedule`, `sync`, `hook`, `mutate`, `update`, `metric` or
+    `tracker`."""
 
     name: str
     """The built-in's name, torch's spelling of its class, the installed hook's name, or the dotted name."""
@@ -84,6 +85,7 @@ KINDS: dict[str, Kind] = {
             "grad, where score() is the loss of the weights as they are",
         ),
         Kind("metric", built_in.METRICS, dotted="a function of (output, target) that returns a number"),
+        Kind("tracker", built_in.TRACKERS),
     )
 }
 

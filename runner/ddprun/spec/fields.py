@@ -37,6 +37,8 @@ HookStack = Annotated[
 ]
 Metrics = Annotated[tuple[Annotated[Choice, OneOf("metric")], ...], Field(strict=False)]
 
+Trackers = Annotated[tuple[Annotated[Choice, OneOf("tracker")], ...], Field(strict=False)]
+
 
 @dataclass(frozen=True)
 class Validated:

@@ -333,3 +333,57 @@ SYNC: dict[str, type[BaseModel]] = {
 MUTATIONS: dict[str, type[BaseModel]] = {"noise": Noise}
 UPDATES: dict[str, type[BaseModel]] = {"evolution_strategies": EvolutionStrategies}
 METRICS: dict[str, type[BaseModel]] = {"accuracy": Accuracy, "perplexity": Perplexity}
+
+
+class Tensorboard(Options):
+    """TensorBoard event files in the run's folder. Needs the package tensorboard."""
+
+    every: PositiveInt = 1
+    """Steps from one point of a curve to the next."""
+
+
+class Wandb(Options):
+    """Weights & Biases. Needs the package wandb."""
+
+    project: str = "ddprun"
+    """Where the run appears."""
+
+    entity: str | None = None
+    """User or team; null: the account's own."""
+
+    mode: Literal["online", "offline"] = "online"
+    """`offline` keeps it in the run's folder, for `wandb sync`."""
+
+    every: PositiveInt = 10
+    """Steps from one point of a curve to the next."""
+
+
+class Mlflow(Options):
+    """MLflow. Needs the package mlflow."""
+
+    tracking_uri: str | None = None
+    """The server; null: what `MLFLOW_TRACKING_URI` says, or MLflow's default."""
+
+    experiment: str = "ddprun"
+    """Where the run appears."""
+
+    every: PositiveInt = 10
+    """Steps from one point of a curve to the next."""
+
+
+class Prometheus(Options):
+    """Metrics of rank 0 for Prometheus. Needs the package prometheus-client."""
+
+    port: Annotated[int, Field(gt=0, lt=65536)] | None = None
+    """Serve them on this port of rank 0's host; null writes metrics.prom into the run's folder, every 5 s."""
+
+    address: str = "127.0.0.1"
+    """On which address of the host; 0.0.0.0 is all of them."""
+
+
+TRACKERS: dict[str, type[BaseModel]] = {
+    "tensorboard": Tensorboard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "prometheus": Prometheus,
+}

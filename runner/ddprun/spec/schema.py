@@ -14,6 +14,7 @@ from ddprun.spec.fields import (
     OptimizerChoice,
     ScheduleChoice,
     SyncChoice,
+    Trackers,
     Validated,
 )
 from ddprun.spec.launch import Launch
@@ -236,6 +237,9 @@ class Pipeline(Options):
 
     audit: Audit = Audit()
     """Whether parameters are compared between ranks."""
+
+    track: Trackers = ()
+    """Where else curves and metrics go, from rank 0: tensorboard, wandb, mlflow, prometheus."""
 
     def train_stages(self) -> list[Train]:
         """The stages that train, in order."""

@@ -9,7 +9,7 @@ the next step's word that does.
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,7 @@ class Ledger:
         writer: takes the records.
         every: write the records of every n-th step.
         stragglers: looks for late ranks; on rank 0 alone.
+        observe: is told of every step's record, and of what landed in it.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Ledger:
         writer: Writer,
         every: int,
         stragglers: Stragglers | None = None,
+        observe: Callable[[dict[str, Any], Sequence[Flight[int]]], None] | None = None,
     ) -> None:
         self.totals = Totals()
         self.offset_us = 0.0
@@ -72,6 +74,7 @@ class Ledger:
         self._writer = writer
         self._every = every
         self.stragglers = stragglers
+        self._observe = observe
         self._buckets = 0  # gradient buckets of the stage
         self._closed: deque[Step] = deque()  # ended, marks not read yet
         # step; what found something; control word under way
@@ -285,6 +288,8 @@ class Ledger:
         us["exposed_wait_us"] = in_backward.wait_us + in_sync.wait_us
         us["exposed_wire_us"] = in_backward.wire_us + in_sync.wire_us
         self._count(settled, in_backward, in_sync)
+        if self._observe is not None:
+            self._observe(self._record(settled, words), settled.landed)
         if settled.step.number % self._every == 0:
             ready = [at for row in known for at in row]
             self._write(settled, list(zip(settled.landed, ready, strict=True)), words)
@@ -314,13 +319,12 @@ class Ledger:
         self.totals.communication_us += max(communication_us(landed), exposed_us)
         self.totals.wire_bytes += sum(flight.wire_bytes for flight in landed)
 
-    def _write(
-        self, settled: Settled, landed: Sequence[tuple[Flight[int], float | None]], words: Words | None
-    ) -> None:
-        rank, step = self._control.rank, settled.step
-        line = {
+    def _record(self, settled: Settled, words: Words | None) -> dict[str, Any]:
+        """The line of a step; once its time is divided."""
+        step = settled.step
+        return {
             "v": VERSION,
-            "rank": rank,
+            "rank": self._control.rank,
             "stage": step.stage,
             "step": step.number,
             "samples": settled.samples,
@@ -332,8 +336,13 @@ class Ledger:
             "laps": [[part.removesuffix("_us"), us] for part, us in settled.laps if us],
             "waits": [[start, end] for start, end in settled.waits if end > start],
         }
-        self._writer.put(f"steps/rank-{rank:05}.jsonl", lambda: [line])
-        self._write_buckets(landed, step.stage, step.number)
+
+    def _write(
+        self, settled: Settled, landed: Sequence[tuple[Flight[int], float | None]], words: Words | None
+    ) -> None:
+        line = self._record(settled, words)
+        self._writer.put(f"steps/rank-{self._control.rank:05}.jsonl", lambda: [line])
+        self._write_buckets(landed, settled.step.stage, settled.step.number)
 
     def _write_buckets(
         self, landed: Sequence[tuple[Flight[int], float | None]], stage: int, step: int

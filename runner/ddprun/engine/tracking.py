@@ -1,0 +1,60 @@
+"""What a session tells its trackers."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from ddprun.spec import Loaded, PipelineError
+from ddprun.telemetry.progress import Screen
+from ddprun.track.trackers import NEEDS, About, StepTold, Trackers, maker, missing
+from ddprun_hooks.flight import Flight
+
+
+def check_trackers(loaded: Loaded) -> None:
+    """Make sure that what trackers need is there.
+
+    Raises:
+        PipelineError: names the package.
+    """
+    chosen = [choice.name for choice in loaded.pipeline.track]
+    if gone := missing(chosen):
+        raise PipelineError(
+            [
+                loaded.fault(
+                    f"track[{chosen.index(name)}]",
+                    f"{name} needs the package {NEEDS[name]}, which is not installed",
+                    f"pip install 'ddprun[{name}]'",
+                )
+                for name in gone
+            ]
+        )
+
+
+def open_trackers(
+    loaded: Loaded,
+    run_dir: Path,
+    screen: Screen,
+    events: structlog.typing.FilteringBoundLogger,
+    *,
+    rank: int,
+) -> Trackers:
+    """The trackers of the run, on rank 0; none elsewhere."""
+    chosen = loaded.pipeline.track if rank == 0 else ()
+
+    def failed(name: str, why: str) -> None:
+        events.warning("tracker_failed", tracker=name, reason=why)
+        screen.note(f"{name} has failed and gets no more of this run: {why}")
+
+    about = About(loaded.pipeline.name, run_dir, loaded.secrets.redact_all(loaded.plain()))
+    return Trackers({choice.name: maker(choice.name, choice.settings) for choice in chosen}, about, failed)
+
+
+def pass_on(trackers: Trackers, record: dict[str, Any], landed: Sequence[Flight[int]]) -> None:
+    """Tell the trackers of a step."""
+    sent: Counter[tuple[str, str]] = Counter()
+    for flight in landed:
+        sent[flight.kind, ",".join(flight.hooks) or "all_reduce"] += flight.wire_bytes
+    trackers.step(StepTold(record, sent))

@@ -1,0 +1,184 @@
+"""Curves that go elsewhere: what arrives there, and that nothing there can stop a run."""
+
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddprun.track import trackers
+from ddprun.track.trackers import About, StepTold, Trackers
+from tests.engine.running import events, lines, run_pipeline, summary
+from tests.ranks import Running, ddprun, free_port
+
+TEXT = """
+model: {mlp: {inputs: 64, hidden: [16], outputs: 10}}
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.1}}
+hooks: [fp16]
+track: TRACK
+stages:
+  - train: {steps: 12}
+  - evaluate: {metrics: [accuracy]}
+"""
+
+
+class Listening:
+    """Takes everything down; fails where it is told to."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.steps: list[int] = []
+        self.measured: dict[str, float] = {}
+        self.closed = False
+        self.fail_at = fail_at
+
+    def step(self, told: StepTold) -> None:
+        if told.record["step"] == self.fail_at:
+            raise ConnectionError("the server is gone")
+        self.steps.append(told.record["step"])
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.measured |= values
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self.closed = True
+
+
+def about(folder: Path) -> About:
+    return About("p", folder, {})
+
+
+def test_one_that_fails_is_told_once_and_the_others_go_on(tmp_path: Path) -> None:
+    """Whether when it is made or later."""
+    good, bad = Listening(), Listening(fail_at=2)
+
+    def broken(about: About) -> Listening:
+        raise OSError("no network")
+
+    told: list[tuple[str, str]] = []
+    makers = {"good": lambda _: good, "bad": lambda _: bad, "broken": broken}
+    it = Trackers(makers, about(tmp_path), lambda name, why: told.append((name, why)))
+    for step in range(1, 5):
+        it.step(StepTold({"step": step}, {}))
+    it.metrics(4, {"accuracy": 0.5})
+    assert it.close({"status": "done"})
+    assert (good.steps, good.measured, good.closed) == ([1, 2, 3, 4], {"accuracy": 0.5}, True)
+    assert (bad.steps, bad.closed) == ([1], False)
+    assert told == [("broken", "OSError: no network"), ("bad", "ConnectionError: the server is gone")]
+
+
+def test_one_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps pass it by, and the end does not wait for ever."""
+    monkeypatch.setattr(trackers, "_ENDS_S", 0.3)
+    monkeypatch.setattr(trackers, "_QUEUE_LIMIT", 5)
+    release = threading.Event()
+
+    def hanging(about: About) -> Listening:
+        release.wait(30)
+        return Listening()
+
+    it = Trackers({"hanging": hanging}, about(tmp_path), lambda name, why: None)
+    started = time.monotonic()
+    for step in range(100):
+        it.step(StepTold({"step": step}, {}))
+    assert not it.close({})
+    assert time.monotonic() - started < 5
+    assert it.dropped > 90
+    release.set()
+
+
+def test_tensorboard_gets_every_curve(tmp_path: Path) -> None:
+    """Read back by TensorBoard's own reader: the losses of the records, and what evaluate has measured."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    run = run_pipeline(tmp_path, TEXT.replace("TRACK", "[tensorboard]"), 2)
+    (file,) = (run / "tensorboard").iterdir()
+    found: dict[str, dict[int, float]] = {}
+    for raw in RawEventFileLoader(str(file)).Load():
+        event = Event.FromString(raw)
+        for value in event.summary.value:
+            found.setdefault(value.tag, {})[event.step] = value.simple_value
+    own = {line["step"]: line["loss"] for line in lines(run, "steps") if line["rank"] == 0}
+    assert found["loss/rank_0"] == pytest.approx(own)
+    assert len(found["loss/mean"]) == len(found["time/step_seconds"]) == 12
+    assert found["communication/bytes"][3] == sum(
+        line["wire_bytes"] for line in lines(run, "buckets") if (line["rank"], line["step"]) == (0, 3)
+    )
+    assert found["evaluate/accuracy"] == {12: pytest.approx(summary(run)["metrics"]["accuracy"])}
+
+
+def test_prometheus_reads_a_file(tmp_path: Path) -> None:
+    """With base units, and counters that end on `_total`; parsed by Prometheus' own client."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    run = run_pipeline(tmp_path, TEXT.replace("TRACK", "[prometheus]"), 2)
+    text = (run / "metrics.prom").read_text()
+    found = {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in parser.text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    steps = [line for line in lines(run, "steps") if line["rank"] == 0]
+    sent = sum(line["wire_bytes"] for line in lines(run, "buckets") if line["rank"] == 0)
+    assert found["ddprun_steps_total",] == found["ddprun_step_duration_seconds_count",] == 12
+    assert found["ddprun_step_duration_seconds_sum",] == pytest.approx(sum(s["step_us"] for s in steps) / 1e6)
+    assert found["ddprun_step_part_seconds_total", "forward"] == pytest.approx(
+        sum(step["forward_us"] for step in steps) / 1e6
+    )
+    assert found["ddprun_comm_bytes_total", "fp16", "gradient"] == sent
+    assert found["ddprun_evaluation", "accuracy"] == summary(run)["metrics"]["accuracy"]
+    assert found["ddprun_run_info", "run", "run"] == 1, "pipeline and folder"
+
+
+def test_prometheus_asks_an_endpoint(tmp_path: Path) -> None:
+    """While the run goes on; the port is free afterwards."""
+    pytest.importorskip("prometheus_client")
+    port = free_port()
+    text = TEXT.replace("TRACK", f"[{{prometheus: {{port: {port}}}}}]").replace("steps: 12", "steps: 100000")
+    (tmp_path / "p.yaml").write_text(text)
+    with Running("p.yaml", "--nproc-per-node=2", "--run-dir=run", cwd=tmp_path) as running:
+        end, body = time.monotonic() + 60, ""
+        while "ddprun_steps_total" not in body and time.monotonic() < end:
+            time.sleep(0.2)
+            try:
+                body = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+            except OSError:
+                continue
+        assert running.process.poll() is None
+    assert "ddprun_comm_bytes_total{" in body
+    assert not (tmp_path / "run" / "metrics.prom").exists()
+
+
+def test_a_port_that_is_taken_costs_the_tracker_and_not_the_run(tmp_path: Path) -> None:
+    """It is told on the screen and as an event."""
+    pytest.importorskip("prometheus_client")
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", f"[{{prometheus: {{port: {port}}}}}]"))
+        done = ddprun("p.yaml", "--nproc-per-node=1", "--run-dir=run", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert "prometheus has failed and gets no more of this run: OSError" in done.stderr
+    (event,) = [one for one in events(tmp_path / "run") if one["event"] == "tracker_failed"]
+    assert event["tracker"] == "prometheus"
+
+
+def test_a_package_that_is_missing_is_a_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before the run starts, with the way to get it."""
+    monkeypatch.setitem(trackers.NEEDS, "wandb", "no_such_package")
+    assert trackers.missing(["wandb", "tensorboard"])[:1] == ["wandb"]
+    if trackers.missing(["mlflow"]):
+        (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", "[prometheus, mlflow]"))
+        done = ddprun("p.yaml", "--nproc-per-node=1", cwd=tmp_path)
+        assert done.code == 2
+        assert "p.yaml:7:21: track[1]: mlflow needs the package mlflow, which is not installed" in done.stderr
+        assert "pip install 'ddprun[mlflow]'" in done.stderr
+        assert "Traceback" not in done.stderr
