@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from ddprun.cli import main
-from ddprun.insight.compare import Side, Variant, interval_of_median, noise, ratio, rows, variants, verdict
+from ddprun.cli.compare import _fitted
+from ddprun.insight.compare import Side, Variant, noise, ratio, rows, variants, verdict
 from ddprun.insight.digest import digest
 from ddprun.insight.runs import Run
 from ddprun.insight.turnstile import Turnstile
+from ddprun.spec import load
 from tests.insight.made_up import make
 from tests.ranks import Running, ddprun
 
@@ -45,12 +47,15 @@ def noisy(seed: int, mean_s: float, spread: float, turns: int = 12) -> list[floa
     return [mean_s * (1 + spread * draw.uniform(-1, 1)) for _ in range(turns)]
 
 
-@pytest.mark.parametrize(
-    ("count", "places"), [(6, (0, 5)), (8, (0, 7)), (9, (1, 7)), (12, (2, 9)), (25, (7, 17))]
-)
-def test_the_interval_of_a_median_is_that_of_the_tables(count: int, places: tuple[int, int]) -> None:
-    """Of order statistics, 95 %; e.g. Conover, Practical Nonparametric Statistics, table A3."""
-    assert interval_of_median(count) == places
+def test_what_happens_in_few_turns_counts(tmp_path: Path) -> None:
+    """A synchronisation every hundred steps: most turns are a little faster, and the whole is slower."""
+    first = side(tmp_path, "first", [0.010] * 20)
+    rare = side(tmp_path, "rare", [0.030 if turn % 5 == 0 else 0.009 for turn in range(20)])
+    found = ratio(first, rare)
+    assert found is not None
+    assert found.mean == pytest.approx(10 / (0.2 * 30 + 0.8 * 9))
+    assert found.low < found.mean < found.high
+    assert verdict(first, rare, 1.02) != "faster"
 
 
 def test_a_run_and_its_twin_say_what_is_noise(tmp_path: Path) -> None:
@@ -71,7 +76,7 @@ def test_a_run_and_its_twin_say_what_is_noise(tmp_path: Path) -> None:
     assert verdict(first, slow, factor) == "slower"
     found = ratio(first, fast)
     assert found is not None
-    assert 1.9 < found.low <= found.median <= found.high < 2.1
+    assert 1.9 < found.low <= found.mean <= found.high < 2.1
     assert verdict(first, side(tmp_path, "few", [0.001] * 5), factor) == "too few turns to tell"
 
 
@@ -82,7 +87,7 @@ def test_turns_of_a_moment_are_compared_with_each_other(tmp_path: Path) -> None:
     other = side(tmp_path, "other", [0.008 * d for d in drift])
     found = ratio(first, other)
     assert found is not None
-    assert (found.low, found.median, found.high) == pytest.approx((1.25, 1.25, 1.25))
+    assert (found.low, found.mean, found.high) == pytest.approx((1.25, 1.25, 1.25))
 
 
 def test_losses_are_compared_after_equal_samples(tmp_path: Path) -> None:
@@ -90,7 +95,7 @@ def test_losses_are_compared_after_equal_samples(tmp_path: Path) -> None:
     long, short = side(tmp_path, "long", [0.01] * 8, steps=40), side(tmp_path, "short", [0.01] * 8, steps=20)
     failed = Side(Variant("failed", Path("p.yaml")), tmp_path / "failed", 1)
     table = rows([long, short, failed])
-    expected = sum(1 / step for step in range(11, 21)) / 10
+    expected = (1 / 19 + 1 / 20) / 2  # the last tenth of 320 samples
     assert [row["loss"] for row in table] == [pytest.approx(expected), pytest.approx(expected), None]
     assert [row["loss_after_samples"] for row in table] == [320, 320, None]
     assert [row["verdict"] for row in table][2] == "failed"
@@ -112,6 +117,22 @@ def test_all_combinations_are_named() -> None:
     assert found[5].overrides == ("accumulate=2", "hooks=[]", "seed=0", "hooks=[noop]")
     files = variants([Path("x/a.yaml"), Path("b.yaml")], [], [], noop=False, twin=False)
     assert [variant.name for variant in files] == ["a", "b"]
+
+
+def test_steps_and_noop_keep_what_a_stage_says(tmp_path: Path) -> None:
+    """Its sync policy, its hooks; and there is nothing that a stage could send instead of nothing."""
+    stage = "stages:\n  - train: {epochs: 3, sync: {local_sgd: {every: 4}}, hooks: [fp16]}\n  - evaluate\n"
+    (tmp_path / "p.yaml").write_text(PIPELINE.partition("stages:")[0] + stage)
+    for noop in (False, True):
+        overrides = ("hooks=[noop]",) if noop else ("seed=1",)
+        variant = Variant("v", tmp_path / "p.yaml", overrides)
+        fitted = _fitted(variant, load(variant.pipeline, overrides), 40)
+        pipeline = load(fitted.pipeline, fitted.overrides).pipeline
+        (train,) = pipeline.train_stages()
+        settings = train.effective(pipeline)
+        assert pipeline.stages[1].name == "evaluate"
+        assert (settings.steps, settings.epochs, settings.sync.name) == (40, None, "local_sgd")
+        assert [hook.name for hook in settings.hooks] == (["noop"] if noop else ["fp16"])
 
 
 def test_only_one_run_works_at_a_time() -> None:
@@ -175,6 +196,7 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     table = json.loads(done.stdout)
     assert [row["variant"] for row in table] == ["hooks=[]", "hooks=[] once more", 'hooks=["noop"]']
     assert [row["turns"] for row in table] == [5, 5, 5], "the first warms up"
+    assert all(row["loss_after_samples"] == 60 * 16 for row in table)
     assert table[0]["loss"] == table[1]["loss"] != table[2]["loss"]
     assert table[0]["wire_bytes_per_step"] > 5000 > table[2]["wire_bytes_per_step"]
     assert (tmp_path / "out" / "report.html").stat().st_size > 1e6
@@ -234,6 +256,10 @@ def test_an_interrupt_ends_all_runs(tmp_path: Path) -> None:
         (["--vary", "hooks=[[fp17]]"], 'did you mean "fp16"'),
         (["--turn", "1"], "1 is not in the range x>=2"),
         (["--output", "full"], "the folder full is not empty"),
+        (
+            ["--steps", "9", "--set", "stages=[{train: {steps: 1}}, {train: {steps: 2}}]"],
+            "2 stages take steps, so it is not known",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_starts(

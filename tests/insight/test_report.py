@@ -96,7 +96,7 @@ def test_three_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path)
         "Try a look at the layers of that bucket, and at what else runs on that rank's cores or GPU.",
     ]
     assert sentences(digest(Run(make(tmp_path / "even"))))[1:] == [
-        "No rank was late.",
+        "No rank was late for long.",
         "Communication is hidden or small; to go faster, try `precision: bf16`, a larger "
         "`loader.batch_size`, or more ranks.",
     ]
@@ -159,6 +159,14 @@ def test_a_run_without_records_has_a_page(tmp_path: Path) -> None:
     told = words(report([digest(Run(folder))]))
     assert "The run has no step records" in told
     assert "has not ended, or was killed" in told
+
+
+def test_a_run_that_goes_on_meanwhile_has_a_page(tmp_path: Path) -> None:
+    """Lines come while they are read; those of later steps are left for the next page."""
+    run = Run(make(tmp_path / "run", late=1))
+    run.__dict__["last_step"] = 12  # as it was when the reading began
+    assert digest(run).recorded == list(range(1, 13))
+    assert "<main" in report([digest(run)])
 
 
 def test_a_real_run_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

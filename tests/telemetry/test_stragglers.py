@@ -111,6 +111,20 @@ def test_nobody_is_late_by_little(late: dict[str, float]) -> None:
     assert it.spells == []
 
 
+def test_steps_in_which_nobody_is_waited_for_do_not_count() -> None:
+    """As where ranks meet for an audit, amid the rounds of local SGD."""
+    generator = torch.Generator().manual_seed(0)
+    it = Stragglers(window=20, over=0.1)
+    it.begin_stage([])
+    for step in range(1, 31):
+        late = [{"forward_us": 5000.0} if rank == 1 else {} for rank in range(RANKS)]
+        words = [word(step, more, generator, buckets=False) for more in late]
+        it.add(2 * step, words_of(words, 0))
+        it.add(2 * step + 1, words_of([Word(1.0, 1) for _ in range(RANKS)], 0))
+    assert it.now is not None
+    assert (it.now.rank, it.now.cause) == (1, "forward")
+
+
 def test_one_late_step_is_no_straggler() -> None:
     """The median of a window counts."""
     generator = torch.Generator().manual_seed(0)

@@ -65,10 +65,10 @@ def test_one_that_fails_is_told_once_and_the_others_go_on(tmp_path: Path) -> Non
     for step in range(1, 5):
         it.step(StepTold({"step": step}, {}))
     it.metrics(4, {"accuracy": 0.5})
-    assert it.close({"status": "done"})
+    assert it.close({"status": "done"}) == []
     assert (good.steps, good.measured, good.closed) == ([1, 2, 3, 4], {"accuracy": 0.5}, True)
     assert (bad.steps, bad.closed) == ([1], False)
-    assert told == [("broken", "OSError: no network"), ("bad", "ConnectionError: the server is gone")]
+    assert sorted(told) == [("bad", "ConnectionError: the server is gone"), ("broken", "OSError: no network")]
 
 
 def test_one_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +85,9 @@ def test_one_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
     started = time.monotonic()
     for step in range(100):
         it.step(StepTold({"step": step}, {}))
-    assert not it.close({})
+    assert it.close({}) == ["hanging"]
     assert time.monotonic() - started < 5
-    assert it.dropped > 90
+    assert it.dropped["hanging"] > 90
     release.set()
 
 
@@ -143,7 +143,7 @@ def test_prometheus_asks_an_endpoint(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(text)
     with Running("p.yaml", "--nproc-per-node=2", "--run-dir=run", cwd=tmp_path) as running:
         end, body = time.monotonic() + 60, ""
-        while "ddprun_steps_total" not in body and time.monotonic() < end:
+        while "ddprun_comm_bytes_total{" not in body and time.monotonic() < end:
             time.sleep(0.2)
             try:
                 body = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()

@@ -27,7 +27,7 @@ from torch import Tensor
 from ddprun.checkpoint.codec import decode, encode
 from ddprun.checkpoint.tensors import DamagedError, UnreadableError, read_tensors, write_tensors
 
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 256 * 1024 * 1024
 

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,13 @@ def compare(
     if faults:
         click.echo(printing.text(faults, printing.colored(sys.stderr)), err=True)
         return 2
-    everywhere = list(overrides)
-    everywhere += [f"stages=[{{train: {{steps: {steps}}}}}]"] if steps is not None else []
-    everywhere += [f"timings.fidelity_every={turn}"] if fidelity else []
+    everywhere = [*overrides, *([f"timings.fidelity_every={turn}"] if fidelity else [])]
     chosen = comparing.variants(pipelines, everywhere, keys, noop=noop, twin=control)
     try:
+        if steps is not None or noop:
+            chosen = [
+                _fitted(variant, load(variant.pipeline, variant.overrides), steps) for variant in chosen
+            ]
         loaded = [load(variant.pipeline, variant.overrides) for variant in chosen]
         loaded[0].check_environment()
     except PipelineError as error:
@@ -134,6 +137,36 @@ def compare(
         log = side.folder.with_suffix(".log")
         click.echo(f"ddprun: {side.variant.name} failed with exit code {side.code}; see {log}", err=True)
     return 1 if failed else 0
+
+
+def _fitted(variant: Any, loaded: Any, steps: int | None) -> Any:
+    """A variant with so many steps in its one stage that takes any; with `noop` in every stage."""
+    from ddprun.spec import PipelineError
+
+    taking = loaded.pipeline.step_stages()
+    more: list[str] = []
+    if steps is not None:
+        if len(taking) != 1:
+            text = f"{len(taking)} stages take steps, so it is not known which --steps is for"
+            raise PipelineError([loaded.fault("stages", text, "leave --steps out, or name one stage")])
+        more.append(_longer(loaded, taking[0], steps))
+    if variant.overrides[-1:] == ("hooks=[noop]",):
+        own = [stage for stage in taking if "hooks" in stage.model_fields_set]
+        more += [f"stages[{stage.index}].{stage.name}.hooks=[noop]" for stage in own]
+    return replace(variant, overrides=(*variant.overrides, *more))
+
+
+def _longer(loaded: Any, stage: Any, steps: int) -> str:
+    """The override that gives a stage so many steps, whatever its length was."""
+    written = loaded.root.data().get("stages")
+    if written is None:
+        return f"stages=[{{{stage.name}: {{steps: {steps}}}}}]"
+    item = written[stage.index]
+    options = dict((item.get(stage.name) or {}) if isinstance(item, dict) else {})
+    options.pop("epochs", None)
+    return (
+        f"stages[{stage.index}]={json.dumps({stage.name: {**options, 'steps': steps}}, ensure_ascii=False)}"
+    )
 
 
 def _warn(loaded: Sequence[Any]) -> None:

@@ -55,6 +55,9 @@ _LOST_PEER = (
 )
 _GLOO_GUESSES = ". This is typically caused by"
 _LAUNCHER_NOTICES_S = 3.0
+_TRACKERS_END_S = 2.0
+"""After a failure; the others are waiting for this rank to end."""
+
 _OTHERS_LOOK_S = 1.0
 _WATCH_ENDS_S = 10.0
 
@@ -90,6 +93,8 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: bool = False) -> int
     except BaseException as error:
         _leave_to(watch)
         code = _report(error, ranks, known, loaded.secrets)
+        if known.session is not None:
+            known.session.trackers.close({"status": "failed"}, _TRACKERS_END_S)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # threads may hang in collectives whose peers are gone
@@ -133,11 +138,12 @@ def _run(
     summary = {**loaded.secrets.redact_all(found), "run_dir": found["run_dir"]}
     if ranks.rank == 0:
         session.events.info("finished", status=status, step=session.step)
-    if not session.trackers.close(summary):
-        session.screen.note("a tracker does not come to its end; the run does not wait for it")
-    session.records.close()
     if ranks.rank == 0:
         write_summary(folder.path, summary)
+    if late := session.trackers.close(summary):
+        session.screen.note(f"{', '.join(late)}: does not come to its end, and the run does not wait for it")
+    session.records.close()
+    if ranks.rank == 0:
         session.screen.closing(summary)
         print(folder.path, flush=True)
     session.exchange.control.barrier("the end of the run")

@@ -11,12 +11,12 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from ddprun.insight.turnstile import Turnstile
 from ddprun.launch.environment import handed_on
 
 _LIKELY = 0.95
-_LAST_LOSSES = 10
+_DRAWS = 2000
+_LEAST_TURNS = 6
+_LAST_SHARE = 0.1
 _ENDS_S = 15.0
 
 
@@ -65,7 +67,7 @@ class Side:
 class Ratio:
     """How many times as many steps a second as the first variant, from turn to turn."""
 
-    median: float
+    mean: float
     low: float
     high: float
     turns: int
@@ -119,10 +121,14 @@ def run_all(
         tell(f"starting {len(sides)} runs")
         turnstile.wait_for_all()
         turns = 0
-        while left := list(turnstile.left()):
+        while turnstile.any_alive():
+            left = list(turnstile.left())
             order.shuffle(left)
             for run in left:
                 turnstile.give(run)
+            if not left:  # a run's ranks are starting again, or it comes to its end
+                turnstile.wait_for_all()
+                continue
             turns += 1
             tell(f"{turns} {'turn' if turns == 1 else 'turns'} of {every} steps")
         for side, process in zip(sides, processes, strict=True):
@@ -159,8 +165,8 @@ def _started(
             turnstile.expect(place, partial(_is_alive, process))
         yield turnstile, processes
     finally:
+        turnstile.close()  # those that wait for their turn fail then
         _end(processes)
-        turnstile.close()
 
 
 def _is_alive(process: "subprocess.Popen[bytes]") -> bool:
@@ -168,20 +174,26 @@ def _is_alive(process: "subprocess.Popen[bytes]") -> bool:
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGTERM)  # at once
-    for process in processes:
+    """End those that still run: all at once, and by force after a while."""
+    until = time.monotonic() + _ENDS_S
+    left = [process for process in processes if process.poll() is None]
+    for process in left:
+        process.send_signal(signal.SIGTERM)
+    time.sleep(0.5 if left else 0.0)
+    for process in left:
+        process.send_signal(signal.SIGTERM)  # the second one: at once
+    for process in left:
         try:
-            process.wait(_ENDS_S)
+            process.wait(max(0.1, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
 def _read(side: Side, every: int) -> None:
-    """Take what the run left: its steps by turns. The first turn warms up, and does not count."""
+    """Take what the run left: its steps by turns. The first turn warms up, and does not count; nor does each
+    turn's first step, whose data was loaded while others had their turn.
+    """
     try:
         run = Run(side.folder)
     except NoRunError:
@@ -201,33 +213,30 @@ def _read(side: Side, every: int) -> None:
 
 
 def ratio(first: Side, other: Side) -> Ratio | None:
-    """How much faster the other is; None if they have no turns in common."""
-    common = sorted(first.turns_s.keys() & other.turns_s.keys())
-    ratios = sorted(first.turns_s[turn] / other.turns_s[turn] for turn in common)
-    if not ratios:
-        return None
-    low, high = interval_of_median(len(ratios))
-    return Ratio(statistics.median(ratios), ratios[low], ratios[high], len(ratios))
+    """How much faster the other is; None if they have no turns in common.
 
-
-def interval_of_median(count: int) -> tuple[int, int]:
-    """Places of the two of `count` sorted values between which the median lies with a probability of 95 %.
-
-    It takes nothing of how the values are distributed; below six values it is all of them, and less certain.
+    It is the ratio of the whole times, since a median over turns would not see what happens in few of them,
+    as a synchronisation every hundred steps does. The interval comes from drawing turns anew (bootstrap).
     """
-    tail, low = 0.0, 0
-    for place in range(count // 2):
-        tail += comb(count, place) / 2**count
-        if 2 * tail > 1 - _LIKELY:
-            break
-        low = place
-    return low, count - 1 - low
+    common = sorted(first.turns_s.keys() & other.turns_s.keys())
+    if not common:
+        return None
+    pairs = [(first.turns_s[turn], other.turns_s[turn]) for turn in common]
+    draw = random.Random(0)
+    found = sorted(_of_sums(draw.choices(pairs, k=len(pairs))) for _ in range(_DRAWS))
+    low, high = (_quantile(found, share) for share in ((1 - _LIKELY) / 2, (1 + _LIKELY) / 2))
+    return Ratio(_of_sums(pairs), low, high, len(pairs))
+
+
+def _of_sums(pairs: Sequence[tuple[float, float]]) -> float:
+    return sum(one for one, _ in pairs) / sum(other for _, other in pairs)
 
 
 def noise(sides: Sequence[Side]) -> float | None:
     """How far a run may be from its twin: a factor of at least 1; None without a twin."""
     for side in sides[1:]:
-        if side.variant.twin and (found := ratio(sides[0], side)) is not None:
+        found = ratio(sides[0], side) if side.variant.twin and side.done and sides[0].done else None
+        if found is not None and found.turns >= _LEAST_TURNS:
             return max(found.high, 1 / found.low, 1.0)
     return None
 
@@ -235,18 +244,20 @@ def noise(sides: Sequence[Side]) -> float | None:
 def verdict(first: Side, other: Side, factor: float | None) -> str:
     """In words: whether the other is faster, by more than noise."""
     if other is first:
-        return "the first"
+        return "the first" if first.done else "failed"
     if not other.done:
         return "failed"
+    if not first.done:
+        return "the first has failed"
     found = ratio(first, other)
-    if found is None or found.turns < 6:
+    if found is None or found.turns < _LEAST_TURNS:
         return "too few turns to tell"
     if other.variant.twin:
         return f"noise: up to {max(found.high, 1 / found.low, 1.0) - 1:.1%}"
     least = factor or 1.0
-    if found.low > 1 and found.median > least:
+    if found.low > 1 and found.mean > least:
         return "faster"
-    if found.high < 1 and found.median < 1 / least:
+    if found.high < 1 and found.mean < 1 / least:
         return "slower"
     return "no difference beyond noise"
 
@@ -270,7 +281,7 @@ def _row(first: Side, side: Side, factor: float | None, samples: int) -> dict[st
         "variant": side.variant.name,
         "steps_per_s": statistics.median(rates) if rates else None,
         "spread": (_quantile(rates, 0.75) - _quantile(rates, 0.25)) / 2 if rates else None,
-        "times_first": found.median if found is not None else None,
+        "times_first": found.mean if found is not None else None,
         "times_first_low": found.low if found is not None else None,
         "times_first_high": found.high if found is not None else None,
         "turns": len(rates),
@@ -294,7 +305,7 @@ def _samples(side: Side) -> int:
 
 
 def _loss_after(side: Side, samples: int) -> float | None:
-    """The mean of the last losses up to so many samples of all ranks."""
+    """The mean loss over the last tenth of so many samples of all ranks."""
     assert side.digest is not None
     run = side.digest.run
     seen: dict[int, int] = {}
@@ -304,11 +315,15 @@ def _loss_after(side: Side, samples: int) -> float | None:
             seen[line["step"]] = seen.get(line["step"], 0) + line["samples"]
             if line["mean_loss"] is not None:
                 losses[line["step"]] = line["mean_loss"]
-    total, last = 0, []
+    # Over the same samples for all, however often ranks told each other their losses.
+    total, sums, counts, since = 0, 0.0, 0, 0
     for step in sorted(seen):
         total += seen[step]
+        since += seen[step]
         if total > samples:
             break
         if step in losses:
-            last.append(losses[step])
-    return statistics.fmean(last[-_LAST_LOSSES:]) if last else None
+            if total > samples * (1 - _LAST_SHARE):
+                sums, counts = sums + losses[step] * since, counts + since
+            since = 0
+    return sums / counts if counts else None

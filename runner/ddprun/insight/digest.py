@@ -68,6 +68,9 @@ class Digest:
     step_us: float
     """A step's mean time, over ranks."""
 
+    met: int
+    """Recorded steps in which ranks told each other their losses."""
+
     other_share: float
     loss: Curve
     rank_losses: list[Curve]
@@ -97,7 +100,8 @@ class _Column:
         self.counts = array("l", bytes(array("l").itemsize * size))
 
     def add(self, place: int, value: float | None) -> None:
-        if value is not None and value == value:
+        # A run that goes on, or was killed, has records of later steps than those that were counted.
+        if value is not None and value == value and 0 <= place < len(self.sums):
             self.sums[place] += value
             self.counts[place] += 1
 
@@ -151,6 +155,7 @@ def digest(run: Run) -> Digest:
         recorded=recorded,
         parts_us=means,
         step_us=step_us,
+        met=sum(1 for count in loss.counts if count),
         other_share=other / step_us if step_us else 0.0,
         loss=loss.curve(),
         rank_losses=[column.curve() for column in rank_losses[:16]],

@@ -8,7 +8,7 @@ from ddprun.insight.digest import Digest
 _MUCH = 0.15
 """A share of a step's time that is worth a change."""
 
-_LITTLE = 0.05
+_WINDOW = 20
 
 _AT_CAUSE = {
     "data": "more `loader.workers`, or a look at that rank's disk",
@@ -69,9 +69,11 @@ def _who(digest: Digest) -> str:
     spells = stragglers(digest)
     if digest.ranks < 2:
         return "There was one rank, which waits for nobody."
+    if not spells and not _could_be_judged(digest):
+        return "Ranks synchronised too seldom, or in too few steps, to tell whether one was late."
     if not spells:
-        return "No rank was late."
-    worst = max(spells, key=lambda one: one["late_us"] * (one["last_step"] - one["first_step"] + 1))
+        return "No rank was late for long."
+    worst = _worst(spells)
     bucket = ""
     if worst["bucket"] is not None:
         bucket = f", before bucket {worst['bucket']} ({_some(worst['params'])})"
@@ -86,8 +88,7 @@ def _who(digest: Digest) -> str:
 def _what(digest: Digest, shares: Mapping[str, float]) -> str:
     spells = stragglers(digest)
     if shares["wait"] > _MUCH and spells:
-        worst = max(spells, key=lambda one: one["late_us"])
-        return f"Try {_AT_CAUSE[worst['cause']]}."
+        return f"Try {_AT_CAUSE[_worst(spells)['cause']]}."
     if shares["data"] > _MUCH:
         return "Try more `loader.workers`: the training thread waits for its data."
     if shares["hook"] > _MUCH:
@@ -140,6 +141,16 @@ def stragglers(digest: Digest) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = summary["stragglers"]
         return found
     return [{**event, "rank": event["straggler"]} for event in digest.run.all("straggler")]
+
+
+def _worst(spells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The one that has cost most."""
+    return max(spells, key=lambda one: one["late_us"] * (one["last_step"] - one["first_step"] + 1))
+
+
+def _could_be_judged(digest: Digest) -> bool:
+    """Whether ranks told each other often enough when they were ready, by the default window."""
+    return digest.met >= _WINDOW
 
 
 def _listed(items: Sequence[str]) -> str:

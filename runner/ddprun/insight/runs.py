@@ -2,8 +2,9 @@
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from ddprun.telemetry.events import FILE as EVENTS
 
 _STEP = re.compile(rb'"step": ?(\d+)')
 _TAIL_BYTES = 1 << 20
+_DRIFT = 1e-3
+"""Clocks of computers drift by less than this."""
 
 
 class NoRunError(Exception):
@@ -107,6 +110,10 @@ class Clocks:
     offset_us: list[list[float]]
     """Then, by rank."""
 
+    _known: dict[int, tuple[list[float], list[float]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
     @classmethod
     def of(cls, events: list[dict[str, Any]]) -> "Clocks":
         """From the events `clock_offsets`."""
@@ -114,19 +121,31 @@ class Clocks:
 
     def aligned(self, rank: int, at_us: float) -> float:
         """A time of a rank's clock on rank 0's: between two measurements clocks drift evenly."""
-        known = [
-            (at, offsets[rank])
-            for at, offsets in zip(self.at_us, self.offset_us, strict=True)
-            if rank < len(offsets)
-        ]
-        if not known:
+        times, offsets = self._of(rank)
+        if not times:
             return at_us
-        before = max((one for one in known if one[0] <= at_us), default=known[0])
-        after = min((one for one in known if one[0] >= at_us), default=known[-1])
-        if after[0] <= before[0]:
-            return at_us - before[1]
-        share = (at_us - before[0]) / (after[0] - before[0])
-        return at_us - before[1] - share * (after[1] - before[1])
+        place = bisect_right(times, at_us)  # on the rank's own clock, which may have started at another time
+        if place == 0:
+            return at_us - offsets[0]
+        before = offsets[place - 1]
+        if place == len(times):
+            return at_us - before
+        length, after = times[place] - times[place - 1], offsets[place]
+        if length <= 0 or abs(after - before) > _DRIFT * length:
+            return at_us - before  # another clock, as after a restart on another host
+        return at_us - before - (at_us - times[place - 1]) / length * (after - before)
+
+    def _of(self, rank: int) -> tuple[list[float], list[float]]:
+        """When a rank's offset was measured, on its own clock, and what it was."""
+        if rank not in self._known:
+            rows = [
+                (at + offsets[rank], offsets[rank])
+                for at, offsets in zip(self.at_us, self.offset_us, strict=True)
+                if rank < len(offsets)
+            ]
+            rows.sort()
+            self._known[rank] = [at for at, _ in rows], [offset for _, offset in rows]
+        return self._known[rank]
 
 
 def _lines(

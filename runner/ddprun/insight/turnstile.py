@@ -6,6 +6,7 @@ import secrets
 import selectors
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 _HELLO_BYTES = 1024
@@ -78,10 +79,15 @@ class Turnstile:
         if not member.ready():
             return
         for connection in list(member.paused):
-            connection.sendall(b"g")
+            with suppress(OSError):  # that rank has just died; `_hear` finds out
+                connection.sendall(b"g")
         member.paused.clear()
         while member.alive() and not member.ready():
             self._turn_over(0.2)
+
+    def any_alive(self) -> bool:
+        """Whether any run has not ended."""
+        return any(member.alive() for member in self.members.values())
 
     def left(self) -> Sequence[int]:
         """The runs that wait for a turn."""

@@ -98,6 +98,8 @@ class Stragglers:
 
     def add(self, step: int, words: Words) -> bool:
         """Take the words of a step; whether `now` is newly known."""
+        if not (words.ready.any() or words.sync_ready.any()):
+            return False  # ranks have met, as for an audit, and none was waited for
         self._steps.append((step, words))
         self._since += 1
         if len(self._steps) < self._window or self._since < max(1, self._window // 2):

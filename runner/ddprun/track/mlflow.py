@@ -1,8 +1,10 @@
 """MLflow, by its own package."""
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
 
 from ddprun.spec.options import Mlflow
@@ -41,8 +43,10 @@ class MlflowTracker:
         self._client.set_terminated(self._id, states.get(str(summary.get("status")), "FAILED"))
 
     def _add(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._client.log_metric(self._id, name, value, step=step)
+        now_ms = int(time.time() * 1000)
+        self._client.log_batch(
+            self._id, [Metric(name, value, now_ms, step) for name, value in values.items()]
+        )
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

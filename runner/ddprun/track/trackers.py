@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ _ENDS_S = 20.0
 """For all trackers together to bring out what they have at the end of a run."""
 
 _QUEUE_LIMIT = 10_000
+_LOOK_EVERY_S = 0.2
 
 NEEDS = {
     "tensorboard": "tensorboard",
@@ -59,66 +61,79 @@ class Tracker(Protocol):
 Make = Callable[[About], Tracker]
 
 
+class _Fed:
+    """One tracker, its queue and its thread."""
+
+    def __init__(self, name: str, make: Make, about: About, told: Callable[[str, str], None]) -> None:
+        self.name, self.dropped = name, 0
+        self._make, self._about, self._told = make, about, told
+        self._queue: queue.Queue[Callable[[Tracker], None]] = queue.Queue(_QUEUE_LIMIT)
+        self._summary: Mapping[str, Any] | None = None
+        self._end = threading.Event()
+        self.thread = threading.Thread(target=self._work, name=f"ddprun-{name}", daemon=True)
+        self.thread.start()
+
+    def put(self, call: Callable[[Tracker], None]) -> None:
+        try:
+            self._queue.put_nowait(call)
+        except queue.Full:
+            self.dropped += 1
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """Close it once it has had what is in the queue, however full that is."""
+        self._summary = summary
+        self._end.set()
+
+    def _work(self) -> None:
+        try:
+            tracker = self._make(self._about)
+            while not (self._end.is_set() and self._queue.empty()):
+                try:
+                    call = self._queue.get(timeout=_LOOK_EVERY_S)
+                except queue.Empty:
+                    continue
+                call(tracker)
+            tracker.close(self._summary or {})
+        except Exception as error:  # a tracker may raise anything, and the run goes on
+            self._told(self.name, f"{type(error).__name__}: {error}")
+            self._queue = queue.Queue(1)  # what is left is let go
+
+
 class Trackers:
-    """All trackers of a run.
+    """All trackers of a run, each on a thread of its own.
 
     Args:
-        makers: each by name; called on the trackers' thread.
+        makers: each by name; called on its thread.
         about: the run.
-        told: is told, on the trackers' thread, which tracker has failed and why; it is not called again then.
+        told: is told, on its thread, which tracker has failed and why; it gets nothing more then.
     """
 
     def __init__(self, makers: Mapping[str, Make], about: About, told: Callable[[str, str], None]) -> None:
-        self._told = told
-        self.dropped = 0
-        """What came while the trackers were too slow, and went nowhere."""
+        self._fed = [_Fed(name, make, about, told) for name, make in makers.items()]
 
-        self._queue: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_QUEUE_LIMIT)
-        self._thread: threading.Thread | None = None
-        if makers:
-            self._thread = threading.Thread(
-                target=self._work, args=(makers, about), name="ddprun-trackers", daemon=True
-            )
-            self._thread.start()
+    @property
+    def dropped(self) -> dict[str, int]:
+        """What came while a tracker was too slow, and went nowhere."""
+        return {one.name: one.dropped for one in self._fed}
 
     def step(self, told: StepTold) -> None:
         """Pass on a step."""
-        self._put(lambda tracker: tracker.step(told))
+        for one in self._fed:
+            one.put(lambda tracker: tracker.step(told))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Pass on what an evaluate stage has measured."""
-        self._put(lambda tracker: tracker.metrics(step, values))
+        for one in self._fed:
+            one.put(lambda tracker: tracker.metrics(step, values))
 
-    def close(self, summary: Mapping[str, Any]) -> bool:
-        """Let them bring out what they have; whether they came to an end in time."""
-        if self._thread is None:
-            return True
-        self._put(lambda tracker: tracker.close(summary))
-        self._put(None)
-        self._thread.join(_ENDS_S)
-        return not self._thread.is_alive()
-
-    def _put(self, call: Callable[[Tracker], None] | None) -> None:
-        if self._thread is not None:
-            try:
-                self._queue.put_nowait(call)
-            except queue.Full:
-                self.dropped += 1
-
-    def _work(self, makers: Mapping[str, Make], about: About) -> None:
-        trackers: dict[str, Tracker] = {}
-        for name, make in makers.items():
-            try:
-                trackers[name] = make(about)
-            except Exception as error:  # a tracker may raise anything, and the run goes on
-                self._told(name, f"{type(error).__name__}: {error}")
-        while (call := self._queue.get()) is not None:
-            for name in list(trackers):
-                try:
-                    call(trackers[name])
-                except Exception as error:
-                    del trackers[name]
-                    self._told(name, f"{type(error).__name__}: {error}")
+    def close(self, summary: Mapping[str, Any], within_s: float | None = None) -> list[str]:
+        """Let them bring out what they have; gives those that did not come to an end in time."""
+        until = time.monotonic() + (_ENDS_S if within_s is None else within_s)
+        for one in self._fed:
+            one.end(summary)
+        for one in self._fed:
+            one.thread.join(max(0.0, until - time.monotonic()))
+        return [one.name for one in self._fed if one.thread.is_alive()]
 
 
 def maker(name: str, settings: Any) -> Make:
