@@ -116,7 +116,7 @@ def test_damage_is_found_and_named(tmp_path: Path, name: str, damage: str) -> No
 @pytest.mark.parametrize(
     "change",
     [
-        {"v": 2},
+        {"v": 99},
         {"step": 8},
         {"world_size": 3},
         {"world_size": 0},

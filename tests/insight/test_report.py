@@ -244,6 +244,7 @@ def test_a_browser_draws_every_chart_and_asks_for_nothing(tmp_path: Path, runs: 
             "--headless",
             "--no-sandbox",
             "--disable-gpu",
+            "--disable-dev-shm-usage",
             "--no-first-run",
             "--disable-background-networking",
             "--disable-component-update",
