@@ -103,9 +103,9 @@ def test_ranks_that_meet_beside_backward_alone_are_judged_by_that() -> None:
     assert 4800 < now.late_us < 5200
 
 
-@pytest.mark.parametrize("late", [{}, {"forward_us": 400.0}, {"bucket 1": 1000.0}])
+@pytest.mark.parametrize("late", [{}, {"forward_us": 900.0}, {"bucket 1": 1000.0}])
 def test_nobody_is_late_by_little(late: dict[str, float]) -> None:
-    """Less than half a millisecond, or than a tenth of a step."""
+    """Less than a millisecond, or than a tenth of a step."""
     it = found_in(late)
     assert it.now is None
     assert it.spells == []

@@ -31,7 +31,7 @@ _CAUSES: dict[str, Cause] = {
     "sync_us": "sync",
     "other_us": "sync",
 }
-_LEAST_US = 500.0
+_LEAST_US = 1000.0
 """Less is not told from what clocks and a busy machine do."""
 
 _SPREADS = 3.0
@@ -152,6 +152,8 @@ class Stragglers:
         before = self.now if self.now is not None and self.now.rank == rank else None
         if late_us <= (least_us if before is None else least_us / _STAYS):
             return None
+        if before is None and float(late[:, rank].quantile(0.25)) <= least_us / _STAYS:
+            return None  # late in many steps, and as often not
         cause, bucket = _cause(rank, late_us, spent, ready, None if before is None else before.cause)
         return Straggler(rank, cause, *self._named(bucket), late_us, step_us, first, last)
 
