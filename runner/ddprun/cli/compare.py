@@ -238,7 +238,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(key: str, row: Mapping[str, Any]) -> str:
-    from ddprun.insight.report import data_size
+    from ddprun.telemetry.progress import data_size
 
     value = row[key]
     if value is None:

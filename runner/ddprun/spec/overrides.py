@@ -64,8 +64,8 @@ def alternatives(text: str, name: str, number: int) -> tuple[str, list[Any]] | F
     if not isinstance(value.value, list) or not value.value:
         path = ".".join(str(step.segment) for step in steps)
         return value.place.fault(path, "is no list of values", "write KEY=[A, B], as in hooks=[[], [fp16]]")
-    end = text.index("=", _PATH.match(text).end())  # type: ignore[union-attr]  # `_read` has matched it
-    return text[:end], [child.data() for child in value.value]
+    match = _PATH.match(text)
+    return match[0] if match else "", [child.data() for child in value.value]
 
 
 def _read(text: str, source: Source) -> tuple[list[_Step], Node]:

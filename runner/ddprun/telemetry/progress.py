@@ -169,7 +169,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{summary['steps']:,} ({summary['steps_per_s']:.1f} a second)"),
         ("mean loss, last step", "-" if summary["loss"] is None else f"{summary['loss']:.4f}"),
         *((f"held-out {name}", f"{value:.4f}") for name, value in metrics.items()),
-        ("sent by all ranks", _bytes(summary["wire_bytes"])),
+        ("sent by all ranks", data_size(summary["wire_bytes"])),
         ("communication", f"{summary['communication_s']:.2f} s on the wire or in hooks"),
         (
             "  of it exposed",
@@ -215,9 +215,10 @@ def _print_table(console: Console, rows: Sequence[tuple[str, str]], *, plain: bo
     console.print(table)
 
 
-def _bytes(count: float) -> str:
+def data_size(count: float) -> str:
+    """Bytes, in units of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
