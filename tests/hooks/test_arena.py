@@ -207,9 +207,14 @@ def test_a_callback_may_submit_the_next_operation() -> None:
 
 def test_a_peer_that_is_late_is_named_and_the_arena_is_of_no_more_use() -> None:
     """Ranks 0 and 1 wait for rank 2 until the timeout; what they had queued fails with it, and what comes
-    later fails at once.
+    later fails without having begun.
     """
     finished = threading.Barrier(3)
+    begun: list[int] = []
+
+    def never_begun() -> Steps:
+        begun.append(1)
+        yield ()
 
     def body(rank: int, arenas: list[Arena]) -> list[str]:
         (arena,), porter, messages = arenas, Porter(), []
@@ -221,8 +226,7 @@ def test_a_peer_that_is_late_is_named_and_the_arena_is_of_no_more_use() -> None:
                     future.wait()
                 messages.append(str(caught.value))
             assert time.monotonic() - start >= 0.3
-            later = porter.submit(arena, arena.all_reduce(torch.ones(9)))
-            assert later.done()
+            later = porter.submit(arena, never_begun())
             with pytest.raises(ExchangeError, match="rank 2"):
                 later.wait()
         finished.wait(60)
@@ -231,6 +235,7 @@ def test_a_peer_that_is_late_is_named_and_the_arena_is_of_no_more_use() -> None:
 
     late = "rank 2 did not arrive within 0.3 s"
     assert as_ranks(3, body, timeout_s=0.3) == [[late, late], [late, late], []]
+    assert not begun
 
 
 def test_an_operation_that_fails_of_itself_breaks_the_arena_with_its_own_error() -> None:
