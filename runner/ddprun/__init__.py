@@ -11,3 +11,11 @@ LAUNCHED = "DDPRUN_LAUNCHED"
 
 COMPARED = "DDPRUN_TURNS"
 """Environment variable of the runs of a comparison: how they take turns (`ddprun.engine.turns`)."""
+
+ON_USR1 = "DDPRUN_ON_USR1"
+"""Environment variable of a launcher: with `stop`, SIGUSR1 has the run stop after its checkpoint, and the
+launcher end with `QUEUE_AGAIN`. Without it the run goes on.
+"""
+
+QUEUE_AGAIN = 138
+"""Exit code of a run that has stopped to be queued again: 128 + SIGUSR1."""

@@ -1,6 +1,7 @@
 """No process outlives the one that started it."""
 
 import os
+import signal
 import sys
 
 LAUNCHER = "DDPRUN_LAUNCHER"
@@ -12,6 +13,8 @@ def die_with_launcher() -> None:
     launcher = os.environ.pop(LAUNCHER, None)
     if launcher is not None:
         die_with_parent(int(launcher))
+        # Slurm signals all processes of a step at once; to one that has no handler yet that would be the end.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -23,7 +26,6 @@ def die_with_parent(parent: int | None = None) -> None:
     if sys.platform != "linux":
         return
     import ctypes
-    import signal
 
     pr_set_pdeathsig = 1
     parent = os.getppid() if parent is None else parent

@@ -3,15 +3,16 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.folder import steps_in
-from tests.checkpoint.runs import CNN, MLP, as_rank, asked, check, final, prepare, run
+from tests.checkpoint.runs import CNN, MLP, MODULE, PIPELINE, as_rank, asked, check, final, prepare, run
 from tests.engine.running import events, lines, summary
-from tests.ranks import as_processes, ddprun
+from tests.ranks import Running, as_processes, ddprun
 
 SYNCS = [
     "every_step",
@@ -103,6 +104,36 @@ def test_independent_replicas_cannot_change_their_number(tmp_path: Path) -> None
     done = ddprun("resume", "run", "--nproc-per-node=3", cwd=tmp_path)
     assert done.code == 2, done.stderr
     assert "its ranks train independently, so another number of ranks cannot go on with it" in done.stderr
+
+
+def test_independent_replicas_that_stopped_at_different_steps_go_on(tmp_path: Path) -> None:
+    """Each from where it was: of a rank that is slower there are fewer steps when the run is interrupted."""
+    module = MODULE.replace("time.sleep(0.01)", "time.sleep(0.01 * (1 + RANK))")
+    (tmp_path / "samples.py").write_text(module)
+    text = PIPELINE.replace("MODEL", MLP).replace("SYNC", "independent").replace("HOOKS", "[]")
+    text = text.replace("PRECISION", "fp32").replace("every: 3, ", "")
+    (tmp_path / "p.yaml").write_text(text.replace("epochs: 2", "steps: 120"))
+    with Running("p.yaml", "--run-dir=run", "--nproc-per-node=2", cwd=tmp_path) as running:
+        slower = tmp_path / "run" / "steps" / "rank-00001.jsonl"
+        for _ in range(600):
+            if slower.exists() and slower.read_bytes().count(b"\n") > 12:
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail("no records after a minute")
+        os.killpg(running.process.pid, signal.SIGINT)
+        assert running.wait(60).code == 130
+    stopped = [max(steps) for steps in steps_of(tmp_path / "run")]
+    assert 4 < stopped[1] < stopped[0] < 124
+    done = ddprun("resume", "run", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert steps_of(tmp_path / "run") == [list(range(1, 125))] * 2
+
+
+def steps_of(run_dir: Path) -> list[list[int]]:
+    """The steps that each of two ranks has recorded."""
+    found = lines(run_dir, "steps")
+    return [[line["step"] for line in found if line["rank"] == rank] for rank in range(2)]
 
 
 def test_checkpoints_change_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 RANK = int(os.environ.get("RANK", "0"))
-WIDTH = 512
 
 
 class Net(nn.Module):
@@ -19,12 +18,13 @@ class Net(nn.Module):
         where: `forward`, `backward 0` … `backward 2`, or nowhere.
         rank: whose it is.
         late_s: how long it sleeps in each pass.
+        width: inputs and outputs of each layer.
     """
 
-    def __init__(self, where: str = "nowhere", rank: int = 2, late_s: float = 0.02) -> None:
+    def __init__(self, where: str = "nowhere", rank: int = 2, late_s: float = 0.02, width: int = 512) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 10)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.head = nn.Linear(width, 10)
         self.where, self.late_s = where, late_s if rank == RANK else 0.0
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -55,16 +55,19 @@ class Samples(Dataset[tuple[Tensor, int]]):
 
     Args:
         rank: whose it is.
-        late_s: how long it sleeps over each.
+        late_s: how long it sleeps over the first of each eight.
+        width: numbers in a sample.
     """
 
-    def __init__(self, rank: int = 2, late_s: float = 0.0) -> None:
-        self.late_s = late_s if rank == RANK else 0.0
+    def __init__(self, rank: int = 2, late_s: float = 0.0, width: int = 512) -> None:
+        self.late_s, self.width = (late_s if rank == RANK else 0.0), width
+        self._fetched = 0
 
     def __len__(self) -> int:
         return 100_000
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if self.late_s:
+        if self.late_s and self._fetched % 8 == 0:
             time.sleep(self.late_s)
-        return torch.full((WIDTH,), index % 10 / 10), index % 10
+        self._fetched += 1
+        return torch.full((self.width,), index % 10 / 10), index % 10

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from ddprun.engine.course import Course, open_course, synchronise
+from ddprun.engine.opening import open_session
 from ddprun.engine.place import place_of
 from ddprun.engine.ranks import Environment, Ranks
-from ddprun.engine.session import Session, StopRequest, open_session
+from ddprun.engine.session import Session
 from ddprun.engine.state import bring_back, state_of
+from ddprun.engine.stop import StopRequest
 from ddprun.engine.train import compute
 from ddprun.spec import load
 from tests.hooks.test_stacks import assert_same

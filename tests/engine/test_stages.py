@@ -289,3 +289,32 @@ def test_save_leaves_weights_and_the_pipeline_that_made_them(tmp_path: Path) -> 
     again = run(tmp_path, (folder / "model.yaml").read_text(), name="again")
     for name, value in weights(folder).items():
         assert torch.equal(value, weights(again)[name])
+
+
+WALKED = """
+import gc
+
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.only = nn.Linear(64, 10)
+
+    def forward(self, inputs):
+        if self.training:
+            with open("frozen", "a") as file:
+                print(gc.get_freeze_count(), file=file)
+        return self.only(inputs.flatten(1))
+"""
+
+
+def test_what_is_built_before_the_first_step_is_none_of_the_collectors(tmp_path: Path) -> None:
+    """A walk through all of it would hold all ranks; passes before the first step do not count."""
+    (tmp_path / "walked.py").write_text(WALKED)
+    head = "data: digits\nloader: {batch_size: 32}\noptimizer: {sgd: {lr: 0.1}}\n"
+    run_pipeline(tmp_path, f"model: walked.Net\n{head}stages: [{{train: {{steps: 3}}}}]\n", 1)
+    counts = [int(line) for line in (tmp_path / "frozen").read_text().split()]
+    assert min(counts[-3:]) > 100_000
+    assert counts[0] < 100_000

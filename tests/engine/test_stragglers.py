@@ -13,7 +13,7 @@ loader: {batch_size: 8}
 optimizer: {sgd: {lr: 0.01}}
 ddp: {bucket_cap_mb: 1}
 sync: SYNC
-stages: [{train: {steps: 40}}]
+stages: [{train: {steps: 64}}]
 checkpoint: {keep: 0}
 """
 
@@ -25,7 +25,7 @@ def text(where: str = "nowhere", late_s: float = 0.0, sync: str = "every_step") 
 @pytest.mark.parametrize(
     ("pipeline", "cause"),
     [
-        (text(late_s=0.02 / 8), "data"),
+        (text(late_s=0.02), "data"),
         (text("forward"), "forward"),
         (text("backward 1"), "backward"),
         (text("backward 1", sync="{local_sgd: {every: 2}}"), "backward"),

@@ -14,6 +14,7 @@ import pytest
 
 from ddprun.insight import trace
 from ddprun.insight.runs import Run
+from tests.engine.running import run_pipeline
 from tests.insight.made_up import LAPS, make
 from tests.ranks import free_port
 
@@ -27,6 +28,14 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+PROFILED = """
+model: {mlp: {inputs: 64, hidden: [64], outputs: 10}}
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.05}}
+timings: {gradients: true, profile: [3, 4]}
+stages: [{train: {steps: 6}}]
+"""
 QUERY = """
 const answer = arguments[arguments.length - 1];
 (async () => {
@@ -94,3 +103,18 @@ def test_perfetto_opens_the_timeline_without_an_error(tmp_path: Path) -> None:
     assert {"steps", "training thread", "waiting", "gradient 0", "gradient 1", "events"} <= {
         name for (name,) in found["tracks"]
     }
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of selenium's
+def test_perfetto_opens_a_real_run_with_torchs_profile(tmp_path: Path) -> None:
+    """Arrows between torch's operators included; gradients are marked on their buckets' tracks."""
+    file = tmp_path / "trace.json"
+    trace.write(Run(run_pipeline(tmp_path, PROFILED, 2)), file)
+    with opened(file) as browser:
+        browser.set_script_timeout(30)
+        found = browser.execute_async_script(QUERY)
+    assert found.get("errors") == [], found
+    slices = {name for (name,) in found["slices"]}
+    assert slices >= {"step 6", "aten::addmm", "gloo:all_reduce", "gradient 0 of step 5", "1.weight ready"}
+    assert any(name.startswith("torch: thread") for (name,) in found["tracks"])

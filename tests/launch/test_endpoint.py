@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ddprun.engine import network
 from ddprun.launch import endpoint
 from ddprun.launch.environment import handed_down, handed_on
 from tests.ranks import Running
@@ -67,7 +68,7 @@ def test_a_silent_name_server_does_not_hold_a_run_up(monkeypatch: pytest.MonkeyP
         answer.wait(30)
         return []
 
-    monkeypatch.setattr(endpoint, "_LOOK_UP_S", 0.1)
+    monkeypatch.setattr(network, "_LOOK_UP_S", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     start = time.monotonic()
     try:

@@ -66,6 +66,78 @@ def test_two_hosts_end_with_the_loss_of_one(tmp_path: Path) -> None:
     assert not any(line["between_hosts_bytes"] for line in lines(tmp_path / "one", "buckets"))
 
 
+def second_interface(number: int) -> str:
+    """Give a host an interface that leads nowhere, and take it for the host's own: its name leads to it."""
+    name, address = f"node{number}", f"10.99.0.{number + 1}"
+    return (
+        "ip link add dead0 type veth peer name dead1 && ip link set dead0 up && "
+        f"ip addr add {address}/24 dev dead0 && "
+        f"sed 's/.* {name}$/{address} {name}/' /etc/hosts >{name}.hosts && cat {name}.hosts >/etc/hosts"
+    )
+
+
+def test_the_interface_is_the_one_that_leads_to_the_other_host(tmp_path: Path) -> None:
+    """Each host's own name leads to another one, through which nobody can be reached."""
+    (tmp_path / "two.yaml").write_text(PIPELINE)
+    for code, stderr in on_two_hosts(tmp_path, setup=(second_interface(0), second_interface(1))):
+        assert code == 0, stderr
+    assert summary(tmp_path / "two")["world_size"] == 4
+
+
+def test_an_interface_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """With those that are."""
+    (tmp_path / "two.yaml").write_text(PIPELINE)
+    told = on_two_hosts(tmp_path, setup=("true", "export GLOO_SOCKET_IFNAME=eth7"))
+    assert [code for code, _ in told] == [2, 2]
+    text = "".join(stderr for _, stderr in told)
+    assert text.count("node1: GLOO_SOCKET_IFNAME is eth7, but the interfaces here are e0, lo") == 1
+    assert "Traceback" not in text
+
+
+def test_two_hosts_join_by_kubeflows_variables(tmp_path: Path) -> None:
+    """No flag is given: what torchrun would take from PET_…, ddprun takes, too."""
+    (tmp_path / "two.yaml").write_text(PIPELINE)
+    variables = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": "node0"}
+    with hosts(2) as made, contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                Running(
+                    "two.yaml",
+                    "--run-dir=two",
+                    cwd=tmp_path,
+                    prefix=host.prefix(),
+                    environment=variables | {"PET_MASTER_PORT": "29400", "PET_NODE_RANK": str(number)},
+                )
+            )
+            for number, host in enumerate(made)
+        ]
+        finished = [running.wait(100) for running in started]
+    assert [one.code for one in finished] == [0, 0], finished
+    assert "ddprun: started by Kubeflow Trainer's variables (PET_…): host 0 of 2" in finished[0].stderr
+    assert summary(tmp_path / "two")["world_size"] == 4
+
+
+def test_ranks_of_two_hosts_join_by_rank_and_world_size(tmp_path: Path) -> None:
+    """Each is started by itself, and nobody tells it which others are on its host."""
+    (tmp_path / "two.yaml").write_text(PIPELINE)
+    with hosts(2) as made, contextlib.ExitStack() as stack:
+        started = []
+        for rank, host in enumerate([made[0], made[1], made[0], made[1]]):
+            variables = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+            running = Running(
+                "two.yaml", "--run-dir=two", cwd=tmp_path, prefix=host.prefix(), environment=variables
+            )
+            started.append(stack.enter_context(running))
+        finished = [running.wait(100) for running in started]
+    assert [one.code for one in finished] == [0] * 4, finished
+    told = "ddprun: started by a launcher that sets RANK and WORLD_SIZE: rank 0 of 4\n"
+    assert [told in one.stderr for one in finished] == [True, False, False, False]
+    buckets = lines(tmp_path / "two", "buckets")
+    assert {line["rank"] for line in buckets if line["between_hosts_bytes"]} == {0, 1, 2, 3}, (
+        "the ring crosses"
+    )
+
+
 def test_records_of_a_host_without_the_runs_disk_come_to_rank_0(tmp_path: Path) -> None:
     """Host 1 sees an empty folder of its own where host 0 keeps the run; no record is lost."""
     (tmp_path / "two.yaml").write_text(PIPELINE)

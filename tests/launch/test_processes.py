@@ -86,7 +86,7 @@ def test_torchrun_gives_the_same_run(folder: Path) -> None:
 )
 def test_a_users_folder_shadows_nothing(folder: Path, module: tuple[str, ...]) -> None:
     """Model and hook come from a folder that also holds hooks/, runner.py, yaml.py and click.py."""
-    for name in ("runner.py", "yaml.py", "click.py", "structlog.py", "pydantic.py"):
+    for name in ("runner.py", "yaml.py", "click.py", "structlog.py", "orjson.py", "pydantic.py"):
         (folder / name).write_text("raise RuntimeError('shadowed ' + __name__)\n")
     if not module:  # with -m, Python itself looks for ddprun in the working directory first
         (folder / "ddprun").mkdir()
@@ -252,7 +252,7 @@ def test_a_signal_ends_the_run_and_every_process(folder: Path, number: signal.Si
         os.kill(running.process.pid, number)
         done = running.wait(30)
     assert done.code == 130, done.stderr
-    assert f"{number.name}: stops after this step" in done.stderr
+    assert f"{number.name}: stops at the end of a step" in done.stderr
     no_noise(done.stderr)
     assert not any(map(is_running, ranks))
     found = summary(folder / "run")

@@ -10,7 +10,7 @@ from ddprun.spec.buffers import TIMES
 from ddprun.spec.launch import Launch
 from ddprun.spec.resolved import plain
 from ddprun.spec.scalars import write
-from ddprun.spec.schema import OVERRIDABLE, STAGES, Audit, Checkpoint, Ddp, Loader, Timings
+from ddprun.spec.schema import OVERRIDABLE, STAGES, Audit, Checkpoint, Ddp, Loader, Slurm, Timings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
 
@@ -21,6 +21,7 @@ def defaults() -> dict[str, str]:
         "loader": Loader,
         "ddp": Ddp,
         "launch": Launch,
+        "slurm": Slurm,
         "checkpoint": Checkpoint,
         "timings": Timings,
         "audit": Audit,

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from ddprun.telemetry.records import Exposed, Traffic, communication_us, exposed, tail
+from ddprun.telemetry.records import PARTS, Exposed, Traffic, communication_us, exposed, tail
+from ddprun.telemetry.settle import Settled, divide
+from ddprun.telemetry.step import Step
 from ddprun_hooks.flight import Flight, Leg, Slice
 
 
@@ -40,6 +42,26 @@ def test_hook_work_of_other_threads_counts_while_the_training_thread_waits() -> 
     mine = Slice(100, 118, "encode", True)
     split = in_backward(200, [flight(100, 120, 195, mine, hidden, decode)], 150.0)
     assert (split.hook_us, split.wait_us, split.wire_us) == (30, 30, 40)
+
+
+def test_what_landed_beside_backward_is_divided_by_its_own_last_rank() -> None:
+    """A bucket whose last rank was ready at 150, waited for in backward; a payload of 430, in sync."""
+    gradient, beside = flight(100, 120, 195), flight(400, 410, 495)
+    settled = Settled(
+        step=Step(1, 0, []),
+        us=dict.fromkeys(PARTS, 0) | {"backward_us": 150, "sync_us": 120},
+        start_us=0,
+        step_us=270,
+        laps=[],
+        backward=Traffic([gradient], [gradient], [tail([gradient], 200)]),
+        sync=Traffic([], [beside], [(410, 500)]),
+        loss=1.0,
+        samples=1,
+    )
+    assert divide(settled, [150.0, 430.0]) == (20 + 80) + 90
+    assert (settled.us["backward_us"], settled.us["sync_us"]) == (150 - 100, 120 - 90)
+    found = [settled.us[f"exposed_{part}_us"] for part in ("hook", "wait", "wire")]
+    assert found == [20, 30 + 20, 50 + 70]
 
 
 def test_each_bucket_is_matched_with_its_own_last_rank() -> None:

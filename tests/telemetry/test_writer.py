@@ -4,9 +4,12 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from ddprun.telemetry.events import event_log
-from ddprun.telemetry.writer import Writer
+from ddprun.telemetry.writer import _MOST_WAITING, Writer
 
 
 def test_lines_are_made_and_written_on_the_writers_own_thread(tmp_path: Path) -> None:
@@ -33,20 +36,30 @@ def test_not_a_number_becomes_null(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x").read_text()) == {"loss": None, "parts": [None, 1.5]}
 
 
+@pytest.mark.parametrize("value", ["/data/\udcff", 2**70, "a\u2028b\u0085c\x9b", [1, {"deep": 2**64}]])
+def test_whatever_json_can_hold_is_one_line_of_ascii(tmp_path: Path, value: Any) -> None:
+    """A path that is not UTF-8, a number of more than 64 bits, what ends lines elsewhere; NaN beside it."""
+    writer = Writer(tmp_path)
+    writer.put("x", lambda: [{"value": value, "loss": float("nan")}, {"a": 1}])
+    writer.close()
+    found = (tmp_path / "x").read_text(encoding="ascii").splitlines()
+    assert [json.loads(line) for line in found] == [{"value": value, "loss": None}, {"a": 1}]
+
+
 def test_a_disk_that_fails_is_noted_and_ends_only_the_writing(tmp_path: Path) -> None:
     """The folder is a file: nothing can be written, and nothing is raised."""
     blocked = tmp_path / "file"
     blocked.write_text("")
     writer = Writer(blocked)
     for _ in range(3):
-        writer.put("x", "line\n")
+        writer.put("x", b"line\n")
     writer.close()
     assert writer.failure is not None
     assert "Not a directory" in writer.failure or "File exists" in writer.failure
 
 
 def test_a_stalled_disk_drops_lines_and_counts_them(tmp_path: Path) -> None:
-    """The queue is bounded; `put` never waits."""
+    """What waits is bounded; `put` never waits."""
     writer, stalled, go_on = Writer(tmp_path), threading.Event(), threading.Event()
 
     def stall() -> list[dict[str, int]]:
@@ -56,12 +69,15 @@ def test_a_stalled_disk_drops_lines_and_counts_them(tmp_path: Path) -> None:
 
     writer.put("x", stall)
     assert stalled.wait(30)
-    for _ in range(20_010):
-        writer.put("x", "line\n")
-    assert writer.dropped == 10
+    fit = (_MOST_WAITING - 1) // 3  # beside the one that is being written
+    for _ in range(fit + 9):
+        writer.put("x", b"line\n" * 3, 3)
+    assert writer.dropped == 27
     go_on.set()
+    writer.flush()
+    writer.put("x", b"line\n")
     writer.close()
-    assert (tmp_path / "x").read_text().count("line") == 20_000
+    assert (tmp_path / "x").read_text().count("line") == 3 * fit + 1
 
 
 def test_events_are_one_json_object_a_line_through_the_writer(tmp_path: Path) -> None:
@@ -84,6 +100,6 @@ def test_lines_reach_the_file_while_more_keep_coming(tmp_path: Path) -> None:
     writer, end = Writer(tmp_path), time.monotonic() + 20
     while not ((tmp_path / "x").exists() and (tmp_path / "x").read_text()):
         assert time.monotonic() < end, "nothing was flushed"
-        writer.put("x", "line\n")
+        writer.put("x", b"line\n")
         time.sleep(0.001)
     writer.close()

@@ -12,7 +12,7 @@ import pytest
 from ddprun.track import trackers
 from ddprun.track.trackers import About, StepTold, Trackers
 from tests.engine.running import events, lines, run_pipeline, summary
-from tests.ranks import Running, ddprun, free_port
+from tests.ranks import Finished, Running, ddprun, free_port
 
 TEXT = """
 model: {mlp: {inputs: 64, hidden: [16], outputs: 10}}
@@ -24,6 +24,25 @@ track: TRACK
 stages:
   - train: {steps: 12}
   - evaluate: {metrics: [accuracy]}
+"""
+
+
+BROKEN = """
+import os
+import time
+
+import torch
+
+calls = 0
+
+
+def loss(outputs, targets):
+    global calls
+    calls += 1
+    if calls == 9 and os.environ["RANK"] in os.environ["BROKEN"]:
+        time.sleep(float(os.environ["BROKEN_AFTER_S"]))
+        raise RuntimeError("broken")
+    return torch.nn.functional.cross_entropy(outputs, targets)
 """
 
 
@@ -152,6 +171,101 @@ def test_prometheus_asks_an_endpoint(tmp_path: Path) -> None:
         assert running.process.poll() is None
     assert "ddprun_comm_bytes_total{" in body
     assert not (tmp_path / "run" / "metrics.prom").exists()
+
+
+def test_weights_and_biases_keeps_a_run_offline(tmp_path: Path) -> None:
+    """Its own file in the run's folder has curves, metrics and the pipeline."""
+    pytest.importorskip("wandb", reason="no wandb here")
+    text = TEXT.replace("TRACK", "[{wandb: {project: digits, mode: offline, every: 4}}]")
+    (tmp_path / "p.yaml").write_text(text)
+    done = ddprun("p.yaml", "--nproc-per-node", "2", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    folder = tmp_path / done.stdout.strip()
+    assert not [event for event in events(folder) if event["event"] == "tracker_failed"]
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    kept = file.read_bytes()
+    for name in (b"loss/mean", b"time/backward_seconds", b"communication/bytes", b"evaluate/accuracy"):
+        assert name in kept
+    assert kept.count(b"loss/rank_0") >= 3, "steps 4, 8 and 12"
+    assert b"batch_size" in kept
+
+
+def test_mlflow_gets_every_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read back by its own client: metrics with their steps, parameters, and how the run ended."""
+    pytest.importorskip("mlflow.tracking", reason="no mlflow here")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    store = (tmp_path / "store").as_uri()
+    options = f"[{{mlflow: {{tracking_uri: '{store}', experiment: digits, every: 4}}}}]"
+    (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", options))
+    done = ddprun("p.yaml", "--nproc-per-node", "2", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    folder = tmp_path / done.stdout.strip()
+    client = MlflowClient(store)
+    place = client.get_experiment_by_name("digits")
+    assert place is not None
+    (found,) = client.search_runs([place.experiment_id])
+    assert (found.info.status, found.info.run_name) == ("FINISHED", folder.name)
+    assert found.data.params["loader.batch_size"] == "8"
+    losses = {line["step"]: line["mean_loss"] for line in lines(folder, "steps")}
+    history = client.get_metric_history(found.info.run_id, "loss/mean")
+    assert {point.step: point.value for point in history} == {step: losses[step] for step in (4, 8, 12)}
+    accuracy = summary(folder)["metrics"]["accuracy"]
+    assert found.data.metrics["evaluate/accuracy"] == pytest.approx(accuracy)
+
+
+def break_down(folder: Path, store: str, ranks: str, after_s: float, more: str = "") -> Finished:
+    """A run with MLflow whose loss fails on some ranks, after a while."""
+    (folder / "broken.py").write_text(BROKEN)
+    options = f"[{{mlflow: {{tracking_uri: '{store}'}}}}]\nloss: {{broken.loss: {{}}}}\n{more}"
+    (folder / "p.yaml").write_text(TEXT.replace("TRACK", options))
+    told = {"MLFLOW_ALLOW_FILE_STORE": "true", "BROKEN": ranks, "BROKEN_AFTER_S": str(after_s)}
+    done = ddprun("p.yaml", "--nproc-per-node", "2", cwd=folder, environment=told)
+    assert done.code == 1, done.stderr
+    return done
+
+
+def test_a_run_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would run for ever where it is shown. Rank 0, which tracks, is ended by the launcher."""
+    pytest.importorskip("mlflow.tracking", reason="no mlflow here")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    store = (tmp_path / "store").as_uri()
+    break_down(tmp_path, store, "1", 10)  # MLflow takes its time until it has begun
+    client = MlflowClient(store)
+    place = client.get_experiment_by_name("ddprun")
+    assert place is not None
+    (found,) = client.search_runs([place.experiment_id])
+    assert found.info.status == "FAILED"
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, which tracks, is the one that waits, and ends itself."""
+    pytest.importorskip("mlflow.tracking", reason="no mlflow here")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    store = (tmp_path / "store").as_uri()
+    done = break_down(tmp_path, store, "1", 1000, "launch: {timeout_s: 12}")
+    assert "the run hangs (stages[0].train, step 7): rank 1 did not arrive within 12 s" in done.stderr
+    client = MlflowClient(store)
+    place = client.get_experiment_by_name("ddprun")
+    assert place is not None
+    (found,) = client.search_runs([place.experiment_id])
+    assert found.info.status == "FAILED"
+
+
+def test_what_has_failed_is_told_before_trackers_are_waited_for(tmp_path: Path) -> None:
+    """All ranks fail at once, and rank 0's tracker has not even begun."""
+    pytest.importorskip("mlflow.tracking", reason="no mlflow here")
+    done = break_down(tmp_path, (tmp_path / "store").as_uri(), "01", 0)
+    assert "failed (stages[0].train, step " in done.stderr
+    assert "RuntimeError: broken" in done.stderr
+    (told,) = tmp_path.glob("runs/p/*/summary.json")
+    assert '"status": "failed"' in told.read_text()
 
 
 def test_a_port_that_is_taken_costs_the_tracker_and_not_the_run(tmp_path: Path) -> None:

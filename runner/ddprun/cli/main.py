@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ddprun import __version__
-from ddprun.cli import catalog, check, compare, explain, init, report, resume, run, schema
+from ddprun.cli import catalog, check, compare, explain, init, report, resume, run, schema, submit
 
 
 class _Commands(click.Group):
@@ -89,6 +89,7 @@ for _command in (
     init.init,
     catalog.catalog,
     schema.schema,
+    submit.submit,
 ):
     cli.add_command(_command)
 

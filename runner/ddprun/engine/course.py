@@ -14,7 +14,7 @@ what is under way comes in; ranks become equal again
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -26,6 +26,7 @@ from ddprun.engine.data import StepBatches
 from ddprun.engine.policies import build_policy, key_path
 from ddprun.engine.session import Session
 from ddprun.engine.state import bring_back_stage
+from ddprun.engine.teller import Teller
 from ddprun.spec import (
     AverageStage,
     BroadcastStage,
@@ -35,8 +36,6 @@ from ddprun.spec import (
 )
 from ddprun.sync.optimizer_state import average_state
 from ddprun.sync.policy import Effect, Policy, Workplace, after
-from ddprun.telemetry.step import Agreed
-from ddprun.telemetry.stragglers import Straggler
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +70,8 @@ def run(session: Session, stage: StepStage, compute: Compute) -> dict[str, Any]:
         interrupted = _run(course, compute)
     finally:
         session.screen.end()
+    if session.profiler is not None:
+        session.profiler.stop(session.step)  # what lies between stages is no step's
     if interrupted:
         session.checkpoints.take(session, at_end=True)
         course.policy.finish(reconcile=False)  # nothing may be under way when the process groups go
@@ -161,9 +162,10 @@ def _run(course: Course, compute: Compute) -> bool:
     epochs = None if settings.epochs is None else _epochs_left(session, settings.epochs)
     left = None if settings.steps is None else settings.steps - (session.step - first)
     row = islice(session.feed.steps(settings.accumulate, epochs=epochs), left)
-    teller, alone = _Teller(course), _alone(course)
+    teller, alone = Teller(session, first), _alone(course)
     while True:
         _take_turns(session, teller)
+        _turn_profiler(course, teller)
         step = session.step - first + 1
         session.where = f"{course.stage.path}, step {session.step + 1}"
         session.ranks.watch.step(session.step + 1)
@@ -183,9 +185,9 @@ def _run(course: Course, compute: Compute) -> bool:
             compare_clocks=session.clocks_are_old,
             synchronised=synchronised,
         )
-        due = session.checkpoints.due(session.step) or any(word.checkpoint for word in agreed)
-        if due:
+        if _pauses(session) or any(word.checkpoint or word.compare_clocks for word in agreed):
             agreed += ledger.drain()
+        due = session.checkpoints.due(session.step) or any(word.checkpoint for word in agreed)
         teller.tell(agreed)
         if not agreed and not synchronised:
             teller.between(step)
@@ -206,7 +208,7 @@ def _run(course: Course, compute: Compute) -> bool:
     return bool(session.exchange.control.gather([float(session.stop.wanted)], "the stage's end").any())
 
 
-def _take_turns(session: Session, teller: "_Teller") -> None:
+def _take_turns(session: Session, teller: Teller) -> None:
     """Let the other runs of a comparison work, if this one's turn is over."""
     if session.turns is not None and session.turns.due(session.step):
         teller.tell(session.ledger.pause())
@@ -215,6 +217,31 @@ def _take_turns(session: Session, teller: "_Teller") -> None:
         waited_s = session.turns.wait(session.step)
         session.position.skip(waited_s)
         teller.skip(waited_s)
+
+
+def _pauses(session: Session) -> bool:
+    """Whether something is done before the next step for which this one has to be settled."""
+    profiled = session.profiler is not None and session.profiler.turns(session.step + 1)
+    taken = session.turns is not None and session.turns.due(session.step)
+    return profiled or taken or session.checkpoints.due(session.step)
+
+
+def _turn_profiler(course: Course, teller: Teller) -> None:
+    """Start or stop torch's profiler, if it is its time; that belongs to no step."""
+    session = course.session
+    profiler = session.profiler
+    if profiler is None or not profiler.turns(session.step + 1):
+        return
+    if course.steps == session.step - session.position.first_step:
+        return  # the stage ends here
+    started = time.monotonic()
+    teller.tell(session.ledger.pause())
+    session.clock.settle()
+    session.ranks.watch.turn(b"the profiler")
+    profiler.turn(session.step + 1)
+    waited_s = time.monotonic() - started
+    session.position.skip(waited_s)
+    teller.skip(waited_s)
 
 
 def _alone(course: Course) -> bool:
@@ -317,72 +344,6 @@ def _wants_ranks_apart(session: Session, stage: Stage) -> bool:
     if isinstance(following, StepStage):
         return following.effective(session.loaded.pipeline).sync.name == "independent"
     return isinstance(following, AverageStage | BroadcastStage)
-
-
-class _Teller:
-    """Tells the screen and the event log how a stage goes."""
-
-    def __init__(self, course: Course) -> None:
-        self._first = course.session.position.first_step
-        self._resumed_at = course.session.step - self._first
-        self._session = course.session
-        self._started = time.monotonic()
-        self._overflows = 0
-        self._late: Straggler | None = None
-        self._newest: Agreed | None = None
-
-    def tell(self, words: list[Agreed]) -> None:
-        """What ranks newly know alike."""
-        for agreed in words:
-            self._newest = agreed
-            self._session.loss = agreed.mean_loss
-            if agreed.overflow is not None:
-                self._overflows += 1
-                self._tell_overflow(agreed)
-            if agreed.straggler_is_news:
-                self._tell_straggler(agreed)
-            self._show(agreed.step - self._first)
-
-    def skip(self, seconds: float) -> None:
-        """So much time did not count."""
-        self._started += seconds
-
-    def between(self, done: int) -> None:
-        """A step after which ranks know nothing of each other."""
-        self._show(done)
-
-    def _show(self, done: int) -> None:
-        rate = (done - self._resumed_at) / (time.monotonic() - self._started)
-        self._session.screen.step(done, self._newest, self._session.ledger.own_loss, rate)
-
-    def _tell_straggler(self, agreed: Agreed) -> None:
-        """A rank is late now, or no longer: the event each time, a line on the screen when one begins."""
-        now, before = agreed.straggler, self._late
-        self._late = now
-        if now is None:
-            assert before is not None
-            self._session.events.info("straggler_over", step=agreed.step, straggler=before.rank)
-            return
-        facts = {**asdict(now), "straggler": now.rank}
-        del facts["rank"]
-        self._session.events.warning("straggler", step=agreed.step, **facts)
-        share = f"{now.late_us / now.step_us:.0%} of the time between two synchronisations"
-        self._session.screen.note(f"step {agreed.step}: {now.words()}, {share}; the others wait for it")
-
-    def _tell_overflow(self, agreed: Agreed) -> None:
-        """A cast has made a mean infinite: the event each time, a line on the screen the first time."""
-        found = agreed.overflow
-        assert found is not None
-        names = list(found.params)
-        self._session.events.warning(
-            "overflow", step=agreed.step, hook=found.hook, kind=found.kind, bucket=found.bucket, params=names
-        )
-        if self._overflows == 1:
-            self._session.screen.note(
-                f"step {agreed.step}: bucket {found.bucket} ({names[0]} … {names[-1]}) overflowed in "
-                f"{found.hook}: finite {found.kind} values came back as infinity; use bf16, or a smaller "
-                "loss (clip_norm comes too late)"
-            )
 
 
 def restore_settings(session: Session, stage: StepStage) -> None:

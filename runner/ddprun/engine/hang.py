@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ddprun.engine.session import Session
 
 _FAILED = 1
+_TRACKERS_END_S = 2.0
 
 _NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
@@ -63,6 +64,10 @@ def open_watch(environment: Environment, timeout_s: float, known: Known, ranks: 
         print(report.message, file=sys.stderr, flush=True)
         _keep(report, known, environment.rank)
 
+    def leave() -> None:
+        if known.session is not None:
+            known.session.trackers.fail(_TRACKERS_END_S)
+
     alarm = Alarm(
         Surroundings(
             rank=environment.rank,
@@ -73,6 +78,7 @@ def open_watch(environment: Environment, timeout_s: float, known: Known, ranks: 
             first=lambda: ranks().first_to_fail(_FAILED)[0],
             log=lambda: log_of(known.run_dir, environment.rank),
             speak=speak,
+            leave=leave,
         )
     )
     watch = Watch(environment.rank, timeout_s, attempt_folder(), alarm)

@@ -6,13 +6,14 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ddprun.engine.network import NetworkError, address_towards, choose_interface, is_own
 from ddprun.engine.notes import attempt_folder
 from ddprun.engine.place import Place
 from ddprun.watch.alarm import Peer
@@ -110,6 +111,35 @@ class Ranks:
         spare, start = base.clone(), _start_of_ranks()
         self._base = dist.PrefixStore(start, base)
         self._spare = dist.PrefixStore("ddprun", dist.PrefixStore(start, spare))
+        if self.size > 1 and os.environ.get("GROUP_WORLD_SIZE") != "1":
+            self._look_around()
+
+    def _look_around(self) -> None:
+        """Learn which ranks are on this host, if the launcher has not told, and choose the network interface
+        that leads to the others. Every host has reached the store; that one's host cannot tell by itself.
+        """
+        meeting = os.environ["MASTER_ADDR"]
+        here = json.dumps([self.host, address_towards(meeting)])
+        places = [json.loads(place) for place in self.gather("addresses", here)]
+        hosts = [host for host, _ in places]
+        if "LOCAL_RANK" not in os.environ:
+            self.environment = replace(
+                self.environment,
+                local_rank=hosts[: self.rank].count(self.host),
+                local_world_size=hosts.count(self.host),
+                hosts=len(set(hosts)),
+            )
+        others = [address for host, address in places if host != self.host]
+        if not others:
+            return
+        fault = ""
+        try:
+            choose_interface(others[0] if is_own(meeting) else meeting)
+        except NetworkError as error:
+            fault = f"{self.host}: {error}"
+        # All find out together: else the others would wait for this rank.
+        if found := next(filter(None, self.gather("interfaces", fault)), None):
+            raise NetworkError(found)
 
     def join(self, place: Place) -> None:
         """Make the default process group, and learn which host each rank is on."""

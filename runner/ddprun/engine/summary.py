@@ -42,6 +42,7 @@ def summarise(
         "communication_s": sum(total.communication_us for total in totals) / len(totals) / 1e6,
         "exposed_communication_s": mean_s(*_EXPOSED),
         "straggler_wait_s": [total.parts_us["exposed_wait_us"] / 1e6 for total in totals],
+        "trackers_dropped": {name: count for name, count in session.trackers.dropped.items() if count},
         "stragglers": [] if session.ledger.stragglers is None else session.ledger.stragglers.state_dict(),
         "wire_bytes": sum(total.wire_bytes for total in totals),
         "world_size": session.ranks.size,

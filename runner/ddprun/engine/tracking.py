@@ -1,5 +1,8 @@
 """What a session tells its trackers."""
 
+import os
+import signal
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from ddprun import LAUNCHED
 from ddprun.spec import Loaded, PipelineError
 from ddprun.telemetry.progress import Screen
 from ddprun.track.trackers import NEEDS, About, StepTold, Trackers, maker, missing
@@ -38,11 +42,9 @@ def open_trackers(
     run_dir: Path,
     screen: Screen,
     events: structlog.typing.FilteringBoundLogger,
-    *,
-    rank: int,
 ) -> Trackers:
-    """The trackers of the run, on rank 0; none elsewhere."""
-    chosen = loaded.pipeline.track if rank == 0 else ()
+    """The trackers of the run; on rank 0 alone."""
+    chosen = loaded.pipeline.track
 
     def failed(name: str, why: str) -> None:
         events.warning("tracker_failed", tracker=name, reason=why)
@@ -50,6 +52,28 @@ def open_trackers(
 
     about = About(loaded.pipeline.name, run_dir, loaded.secrets.redact_all(loaded.plain()))
     return Trackers({choice.name: maker(choice.name, choice.settings) for choice in chosen}, about, failed)
+
+
+def fail_when_ended(trackers: Trackers) -> None:
+    """Have trackers told of a failure by which this rank is ended: another rank was first, and torchelastic
+    ends the others by SIGTERM. Without ddprun's launcher SIGTERM is a wish to stop, and stays one.
+
+    A thread does it, since the main thread may be waiting in a collective, where no handler runs.
+    """
+    if LAUNCHED not in os.environ:
+        return
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)  # gets the number of each signal at once
+
+    def end() -> None:
+        while signal.SIGTERM not in os.read(told, 64):
+            pass
+        trackers.fail()
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=end, name="ddprun-ended", daemon=True).start()
 
 
 def pass_on(trackers: Trackers, record: dict[str, Any], landed: Sequence[Flight[int]]) -> None:

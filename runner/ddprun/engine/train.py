@@ -64,6 +64,8 @@ def compute(course: Course, batches: StepBatches, step: int) -> None:
             watch.turn(b"backward")
             _backward(dispatcher, weighted)
             watch.turn(b"data")
+            if last and session.gradients is not None:
+                ledger.current.gradients = session.gradients.take()
         if last and dispatcher is not None:
             ledger.end_backward()
         else:

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,12 +17,15 @@ from ddprun.engine.common import average, broadcast
 from ddprun.engine.evaluate import evaluate
 from ddprun.engine.forward import forward
 from ddprun.engine.hang import note_failure, open_watch, prepare_nccl
+from ddprun.engine.network import NetworkError
+from ddprun.engine.opening import open_session
 from ddprun.engine.place import place_of
 from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.resume import resume
 from ddprun.engine.run_folder import RunFolderError, agree_on_folder
 from ddprun.engine.save import save
-from ddprun.engine.session import Session, StopRequest, open_session
+from ddprun.engine.session import Session
+from ddprun.engine.stop import StopRequest
 from ddprun.engine.summary import summarise, write_summary
 from ddprun.engine.train import train
 from ddprun.engine.turns import Turns
@@ -55,9 +59,6 @@ _LOST_PEER = (
 )
 _GLOO_GUESSES = ". This is typically caused by"
 _LAUNCHER_NOTICES_S = 3.0
-_TRACKERS_END_S = 2.0
-"""After a failure; the others are waiting for this rank to end."""
-
 _OTHERS_LOOK_S = 1.0
 _WATCH_ENDS_S = 10.0
 
@@ -93,14 +94,13 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: bool = False) -> int
     except BaseException as error:
         _leave_to(watch)
         code = _report(error, ranks, known, loaded.secrets)
-        if known.session is not None:
-            known.session.trackers.close({"status": "failed"}, _TRACKERS_END_S)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # threads may hang in collectives whose peers are gone
     # Process groups have threads of their own. One that outlives this function would be taken down with the
     # interpreter, and abort it if a thread is just then on its way back into Python.
     known.session = None
+    gc.unfreeze()
     gc.collect()
     ranks.leave()
     watch.close()
@@ -130,6 +130,7 @@ def _run(
     if folder.goes_on:
         resume(session)
     session.turns = Turns.of(ranks.rank, ranks.size)
+    _set_aside()
     started = time.monotonic()
     status = _run_stages(session)
     seconds = time.monotonic() - started
@@ -148,6 +149,14 @@ def _run(
         print(folder.path, flush=True)
     session.exchange.control.barrier("the end of the run")
     return DONE if status == "done" else INTERRUPTED
+
+
+def _set_aside() -> None:
+    """Spare the collector what has been imported and built, and stays: to walk that takes a rank 0.2 s, each
+    in another step, and the other ranks wait for it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _run_stages(session: Session) -> Literal["done", "interrupted"]:
@@ -252,15 +261,17 @@ def _tell_verdict(session: Session) -> None:
 def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) -> int:
     """Tell what went wrong, unless another rank was first; gives the exit code."""
     notes.drop_pid()
-    bad_input = isinstance(error, PipelineError | RunFolderError)
+    bad_input = isinstance(error, PipelineError | RunFolderError | NetworkError)
     if not bad_input and _is_lost_peer(error):
         # The cause is another rank. If that was killed it cannot tell; its launcher can, and ends this rank.
         time.sleep(_LAUNCHER_NOTICES_S)
     first, code = ranks.first_to_fail(BAD_INPUT if bad_input else FAILED)
     if known.session is not None:
         known.session.screen.end()
+        known.session.trackers.hold()  # what has failed is told first
     if not first:
         note_failure(known.run_dir, ranks.rank, f"after another rank had failed: {_headline(error, secrets)}")
+        _end_trackers(known)
         time.sleep(_LAUNCHER_NOTICES_S)
         return code
     if bad_input:
@@ -281,14 +292,22 @@ def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) 
         print(told, file=sys.stderr, flush=True)
         note_failure(known.run_dir, ranks.rank, told)
     _leave_trace(error, ranks, known, secrets)
+    _end_trackers(known)
     if ranks.holds_store:
         time.sleep(_OTHERS_LOOK_S)  # so that the others can still read whose failure was first
     return code
 
 
+def _end_trackers(known: _Work) -> None:
+    if known.session is not None:
+        known.session.trackers.fail()
+
+
 def _leave_trace(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) -> None:
     """Keep what failed with the run, as far as this host sees its folder."""
     if known.session is not None:
+        with suppress(Exception):  # what has failed may have left a step that cannot be read
+            known.session.ledger.salvage()
         known.session.records.writer.flush()
     if known.run_dir is not None and known.run_dir.is_dir():
         failure = {"rank": ranks.rank, "message": _headline(error, secrets)}

@@ -125,6 +125,36 @@ def split_side_by_side(digests: Sequence[tuple[str, Digest]]) -> Chart:
     return {"data": data, "layout": layout, "height": f"{9 + 2 * len(digests)}rem"}
 
 
+def _gradients(step: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A mark for each gradient where it was complete, if that was recorded."""
+    marks = [
+        (
+            (one["start_us"] + at) / 1000,
+            f"rank {one['rank']}, {bucket['kind']} {bucket['bucket']}",
+            f"{name} is complete"
+            + (", and with it the bucket" if name == bucket["gradients"][-1][0] else ""),
+        )
+        for one in step["ranks"]
+        for bucket in one["buckets"]
+        for name, at in bucket["gradients"]
+    ]
+    if not marks:
+        return []
+    at, rows, texts = (list(column) for column in zip(*marks, strict=True))
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "a gradient is complete",
+            "marker": {"symbol": "line-ns-open", "size": 14, "line": {"width": 2}, "color": "#CC79A7"},
+            "hovertemplate": "%{text}<extra>%{y}</extra>",
+            "x": at,
+            "y": rows,
+            "text": texts,
+        }
+    ]
+
+
 def timeline(step: Mapping[str, Any]) -> Chart:
     """What every rank did in one step: its training thread, and below it each bucket."""
     bars: dict[str, dict[str, list[Any]]] = {}
@@ -189,6 +219,7 @@ def timeline(step: Mapping[str, Any]) -> Chart:
                 **bar,
             }
         )
+    data += _gradients(step)
     layout = _layout(
         "milliseconds since the first rank began the step", "", barmode="overlay", hovermode="closest"
     )

@@ -213,15 +213,19 @@ def _read(side: Side, every: int) -> None:
 
 
 def ratio(first: Side, other: Side) -> Ratio | None:
-    """How much faster the other is; None if they have no turns in common.
-
-    It is the ratio of the whole times, since a median over turns would not see what happens in few of them,
-    as a synchronisation every hundred steps does. The interval comes from drawing turns anew (bootstrap).
-    """
+    """How much faster the other is; None if they have no turns in common."""
     common = sorted(first.turns_s.keys() & other.turns_s.keys())
     if not common:
         return None
-    pairs = [(first.turns_s[turn], other.turns_s[turn]) for turn in common]
+    return ratio_of([(first.turns_s[turn], other.turns_s[turn]) for turn in common])
+
+
+def ratio_of(pairs: Sequence[tuple[float, float]]) -> Ratio:
+    """The ratio of the whole times of what was measured in pairs.
+
+    A median over pairs would not see what happens in few of them, as a synchronisation every hundred steps
+    does. The interval comes from drawing pairs anew (bootstrap).
+    """
     draw = random.Random(0)
     found = sorted(_of_sums(draw.choices(pairs, k=len(pairs))) for _ in range(_DRAWS))
     low, high = (_quantile(found, share) for share in ((1 - _LIKELY) / 2, (1 + _LIKELY) / 2))

@@ -20,6 +20,7 @@ POINTS = 400
 
 _BUCKET_LINES = 200_000
 _TIMELINES = 10
+_GRADIENTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,25 @@ class Sent:
 
 
 @dataclass(slots=True)
+class Gathered:
+    """How a gradient bucket came to be complete, in the steps and on the ranks that were read."""
+
+    params: tuple[str, ...]
+    completed_by: Counter[str] = field(default_factory=Counter)
+    """How often each parameter's gradient was the last."""
+
+    us: int = 0
+    """From its first gradient to its last, of all steps and ranks."""
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """One more record of it."""
+        ready = [at for at in line["params_ready_us"] if at is not None]
+        if ready:
+            self.completed_by[line["completed_by"]] += 1
+            self.us += max(ready) - min(ready)
+
+
+@dataclass(slots=True)
 class Digest:
     """A run in numbers."""
 
@@ -83,6 +103,9 @@ class Digest:
     """Steps whose bucket records were read."""
 
     fidelity: dict[str, Curve]
+    gathered: dict[int, Gathered]
+    """By gradient bucket; empty if it was not recorded when gradients were complete."""
+
     timelines: list[dict[str, Any]] = field(default_factory=list)
     """Of some steps: what every rank did when."""
 
@@ -149,7 +172,7 @@ def digest(run: Run) -> Digest:
     recorded = [place + 1 for place in range(size) if step.counts[place]]
     step_us = sum(one.get("step_us", 0.0) for one in means) / max(1, len(means))
     other = sum(one.get("other_us", 0.0) for one in means) / max(1, len(means))
-    sent, fidelity, bucket_steps = _sent(run, recorded)
+    sent, fidelity, gathered, bucket_steps = _sent(run, recorded)
     found = Digest(
         run=run,
         recorded=recorded,
@@ -164,21 +187,23 @@ def digest(run: Run) -> Digest:
         sent=sent,
         bucket_steps=bucket_steps,
         fidelity=fidelity,
+        gathered=gathered,
     )
     found.timelines = list(_timelines(run, _worth_a_look(recorded, step, waited)))
     return found
 
 
-def _sent(run: Run, recorded: Sequence[int]) -> tuple[list[Sent], dict[str, Curve], int]:
-    """Bucket records, of so many steps that reading them takes seconds at most."""
+def _sent(run: Run, recorded: Sequence[int]) -> tuple[list[Sent], dict[str, Curve], dict[int, Gathered], int]:
+    """Bucket records, of so many steps that reading them takes seconds at most; how many these are."""
     if not recorded:
-        return [], {}, 0
+        return [], {}, {}, 0
     sample = sum(1 for rank in run.ranks for _ in run.buckets(rank, {recorded[-1]}.__contains__)) or 1
     every = max(1, math.ceil(len(recorded) * sample / _BUCKET_LINES))
     # Drawn, not every n-th: what is sent every n-th step would be in all of them, or in none.
     wanted = frozenset(random.Random(0).sample(recorded, len(recorded) // every or 1))
     found: dict[tuple[str, tuple[str, ...]], Sent] = {}
     steps: dict[tuple[str, tuple[str, ...]], set[int]] = defaultdict(set)
+    gathered: dict[int, Gathered] = {}
     size = recorded[-1]
     columns = {name: _Column(size) for name in ("cosine", "relative_l2")}
     for rank in run.ranks:
@@ -193,13 +218,15 @@ def _sent(run: Run, recorded: Sequence[int]) -> tuple[list[Sent], dict[str, Curv
             one.encode_us += line["encode_us"]
             one.decode_us += line["decode_us"]
             one.payloads += 1
+            if "params_ready_us" in line:
+                gathered.setdefault(line["bucket"], Gathered(tuple(line["params"]))).add(line)
         for line in run.buckets(rank, holding=b'"fidelity"'):
             for name, column in columns.items():
                 column.add(line["step"] - 1, line["fidelity"][name])
     for key, one in found.items():
         one.steps = len(steps[key])
     curves = {name: column.curve() for name, column in columns.items() if any(column.counts)}
-    return list(found.values()), curves, len(wanted)
+    return list(found.values()), curves, dict(sorted(gathered.items())), len(wanted)
 
 
 def _worth_a_look(recorded: Sequence[int], step: _Column, waited: _Column) -> dict[int, str]:
@@ -250,6 +277,7 @@ def _timelines(run: Run, chosen: Mapping[int, str]) -> Iterator[dict[str, Any]]:
                             "done_us": one["done_us"] - start,
                             "bytes": one["bytes"],
                             "wire_bytes": one["wire_bytes"],
+                            "gradients": _last_gradients(one, start),
                         }
                         for one in buckets[line["step"]]
                     ],
@@ -260,6 +288,15 @@ def _timelines(run: Run, chosen: Mapping[int, str]) -> Iterator[dict[str, Any]]:
         for one in lines[number]:
             one["start_us"] = round(one["start_us"] - first)
         yield {"step": number, "why": why, "ranks": lines[number]}
+
+
+def _last_gradients(bucket: Mapping[str, Any], start_us: float) -> list[tuple[str, float]]:
+    """When the gradients that were complete last in a bucket were so, after `start_us`; the first of them
+    left out if there are many.
+    """
+    known = zip(bucket["params"], bucket.get("params_ready_us", ()), strict=False)
+    ready = sorted((at - start_us, name) for name, at in known if at is not None)
+    return [(name, at) for at, name in ready[-_GRADIENTS:]]
 
 
 def counted(events: Sequence[Mapping[str, Any]]) -> Counter[str]:

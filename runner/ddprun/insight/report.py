@@ -263,6 +263,26 @@ def _communication(page: Page) -> str:
     return page.each(own)
 
 
+def _gradients(page: Page) -> str:
+    if not any(digest.gathered for _, digest in page.digests):
+        return ""
+    heads = ["bucket", "parameters", "completed by", "of the time", "first to last gradient, ms"]
+
+    def own(digest: Digest) -> str:
+        rows: list[list[Any]] = []
+        for bucket, one in digest.gathered.items():
+            for place, (name, times) in enumerate(one.completed_by.most_common(3)):
+                total = one.completed_by.total()
+                rest = [one.us / total / 1000] if place == 0 else [""]
+                first = [bucket, len(one.params)] if place == 0 else ["", ""]
+                rows.append([*first, name, f"{times / total:.0%}", *rest])
+        if not rows:
+            return '<p class="note">Not recorded: <code>timings.gradients</code> is off.</p>'
+        return table(heads, rows, "A bucket is sent when the last of its gradients is complete.")
+
+    return page.each(own)
+
+
 def _fidelity(page: Page) -> str:
     if not any(digest.fidelity for _, digest in page.digests):
         return ""
@@ -358,6 +378,7 @@ _SECTIONS: dict[str, Callable[[Page], str]] = {
     "Loss": _learning,
     "Step time": _time,
     "Timeline of a step": _timeline,
+    "Gradients": _gradients,
     "Communication": _communication,
     "Fidelity": _fidelity,
     "Stragglers": _late,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.telemetry.events import FILE as EVENTS
+from ddprun.telemetry.profile import FOLDER as PROFILE
 
 _STEP = re.compile(rb'"step": ?(\d+)')
 _TAIL_BYTES = 1 << 20
@@ -90,6 +91,18 @@ class Run:
             holding: only those whose line has this in it.
         """
         return _lines(self._file("buckets", rank), wanted, holding)
+
+    def profile(self, rank: int) -> Iterator[dict[str, Any]]:
+        """What torch's profiler saw of a rank; nothing if it was not asked to look."""
+        return _lines(self._file(PROFILE, rank))
+
+    @cached_property
+    def profiled(self) -> frozenset[int]:
+        """The steps that torch's profiler looked at."""
+        stretches = {
+            (line["first_step"], line["step"]) for rank in self.ranks[:1] for line in self.profile(rank)
+        }
+        return frozenset(step for first, last in stretches for step in range(first, last + 1))
 
     def _file(self, kind: str, rank: int) -> Path:
         return self.folder / kind / f"rank-{rank:05}.jsonl"

@@ -28,6 +28,8 @@ main thread's.
 _RUN = 0  # place of the process for what concerns all ranks; rank 0's is 1
 _STEPS, _THREAD, _WAITING, _FIRST_BUCKET = 1, 2, 3, 10
 _EVENT_TRACK, _CHECKPOINTS = 1, 2
+_PROFILER = 100_000
+_FLOWS = 1_000_000_000
 _KINDS = ("gradient", "delta", "parameters", "buffers", "optimizer")
 _PER_KIND = 10_000
 _TOLD = {
@@ -85,7 +87,8 @@ def _choose(run: Run) -> range | frozenset[int]:
     starts = [
         1 + round(place * (last - _STRETCH * every) / max(1, stretches - 1)) for place in range(stretches)
     ]
-    return frozenset(chain.from_iterable(range(start, start + _STRETCH * every) for start in starts))
+    shown = chain.from_iterable(range(start, start + _STRETCH * every) for start in starts)
+    return run.profiled.union(shown)
 
 
 def _recorded_every(run: Run) -> int:
@@ -98,7 +101,7 @@ def _events(run: Run, chosen: range | frozenset[int], *, whole: bool) -> Iterato
     yield from _names(run)
     low, high = math.inf, -math.inf
     for rank in run.ranks:
-        for event in _of_rank(run, rank, chosen):
+        for event in chain(_of_rank(run, rank, chosen), _profiled(run, rank, chosen)):
             if "ts" in event:
                 low, high = min(low, event["ts"]), max(high, event["ts"])
             yield event
@@ -146,6 +149,10 @@ def _of_rank(run: Run, rank: int, chosen: range | frozenset[int]) -> Iterator[di
             "args": args,
         }
 
+    def instant(track: int, name: str, at: float) -> dict[str, Any]:
+        when = round(run.clocks.aligned(rank, at))
+        return {"ph": "i", "s": "t", "name": name, **_at(rank + 1, track), "ts": when}
+
     for line in run.steps(rank, chosen.__contains__):
         start = line["start_us"]
         shown = {name: line[name] for name in ("stage", "samples", "loss", "mean_loss")}
@@ -172,9 +179,13 @@ def _of_rank(run: Run, rank: int, chosen: range | frozenset[int]) -> Iterator[di
             hooks=line["hooks"],
             bytes=line["bytes"],
             wire_bytes=line["wire_bytes"],
+            **({"completed_by": line["completed_by"]} if "completed_by" in line else {}),
             encode_us=line["encode_us"],
             decode_us=line["decode_us"],
         )
+        for name, at in zip(line["params"], line.get("params_ready_us", ()), strict=False):
+            if at is not None:
+                yield instant(track, f"{name} ready", at)
         late = line.get("all_ready_us") or 0
         for leg in line["legs"]:
             told = {key: leg[key] for key in ("group", "dtype", "bytes", "wire_bytes")}
@@ -183,6 +194,27 @@ def _of_rank(run: Run, rank: int, chosen: range | frozenset[int]) -> Iterator[di
                 yield slice_(
                     track, "until the last rank is ready", leg["start_us"], min(late, leg["done_us"])
                 )
+
+
+def _profiled(run: Run, rank: int, chosen: range | frozenset[int]) -> Iterator[dict[str, Any]]:
+    """What torch's profiler saw, in tracks of their own below the rank's others."""
+    tracks: dict[str, int] = {}
+    for line in run.profile(rank):
+        if not any(step in chosen for step in range(line["first_step"], line["step"] + 1)):
+            continue
+        name = line["track"]
+        if name not in tracks:
+            tracks[name] = _PROFILER + len(tracks)
+            yield _meta(rank + 1, tracks[name], "thread_name", name=f"torch: {name}")
+            yield _meta(rank + 1, tracks[name], "thread_sort_index", sort_index=tracks[name])
+        begin = run.clocks.aligned(rank, line["start_us"])
+        event = {key: line[key] for key in ("ph", "name", "cat", "args")}
+        event |= {**_at(rank + 1, tracks[name]), "ts": round(begin, 3)}
+        if "us" in line:
+            yield event | {"dur": round(line["us"], 3)}
+        else:
+            # Perfetto takes whole numbers only, each once in a trace.
+            yield event | {"id": rank * _FLOWS + line["id"], "bp": "e"}
 
 
 def _of_run(run: Run) -> Iterator[dict[str, Any]]:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from ddprun import LAUNCHED
 from ddprun.launch import endpoint, environment
-from ddprun.launch.environment import is_worker
+from ddprun.launch.launcher import Launcher, LauncherError, recognise
 from ddprun.spec import Loaded
+
+BAD_INPUT = 2
 
 
 def start(
@@ -38,17 +40,16 @@ def start(
             "fault inside torch; INFO is safe, and OFF is the default",
             file=sys.stderr,
         )
-        return 2
+        return BAD_INPUT
+    try:
+        launcher = recognise(os.environ, flags)
+    except LauncherError as error:
+        print(f"ddprun: {error}", file=sys.stderr)
+        return BAD_INPUT
     # Torch's C++ side warns about names it cannot look up, stack and all; what matters comes as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if is_worker():
-        from ddprun.engine.worker import work
-
-        if LAUNCHED not in os.environ and os.environ["RANK"] == "0":
-            for told in (endpoint.warning(os.environ["MASTER_ADDR"]), environment.warning()):
-                if told is not None:
-                    print(told, file=sys.stderr)
-        return work(loaded, run_dir, resuming=resuming)
+    if launcher is not None and not launcher.starts_ranks:
+        return _join(launcher, loaded, run_dir, resuming=resuming)
     loaded.check_environment()
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
     # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;
@@ -57,4 +58,22 @@ def start(
         signal.signal(number, lambda number, _: os._exit(128 + number))
     from ddprun.launch.local import launch
 
+    if launcher is not None:
+        if launcher.first:
+            print(f"ddprun: started by {launcher.told}", file=sys.stderr)
+        flags = {**launcher.flags, **flags}
     return launch(loaded, flags, overrides, run_dir, resuming=resuming)
+
+
+def _join(launcher: Launcher, loaded: Loaded, run_dir: Path | None, *, resuming: bool) -> int:
+    """Be the rank that a launcher has started this process as."""
+    from ddprun.engine.worker import work
+
+    for name, value in launcher.variables.items():
+        os.environ.setdefault(name, value)
+    if LAUNCHED not in os.environ and launcher.first:
+        print(f"ddprun: started by {launcher.told}", file=sys.stderr)
+        for told in (endpoint.warning(os.environ["MASTER_ADDR"]), environment.warning()):
+            if told is not None:
+                print(told, file=sys.stderr)
+    return work(loaded, run_dir, resuming=resuming)

@@ -2,9 +2,9 @@
 
 import ipaddress
 import socket
-import threading
 
-_LOOK_UP_S = 2.0
+from ddprun.engine.network import addresses, host_of
+
 _ANSWER_S = 3.0
 _DEFAULT_PORT = 29400
 """torchelastic's own, of an endpoint without one."""
@@ -21,7 +21,7 @@ def public_address(endpoint: str) -> str | None:
         looked up at once: then nobody meets there anyway.
     """
     for one in endpoint.split(","):
-        for address in _addresses(_host(one.strip())):
+        for address in addresses(host_of(one.strip())):
             if _is_public(address):
                 return address
     return None
@@ -43,7 +43,7 @@ def warning(endpoint: str) -> str | None:
 def answers(endpoint: str) -> bool:
     """Whether a rendezvous can be reached at all; takes a few seconds for each of its places at most."""
     for one in endpoint.split(","):
-        host = _host(one.strip())
+        host = host_of(one.strip())
         port = one.strip().rpartition(":")[2] if one.count(":") == 1 or "]:" in one else ""
         try:
             place = (host, int(port or _DEFAULT_PORT))
@@ -52,33 +52,6 @@ def answers(endpoint: str) -> bool:
             continue
         return True
     return False
-
-
-def _host(endpoint: str) -> str:
-    if endpoint.startswith("["):
-        return endpoint[1:].partition("]")[0]
-    # More than one colon is an IPv6 address without a port.
-    return endpoint if endpoint.count(":") > 1 else endpoint.partition(":")[0]
-
-
-def _addresses(host: str) -> list[str]:
-    try:
-        return [str(ipaddress.ip_address(host.partition("%")[0]))]
-    except ValueError:
-        pass
-    found: list[str] = []
-
-    def look_up() -> None:
-        try:
-            found.extend(str(entry[4][0]) for entry in socket.getaddrinfo(host, None))
-        except (OSError, UnicodeError):
-            return
-
-    if host:  # a name server that does not answer must not hold the run up
-        thread = threading.Thread(target=look_up, daemon=True)
-        thread.start()
-        thread.join(_LOOK_UP_S)
-    return list(found)
 
 
 def _is_public(text: str) -> bool:

@@ -4,13 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OVERRIDE = "DDPRUN_OVERRIDE_"
-
-
-def is_worker() -> bool:
-    """Whether torchrun, or a launcher that speaks its variables, started this process as one rank of many."""
-    return all(name in os.environ for name in _VARIABLES)
 
 
 def warning() -> str | None:

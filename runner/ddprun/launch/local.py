@@ -19,7 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
-from ddprun import LAUNCHED
+from ddprun import LAUNCHED, ON_USR1, QUEUE_AGAIN
+from ddprun.engine.network import LOOPBACK, address_towards, host_of, is_own
 from ddprun.engine.notes import SCRATCH, outcome, pids
 from ddprun.engine.place import default_ranks, place_of
 from ddprun.launch import endpoint
@@ -29,14 +30,13 @@ from ddprun.launch.environment import handed_on
 from ddprun.launch.scratch import scratch
 from ddprun.orphans import LAUNCHER
 from ddprun.spec import Loaded
-from ddprun.watch.keeper import Keeper, address_towards
+from ddprun.watch.keeper import Keeper
 
 FAILED, SIGNALLED = 1, 128
 INTERRUPTED = SIGNALLED + signal.SIGINT
 _OTHERS_LOOK_S = 4.0
 """The store may end with this process; the other hosts' ranks still look there for who failed first."""
 
-_LOOPBACK = "127.0.0.1"
 _SHUTDOWN_TIMEOUT_S = "10"
 
 
@@ -120,7 +120,8 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
     except SignalException as caught:
         print(f"ddprun: stopped by {signal.Signals(caught.sigval).name}", file=sys.stderr)
         return SIGNALLED + int(caught.sigval)
-    return outcome(folder) or 0
+    code = outcome(folder) or 0
+    return QUEUE_AGAIN if code == INTERRUPTED and agent.stopping is signal.SIGUSR1 else code
 
 
 def _from_file(loaded: Loaded, flags: Mapping[str, str | bool]) -> dict[str, str | bool]:
@@ -139,7 +140,8 @@ def _from_file(loaded: Loaded, flags: Mapping[str, str | bool]) -> dict[str, str
 
 def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
     """SIGUSR1 goes to the ranks, and the first SIGINT, SIGTERM or SIGHUP: they take a checkpoint, and for the
-    latter three stop after it. The second one, or one that comes before all ranks are there, ends them.
+    latter three stop after it, and for SIGUSR1 if `ON_USR1` says so. The second one, or one that comes before
+    all ranks are there, ends them.
 
     Where hosts may leave, SIGTERM is this host's own: its ranks end after a checkpoint, and the others go on.
     """
@@ -156,7 +158,7 @@ def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
             agent.leaving = which
             return
         agent.stopping = which
-        _say(f"{which.name}: stops after this step; once more ends it at once")
+        _say(f"{which.name}: stops at the end of a step; once more ends it at once")
         for pid in found:
             os.kill(pid, signal.SIGINT)
             os.kill(pid, signal.SIGCONT)  # one that is stopped could not stop after its step
@@ -172,7 +174,7 @@ def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    signal.signal(signal.SIGUSR1, checkpoint)
+    signal.signal(signal.SIGUSR1, stop if os.environ.get(ON_USR1) == "stop" else checkpoint)
 
 
 def _torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) -> object:
@@ -190,12 +192,15 @@ def _torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str])
         arguments.rdzv_endpoint = "localhost:0"
         arguments.rdzv_id = str(uuid.uuid4())
         # The host's own name need not resolve (a container without a network, a laptop in a strange one).
-        arguments.local_addr = arguments.local_addr or _LOOPBACK
+        arguments.local_addr = arguments.local_addr or LOOPBACK
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    elif elastic and (address := address_towards(arguments.rdzv_endpoint)) != _LOOPBACK:
-        # Where the ranks' own store will be; the host's name need not be known to the others.
-        arguments.local_addr = arguments.local_addr or address
+    elif elastic and arguments.local_addr is None:
+        # Where the ranks' own store may be; the host's own name need not be known to the others, but they
+        # all know the one at which they meet.
+        meeting = host_of(arguments.rdzv_endpoint)
+        here = meeting if is_own(meeting) else address_towards(meeting)
+        arguments.local_addr = None if here == LOOPBACK else here
     if arguments.master_port is None:
         arguments.master_port = 29500
     return arguments

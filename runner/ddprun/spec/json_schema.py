@@ -9,6 +9,7 @@ from ddprun.spec import docs, signatures
 from ddprun.spec.buffers import TIMES, Period
 from ddprun.spec.choices import KINDS, Kind, installed_hooks
 from ddprun.spec.schema import OVERRIDABLE, STAGES, DataPair, Pipeline, Stage, StepStage
+from ddprun.spec.slurm import OPTION, OWN_OPTIONS, TIME
 
 Schema = dict[str, Any]
 
@@ -30,6 +31,15 @@ def json_schema() -> Schema:
     definitions["buffers"] = _of_buffers(definitions)
     hosts: list[Schema] = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": HOSTS}]
     definitions["nnodes"] = {"anyOf": hosts}
+    scalars: list[Schema] = [{"type": name} for name in ("string", "number", "boolean")]
+    names = {"pattern": OPTION, "not": {"enum": list(OWN_OPTIONS)}}
+    definitions["slurm_options"] = {
+        "type": "object",
+        "propertyNames": names,
+        "additionalProperties": {"anyOf": scalars},
+    }
+    times: list[Schema] = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": TIME}]
+    definitions["slurm_time"] = {"anyOf": [*times, {"type": "null"}]}
     pair = _of_model(DataPair, definitions)
     definitions["data_or_pair"] = {"anyOf": [{"$ref": "#/$defs/data"}, pair]}
     del schema["properties"]["name"]["default"]

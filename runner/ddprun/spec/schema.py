@@ -3,7 +3,7 @@
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ddprun.spec.buffers import Buffers, BuffersField
 from ddprun.spec.choices import Choice, choose
@@ -18,8 +18,9 @@ from ddprun.spec.fields import (
     Validated,
 )
 from ddprun.spec.launch import Launch
-from ddprun.spec.options import NonNegativeInt, Options, PositiveFloat, PositiveInt
+from ddprun.spec.options import NonNegativeInt, Options, PositiveFloat, PositiveInt, Sizes
 from ddprun.spec.problems import problem, validate, within
+from ddprun.spec.slurm import Slurm
 from ddprun.spec.stages import (
     OVERRIDABLE,
     STAGES,
@@ -51,6 +52,7 @@ __all__ = [
     "Loader",
     "Pipeline",
     "Save",
+    "Slurm",
     "Stage",
     "StepStage",
     "Timings",
@@ -127,6 +129,15 @@ class Ddp(Options):
     """Look in each step for parameters that take no part; needed where some take none, slower otherwise."""
 
 
+def _in_order(steps: tuple[int, ...]) -> tuple[int, ...]:
+    if steps[0] > steps[1]:
+        raise problem("the last step is before the first", "expected [first, last]")
+    return steps
+
+
+Stretch = Annotated[Sizes, Field(min_length=2, max_length=2), AfterValidator(_in_order)]
+
+
 class Timings(Options):
     """What is recorded."""
 
@@ -135,6 +146,12 @@ class Timings(Options):
 
     fidelity_every: NonNegativeInt = 0
     """Compare each bucket of every n-th step with the exact mean gradient; 0 never does."""
+
+    gradients: bool = False
+    """Record when each parameter's gradient was complete, and which one completed its bucket."""
+
+    profile: Stretch | None = None
+    """`[first, last]`: the steps that torch's profiler looks at, on all ranks; null does not use it."""
 
     straggler_window: Annotated[int, Field(ge=2, le=10_000)] = 20
     """Steps in which ranks synchronise, over which is judged whether one is late."""
@@ -228,6 +245,9 @@ class Pipeline(Options):
 
     launch: Launch = Launch()
     """Where the ranks run."""
+
+    slurm: Slurm = Slurm()
+    """What `ddprun submit --to slurm` asks for."""
 
     checkpoint: Checkpoint = Checkpoint()
     """When the whole state of the run is kept."""

@@ -1,11 +1,12 @@
 """Clocks: marks that cost next to nothing in the step and become microseconds afterwards."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ddprun_hooks.flight import now_us
+from ddprun_hooks.flight import Flight, now_us
 
 
 class Clock(Protocol):
@@ -19,6 +20,9 @@ class Clock(Protocol):
 
     def us(self, mark: Any) -> int:
         """A mark in microseconds of this rank's monotonic clock."""
+
+    def read(self, flights: Sequence[Flight[Any]]) -> list[Flight[int]]:
+        """Flights that have ended, their marks in microseconds."""
 
     def rebase(self, mark: Any) -> None:
         """Measure later marks from this one, which has been read."""
@@ -35,13 +39,16 @@ class HostClock:
 
     lag = 0
 
-    def mark(self) -> int:
-        """Microseconds of the monotonic clock."""
-        return now_us()
+    mark = staticmethod(now_us)
+    """Microseconds of the monotonic clock."""
 
     def us(self, mark: int) -> int:
         """The mark itself."""
         return mark
+
+    def read(self, flights: Sequence[Flight[int]]) -> list[Flight[int]]:
+        """The flights themselves."""
+        return list(flights)
 
     def rebase(self, mark: int) -> None:
         """Nothing to do: every mark is absolute."""
@@ -86,6 +93,10 @@ class StreamClock:
     def us(self, mark: torch.cuda.Event) -> int:
         """Waits until the device has passed the event."""
         return round(self._exact(mark))
+
+    def read(self, flights: Sequence[Flight[torch.cuda.Event]]) -> list[Flight[int]]:
+        """Waits until the device has passed the last event."""
+        return [flight.mapped(self.us) for flight in flights]
 
     def rebase(self, mark: torch.cuda.Event) -> None:
         """Measure later events from this one."""

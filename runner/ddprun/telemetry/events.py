@@ -29,11 +29,11 @@ def event_log(
         event["monotonic_us"] = now_us()
         return event
 
-    def render(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
-        return dumps(redact(dict(event))) + "\n"
+    def render(_: Any, __: str, event: MutableMapping[str, Any]) -> bytes:
+        return dumps(redact(dict(event)))
 
     class Sink:
-        def msg(self, line: str) -> None:
+        def msg(self, line: bytes) -> None:
             if writer is not None:
                 writer.put(FILE, line)
 

@@ -5,10 +5,11 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from ddprun.telemetry.profile import FOLDER as PROFILE
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.exchange import Control
 
-FOLDERS = ("steps", "buckets")
+FOLDERS = ("steps", "buckets", PROFILE)
 
 
 class Records:

@@ -1,39 +1,37 @@
 """The ledger of steps: marks in the step, agreement with the other ranks beside it, records after it.
 
-At the end of a step in which ranks synchronise, each rank posts one small control word (loss, samples, when
-its payloads were ready, what it did before, whether a stop is wanted) and reads it a step later (`patience`),
-when it has long arrived. So all ranks learn the mean loss, divide their waiting alike and stop at the same
-step, and none of that costs a wait. A step in which ranks do not synchronise posts nothing: its loss is in
-the next step's word that does.
+Each rank has a small control word about every step in which ranks synchronise (loss, samples, when its
+payloads were ready, what it did before, whether a stop is wanted). The words of a quarter of a second
+are posted together, and read a step later (`patience`), when they have long arrived. So all ranks learn the
+mean loss, divide their waiting alike and stop at the same step, and none of that costs a wait. Steps in which
+ranks do not synchronise have no word: their loss is in the next one.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from ddprun.telemetry.batch import Batch, Entry, Unwritten, step_record
 from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.overflow import overflow
-from ddprun.telemetry.records import (
-    PARTS,
-    VERSION,
-    Exposed,
-    Totals,
-    Traffic,
-    bucket_record,
-    communication_us,
-    exposed,
-    tail,
-)
-from ddprun.telemetry.step import Agreed, Marks, Round, Settled, Step
+from ddprun.telemetry.records import Landed, Totals, communication_us
+from ddprun.telemetry.settle import Round, Settled, divide, settle
+from ddprun.telemetry.step import Agreed, Marks, Step
 from ddprun.telemetry.stragglers import Stragglers
-from ddprun.telemetry.word import Word, Words, told_buckets
+from ddprun.telemetry.word import Word, Words, told_buckets, usual_step_us
 from ddprun.telemetry.writer import Writer
-from ddprun_hooks.exchange import Control, Posted
+from ddprun_hooks.exchange import Control
 from ddprun_hooks.flight import Flight
+
+_TOGETHER_US = 250_000.0
+"""Words of about so much time are posted together: an exchange, however small, costs threads of all ranks
+their time. It is also how long a wish to stop may take to be heard.
+"""
+
+_MOST_TOGETHER = 32
 
 
 class Ledger:
@@ -45,7 +43,6 @@ class Ledger:
         writer: takes the records.
         every: write the records of every n-th step.
         stragglers: looks for late ranks; on rank 0 alone.
-        observe: is told of every step's record, and of what landed in it.
     """
 
     def __init__(
@@ -56,29 +53,36 @@ class Ledger:
         writer: Writer,
         every: int,
         stragglers: Stragglers | None = None,
-        observe: Callable[[dict[str, Any], Sequence[Flight[int]]], None] | None = None,
     ) -> None:
         self.totals = Totals()
         self.offset_us = 0.0
         """How far this rank's clock is ahead of rank 0's."""
 
         self.patience = 1
-        """A control word is read so many steps after its own: more where it shares a slow link with what goes
-        on beside training."""
+        """Control words are read so many steps after the last one's: more where they share a slow link with
+        what goes on beside training."""
+
+        self.together = 1
+        """Steps whose words are posted together; the same on all ranks."""
 
         self.own_loss = math.nan
         """This rank's mean loss in the newest step whose marks have been read."""
+
+        self.mark: Callable[[], Any] = clock.mark
+        """This moment on the training thread's time line."""
 
         self._clock = clock
         self._control = control
         self._writer = writer
         self._every = every
         self.stragglers = stragglers
-        self._observe = observe
+        self.observe: Callable[[dict[str, Any], Sequence[Flight[int]]], None] | None = None
+        """Is told of every step's record, and of what landed in it."""
+
         self._buckets = 0  # gradient buckets of the stage
+        self._told: list[int] = []  # those whose ready times are told
         self._closed: deque[Step] = deque()  # ended, marks not read yet
-        # step; what found something; control word under way
-        self._posted: deque[tuple[int, Settled | None, list[Flight[int]], Posted]] = deque()
+        self._batches: deque[Batch] = deque()  # settled, their words under way
         self._round = Round()
         self._step: Step | None = None
         self._aside = Marks()  # traffic outside of steps
@@ -90,7 +94,7 @@ class Ledger:
         Args:
             params: of each gradient bucket that ranks exchange in it; the same on all ranks.
         """
-        self._buckets = len(params)
+        self._buckets, self._told, self.together = len(params), told_buckets(len(params)), 1
         if self.stragglers is not None:
             self.stragglers.begin_stage(params)
 
@@ -105,13 +109,9 @@ class Ledger:
         """Takes what is exchanged beside backward, in the step that is running or between steps."""
         return self._aside if self._step is None else self._step.sync
 
-    def mark(self) -> Any:
-        """This moment on the training thread's time line."""
-        return self._clock.mark()
-
     def start(self, number: int, stage: int) -> None:
         """Start a step's time. What lies between two steps of a stage is the later one's `sync_us`."""
-        now = self._clock.mark()
+        now = self.mark()
         laps = [("", now)] if self._last_end is None else [("", self._last_end), ("sync_us", now)]
         self._step = Step(number, stage, laps)
 
@@ -125,7 +125,7 @@ class Ledger:
 
     def lap(self, part: str) -> None:
         """End a part of the step (one of `PARTS`); what follows belongs to the next."""
-        self.current.laps.append((part, self._clock.mark()))
+        self.current.laps.append((part, self.mark()))
 
     def end_backward(self) -> None:
         """End the backward pass in which gradients were exchanged."""
@@ -150,27 +150,25 @@ class Ledger:
         self._last_end = step.laps[-1][1]
         self._closed.append(step)
         self._step = None
-        due = sum(number + self.patience <= step.number for number, *_ in self._posted)
-        if len(self._closed) > self._clock.lag:
-            self._close(self._closed.popleft())
-        return [self._collect() for _ in range(due)]
+        due = sum(batch.last + self.patience <= step.number for batch in self._batches)
+        if len(self._closed) >= self.together + self._clock.lag:
+            self._settle_closed(self._clock.lag)
+        return [agreed for _ in range(due) for agreed in self._collect()]
 
     def flush(self) -> list[Agreed]:
-        """Settle every step that is still open; called at a stage's end by all ranks."""
+        """Settle every step that is still open; called at a stage's end by all ranks, even by those that have
+        taken no step since ranks met.
+        """
         self._last_end = None
-        while self._closed:
-            self._close(self._closed.popleft())
-        if self._round.steps:
-            self._post(self._round.last_step, None)
-        return [self._collect() for _ in range(len(self._posted))]
+        self._settle_closed(0, the_rest=True)
+        return self._collect_all()
 
     def drain(self) -> list[Agreed]:
         """Settle every step that is over, and read the control words under way, without posting one for
         steps whose ranks have not met since; called by all ranks after the same step.
         """
-        while self._closed:
-            self._close(self._closed.popleft())
-        return [self._collect() for _ in range(len(self._posted))]
+        self._settle_closed(0)
+        return self._collect_all()
 
     def pause(self) -> list[Agreed]:
         """Settle as `drain` does; what comes before the next step is none of its time."""
@@ -199,157 +197,161 @@ class Ledger:
         traffic, self._aside = self._aside.read(self._clock), Marks()
         self._round.find(traffic.landed)
         self._count_traffic(traffic.landed, 0)
-        self._write_buckets([(flight, None) for flight in traffic.landed], stage, step)
+        payloads = [Landed(flight, None, {}, stage, step) for flight in traffic.landed]
+        Unwritten(self._control.rank, payloads=payloads).put(self._writer)
 
-    def _close(self, step: Step) -> None:
-        settled = self._settle(step)
-        self._round.add(settled)
-        self.own_loss = settled.loss
-        if step.synchronised:
-            self._post(step.number, settled)
-        else:
-            self._finish(settled, None)
+    def _settle_closed(self, but: int, *, the_rest: bool = False) -> None:
+        """Read the marks of all steps that are over but the last `but`, and post their words.
 
-    def _post(self, number: int, settled: Settled | None) -> None:
-        """Send the control word of a step in which ranks synchronised, or of those since the last one."""
+        Args:
+            but: steps whose marks cannot be read yet without waiting.
+            the_rest: one word more, for steps whose ranks have not met since the last one.
+        """
+        batch = Batch()
+        words = []
+        while len(self._closed) > but:
+            settled = self._settle(self._closed.popleft())
+            self._round.add(settled)
+            self.own_loss = settled.loss
+            if settled.step.synchronised:
+                words.append(self._word(settled))
+                batch.entries.append(Entry(settled.step.number, settled, self._take_round().flights))
+            else:
+                batch.entries.append(Entry(settled.step.number, settled, None))
+        if the_rest:
+            # Also from a rank that has none: where ranks do not meet, others may have.
+            last = self._round.last_step
+            words.append(self._word(None))
+            batch.entries.append(Entry(last, None, self._take_round().flights))
+        if words:
+            numbers = [number for word in words for number in word.numbers(len(self._told))]
+            batch.posted = self._control.post(numbers)
+        if batch.entries:
+            self._batches.append(batch)
+
+    def _take_round(self) -> Round:
         found, self._round = self._round, Round()
-        word = Word(found.loss_sum, found.samples, code=found.code, spent=found.spent)
+        return found
+
+    def _word(self, settled: Settled | None) -> Word:
+        """About a step in which ranks have synchronised, and those since the last one; None: these alone."""
+        found, step, at = self._round, None, None
         if settled is not None:
             step, at = settled.step, settled.sync.last_ready_us
-            word = replace(
-                word,
-                stop=step.stop,
-                checkpoint=step.checkpoint,
-                compare_clocks=step.compare_clocks,
-                sync_ready=0.0 if at is None else at - self.offset_us,
-                ready=self._ready(settled),
-            )
-        posted = self._control.post(word.numbers(self._buckets))
-        self._posted.append((number, settled, found.flights, posted))
+        return Word(
+            found.loss_sum,
+            found.samples,
+            stop=step is not None and step.stop,
+            checkpoint=step is not None and step.checkpoint,
+            compare_clocks=step is not None and step.compare_clocks,
+            code=found.code,
+            sync_ready=0.0 if at is None else at - self.offset_us,
+            steps=found.steps,
+            us=found.us,
+            spent=found.spent,
+            ready=() if settled is None else self._ready(settled),
+        )
 
     def _ready(self, settled: Settled) -> list[float]:
         """When this rank had the buckets ready that a word tells of; none if it exchanged no gradients."""
         at = {flight.bucket: flight.ready - self.offset_us for flight in settled.backward.landed}
-        return [at.get(bucket, 0.0) for bucket in told_buckets(self._buckets)] if at else []
+        return [at.get(bucket, 0.0) for bucket in self._told] if at else []
 
     def _settle(self, step: Step) -> Settled:
-        start = self._clock.us(step.laps[0][1])
-        us = dict.fromkeys(PARTS, 0)
-        before, laps = start, []
-        for part, mark in step.laps[1:]:
-            now = self._clock.us(mark)
-            us[part] += now - before
-            laps.append((part, now - before))
-            before = now
-        backward = Traffic()
-        if step.backward_end is not None:
-            flights = [flight.mapped(self._clock.us) for flight in step.flights]
-            backward = Traffic(flights, flights, [tail(flights, self._clock.us(step.backward_end))])
-        samples = sum(count for _, count in step.losses)
-        loss_sum = sum(float(loss) * count for loss, count in step.losses if count)
-        sync = step.sync.read(self._clock)
-        self._clock.rebase(step.laps[-1][1])
-        loss = loss_sum / samples if samples else math.nan
-        return Settled(step, us, start, laps, backward, sync, loss, samples)
+        return settle(step, self._clock, gradients=step.number % self._every == 0)
 
-    def _collect(self) -> Agreed:
-        number, settled, finders, posted = self._posted.popleft()
-        words = Words(posted.wait())
-        if settled is not None:
-            self._finish(settled, words)
-        news = self.stragglers is not None and settled is not None and self.stragglers.add(number, words)
+    def _collect_all(self) -> list[Agreed]:
+        return [agreed for _ in range(len(self._batches)) for agreed in self._collect()]
+
+    def _collect(self) -> list[Agreed]:
+        """Read the words of the oldest batch, and finish its steps."""
+        batch = self._batches.popleft()
+        words: list[Words] = []
+        if batch.posted is not None:
+            told_by = batch.posted.wait().numpy()  # (ranks, numbers of all words)
+            count = sum(entry.finders is not None for entry in batch.entries)
+            numbers = told_by.reshape(len(told_by), count, -1).swapaxes(0, 1)
+            words = Words.of(numbers)
+            together = round(_TOGETHER_US / max(1.0, usual_step_us(numbers)))
+            self.together = max(1, min(_MOST_TOGETHER, together))
+        told, records, agreed = iter(words), Unwritten(self._control.rank), []
+        for entry in batch.entries:
+            word = None if entry.finders is None else next(told)
+            if entry.settled is not None:
+                self._finish(entry.settled, word, records)
+            if word is not None and (entry.settled is not None or word.samples):
+                agreed.append(self._agree(entry, word))
+        records.put(self._writer)
+        return agreed
+
+    def _agree(self, entry: Entry, words: Words) -> Agreed:
+        late, news = None, False
+        if self.stragglers is not None:
+            news = entry.settled is not None and self.stragglers.add(entry.step, words)
+            late = self.stragglers.now
         return Agreed(
-            step=number,
+            step=entry.step,
             mean_loss=words.mean_loss,
             rank_losses=words.rank_losses,
             stop=words.stop,
             checkpoint=words.checkpoint,
             compare_clocks=words.compare_clocks,
-            overflow=overflow(words.codes, finders),
-            straggler=None if self.stragglers is None else self.stragglers.now,
+            overflow=overflow(words.codes, entry.finders or ()),
+            straggler=late,
             straggler_is_news=news,
         )
 
-    def _finish(self, settled: Settled, words: Words | None) -> None:
-        """Divide a step's time as far as all ranks' clocks allow, count it, write it.
+    def salvage(self) -> None:
+        """Record the steps that are over, without what other ranks have told of them: the run has failed."""
+        if self._clock.lag:
+            return  # the device may never come to an end
+        batches, self._batches = [*self._batches, Batch()], deque()
+        batches[-1].entries = [Entry(step.number, self._settle(step), None) for step in self._closed]
+        self._closed.clear()
+        records = Unwritten(self._control.rank)
+        for entry in [entry for batch in batches for entry in batch.entries if entry.settled is not None]:
+            assert entry.settled is not None
+            self._finish(entry.settled, None, records)
+        records.put(self._writer)
+
+    def _finish(self, settled: Settled, words: Words | None, records: Unwritten) -> None:
+        """Divide a step's time as far as all ranks' clocks allow, count it, record it.
 
         Args:
             settled: the step.
             words: of all ranks; None: they have not met in it.
+            records: take its lines.
         """
-        us, known = settled.us, self._all_ready(settled, words)
-        in_backward, in_sync = (
-            exposed(traffic, [at or 0.0 for at in ready])
-            for traffic, ready in zip((settled.backward, settled.sync), known, strict=True)
-        )
-        us["backward_us"] -= in_backward.total_us
-        us["sync_us"] -= in_sync.total_us
-        us["exposed_hook_us"] = in_backward.hook_us + in_sync.hook_us
-        us["exposed_wait_us"] = in_backward.wait_us + in_sync.wait_us
-        us["exposed_wire_us"] = in_backward.wire_us + in_sync.wire_us
-        self._count(settled, in_backward, in_sync)
-        if self._observe is not None:
-            self._observe(self._record(settled, words), settled.landed)
-        if settled.step.number % self._every == 0:
-            ready = [at for row in known for at in row]
-            self._write(settled, list(zip(settled.landed, ready, strict=True)), words)
+        all_ready = self._all_ready(settled, words)
+        self._count(settled, divide(settled, all_ready))
+        if self.observe is not None:
+            self.observe(step_record(settled, words, self._control.rank), settled.landed)
+        step = settled.step
+        if step.number % self._every == 0:
+            records.steps.append((settled, words))
+            for flight, at in zip(settled.landed, all_ready, strict=True):
+                records.payloads.append(Landed(flight, at, settled.gradients, step.stage, step.number))
 
-    def _all_ready(self, settled: Settled, words: Words | None) -> list[list[float | None]]:
-        """When the last rank had each payload of backward, and beside it, ready, on this rank's clock."""
-        gradients = [] if words is None else words.all_ready(self._buckets)
-        beside = 0.0 if words is None else float(words.sync_ready.max())
+    def _all_ready(self, settled: Settled, words: Words | None) -> list[float | None]:
+        """When the last rank had each payload that landed ready, on this rank's clock."""
+        gradients, beside = settled.backward.landed, settled.sync.landed
+        if words is None:
+            return [None] * (len(gradients) + len(beside))
+        ready, offset_us, last = words.all_ready(self._buckets), self.offset_us, words.last_sync_ready
         return [
-            [
-                gradients[flight.bucket] + self.offset_us if gradients else None
-                for flight in settled.backward.landed
-            ],
-            [beside + self.offset_us if beside else None for _ in settled.sync.landed],
+            *(ready[flight.bucket] + offset_us if ready else None for flight in gradients),
+            *(last + offset_us if last else None for _ in beside),
         ]
 
-    def _count(self, settled: Settled, *splits: Exposed) -> None:
+    def _count(self, settled: Settled, exposed_us: int) -> None:
         totals = self.totals
         totals.steps += 1
         totals.samples += settled.samples
         for part, us in settled.us.items():
             totals.parts_us[part] += us
-        totals.parts_us["step_us"] += sum(settled.us.values())
-        self._count_traffic(settled.landed, sum(split.total_us for split in splits))
+        totals.parts_us["step_us"] += settled.step_us
+        self._count_traffic(settled.landed, exposed_us)
 
     def _count_traffic(self, landed: Sequence[Flight[int]], exposed_us: int) -> None:
         self.totals.communication_us += max(communication_us(landed), exposed_us)
         self.totals.wire_bytes += sum(flight.wire_bytes for flight in landed)
-
-    def _record(self, settled: Settled, words: Words | None) -> dict[str, Any]:
-        """The line of a step; once its time is divided."""
-        step = settled.step
-        return {
-            "v": VERSION,
-            "rank": self._control.rank,
-            "stage": step.stage,
-            "step": step.number,
-            "samples": settled.samples,
-            "loss": settled.loss,
-            "mean_loss": None if words is None else words.mean_loss,
-            "start_us": settled.start_us,
-            **settled.us,
-            "step_us": sum(settled.us.values()),
-            "laps": [[part.removesuffix("_us"), us] for part, us in settled.laps if us],
-            "waits": [[start, end] for start, end in settled.waits if end > start],
-        }
-
-    def _write(
-        self, settled: Settled, landed: Sequence[tuple[Flight[int], float | None]], words: Words | None
-    ) -> None:
-        line = self._record(settled, words)
-        self._writer.put(f"steps/rank-{self._control.rank:05}.jsonl", lambda: [line])
-        self._write_buckets(landed, settled.step.stage, settled.step.number)
-
-    def _write_buckets(
-        self, landed: Sequence[tuple[Flight[int], float | None]], stage: int, step: int
-    ) -> None:
-        rank = self._control.rank
-        if landed:
-            self._writer.put(
-                f"buckets/rank-{rank:05}.jsonl",
-                lambda: [bucket_record(*one, rank=rank, stage=stage, step=step) for one in landed],
-            )

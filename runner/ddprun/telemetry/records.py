@@ -1,8 +1,8 @@
 """Step and bucket records: the fields, and how a step's time is divided (`docs/records.md`)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddprun_hooks.flight import Flight
 
@@ -22,8 +22,7 @@ PARTS = (
 """The parts of a step: they add up to `step_us`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What the training thread sent and waited for in one part of a step, in microseconds of this rank's
     clock.
     """
@@ -45,12 +44,18 @@ class Traffic:
     @property
     def in_hooks_us(self) -> int:
         """How long hooks ran on the training thread while payloads set out."""
-        return sum(_handed_over(flight) - flight.ready for flight in self.sent)
+        total = 0
+        for flight in self.sent:
+            total += _handed_over(flight) - flight.ready
+        return total
 
     @property
     def waited_us(self) -> int:
         """All of the waiting."""
-        return sum(end - start for start, end in self.waits)
+        total = 0
+        for start, end in self.waits:
+            total += end - start
+        return total
 
 
 def tail(flights: Sequence[Flight[int]], end_us: int) -> tuple[int, int]:
@@ -58,8 +63,7 @@ def tail(flights: Sequence[Flight[int]], end_us: int) -> tuple[int, int]:
     return max((_handed_over(flight) for flight in flights), default=end_us), end_us
 
 
-@dataclass(frozen=True, slots=True)
-class Exposed:
+class Exposed(NamedTuple):
     """Communication that the training thread could not hide behind work of its own, in microseconds."""
 
     hook_us: int
@@ -84,7 +88,9 @@ def exposed(traffic: Traffic, all_ready_us: Sequence[float]) -> Exposed:
         all_ready_us: of each payload that was waited for, when the last rank had it ready, on this rank's
             clock.
     """
-    hook = traffic.in_hooks_us
+    hook = traffic.in_hooks_us if traffic.sent else 0
+    if not traffic.waits:
+        return Exposed(hook, 0, 0)
     wait = wire = 0
     work = [
         (piece.start, piece.done)
@@ -109,18 +115,21 @@ def _covered(stretches: Iterable[tuple[int, int]], low: int, high: int) -> int:
     """How much of the time from `low` to `high` lies in at least one of the stretches."""
     total = 0
     for start, end in sorted(stretches):
-        start, end = max(start, low), min(end, high)
-        if start < end:
-            total += end - start
-            low = end
+        begin, until = start if start > low else low, end if end < high else high
+        if begin < until:
+            total += until - begin
+            low = until
     return total
 
 
 def communication_us(flights: Sequence[Flight[int]]) -> int:
     """Time during which at least one bucket was under way, from ready to done, in microseconds."""
-    stretches = [(flight.ready, flight.done or flight.ready) for flight in flights]
-    start = min((start for start, _ in stretches), default=0)
-    return _covered(stretches, start, max((end for _, end in stretches), default=0))
+    total, until = 0, 0
+    for start, end in sorted([(flight.ready, flight.done or flight.ready) for flight in flights]):
+        if end > until:
+            total += end - max(start, until)
+            until = end
+    return total
 
 
 def launch_us(flight: Flight[int]) -> int:
@@ -128,18 +137,29 @@ def launch_us(flight: Flight[int]) -> int:
     return flight.legs[0].start if flight.legs else flight.ready
 
 
-def bucket_record(
-    flight: Flight[int], all_ready_us: float | None, *, rank: int, stage: int, step: int
-) -> dict[str, Any]:
-    """One line of `buckets/rank-….jsonl`.
+class Landed(NamedTuple):
+    """A payload that has arrived, in a recorded step."""
 
-    Args:
-        flight: the bucket's journey.
-        all_ready_us: when the last rank had it ready, on this rank's clock; None: ranks have not told.
-        rank: this one.
-        stage: that is running.
-        step: of the run.
-    """
+    flight: Flight[int]
+    all_ready_us: float | None
+    """When the last rank had it ready, on this rank's clock; None: ranks have not told."""
+
+    gradients_us: Mapping[str, int]
+    """When gradients were complete, by parameter; empty if nobody has looked."""
+
+    stage: int
+    step: int
+
+
+def bucket_record(landed: Landed, rank: int) -> dict[str, Any]:
+    """One line of `buckets/rank-….jsonl`."""
+    flight, all_ready_us, gradients_us, stage, step = landed
+    gradients: dict[str, Any] = {}
+    if flight.kind == "gradient" and gradients_us:
+        ready = {param.name: gradients_us.get(param.name) for param in flight.params}
+        known = {name: at for name, at in ready.items() if at is not None}
+        gradients["params_ready_us"] = list(ready.values())
+        gradients["completed_by"] = max(known, key=known.__getitem__, default=None)
     fidelity = {"fidelity": asdict(flight.fidelity)} if flight.fidelity is not None else {}
     return {
         "v": VERSION,
@@ -173,6 +193,7 @@ def bucket_record(
             }
             for leg in flight.legs
         ],
+        **gradients,
         **fidelity,
     }
 

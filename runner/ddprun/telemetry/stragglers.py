@@ -6,8 +6,9 @@ control word has that, and what each rank's training thread did before.
 
 A rank is late by the distance of its last ready time to the median of the others'. It is a straggler if it is
 late by more than a share of the step in the median over a window of steps, and by more than what the other
-ranks scatter by. Its cause is where it spent more than the median of the others: of what is left when all
-parts are taken off, its communication came to an end later than theirs.
+ranks scatter by; and if it was so when it was looked for last, too. Its cause is where it spent more than the
+median of the others: of what is left when all parts are taken off, its communication came to an end later
+than theirs.
 """
 
 from collections import deque
@@ -15,10 +16,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from ddprun.telemetry.word import Spent, Words, told_buckets
+from ddprun.telemetry.word import Numbers, Spent, Words, ready_of, spent_of, sync_ready_of, told_buckets
 
 Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]
 
@@ -78,9 +78,10 @@ class Stragglers:
 
     def __init__(self, window: int, over: float) -> None:
         self._window, self._over = window, over
-        self._steps: deque[tuple[int, Words]] = deque(maxlen=window)
+        self._steps: deque[tuple[int, Numbers]] = deque(maxlen=window)
         self._since = 0
         self._params: Sequence[tuple[str, ...]] = ()
+        self._suspect: Straggler | None = None  # what was found last
         self.now: Straggler | None = None
         """In the steps that were looked at last."""
 
@@ -94,18 +95,18 @@ class Stragglers:
             params: of each gradient bucket.
         """
         self._steps.clear()
-        self._since, self._params, self.now = 0, params, None
+        self._since, self._params, self._suspect, self.now = 0, params, None, None
 
     def add(self, step: int, words: Words) -> bool:
         """Take the words of a step; whether `now` is newly known."""
-        if not (words.ready.any() or words.sync_ready.any()):
+        if not words.met:
             return False  # ranks have met, as for an audit, and none was waited for
-        self._steps.append((step, words))
+        self._steps.append((step, words.numbers))
         self._since += 1
         if len(self._steps) < self._window or self._since < max(1, self._window // 2):
             return False
         self._since = 0
-        found = self._look()
+        found = self._again(self._look())
         before, self.now = self.now, found
         if found is None:
             return before is not None
@@ -128,33 +129,44 @@ class Stragglers:
         """Go on after it."""
         self.spells = [Straggler(**{**spell, "params": tuple(spell["params"])}) for spell in state]
 
+    def _again(self, found: Straggler | None) -> Straggler | None:
+        """A straggler if its rank was late when it was looked for last, too: a busy machine makes a rank late
+        for a while.
+        """
+        before, self._suspect = self._suspect, found
+        if found is None or before is None or before.rank != found.rank:
+            return None
+        if self.now is None:
+            found.first_step = before.first_step
+        return found
+
     def _look(self) -> Straggler | None:
-        words = [words for _, words in self._steps]
-        spent = torch.stack([one.spent for one in words])  # (steps, ranks, parts)
-        ready = torch.stack([one.ready for one in words])  # (steps, ranks, buckets told of)
-        sync = torch.stack([one.sync_ready for one in words]).unsqueeze(2)  # (steps, ranks, 1)
-        if spent.shape[1] < 2:
+        told = np.stack([numbers for _, numbers in self._steps])  # (steps, ranks, numbers of a word)
+        if told.shape[1] < 2:
             return None
         # Where ranks meet twice in a step, beside backward and in it, they wait for each other twice.
-        meetings = [at[..., -1] for at in (ready, sync) if at.shape[2] and at.all()]
+        places = (ready_of(told), sync_ready_of(told))
+        meetings = [at[..., -1] for at in places if at.shape[2] and at.all()]
         if not meetings:
             return None
-        late = torch.stack([_beyond(at) for at in meetings]).sum(0)  # (steps, ranks)
-        typical = late.median(0).values  # (ranks,)
+        late = sum((_beyond(at) for at in meetings[1:]), _beyond(meetings[0]))  # (steps, ranks)
+        typical = _median(late)  # (ranks,)
         rank = int(typical.argmax())
         late_us = float(typical[rank])
-        others = torch.cat([late[:, :rank], late[:, rank + 1 :]], 1)
-        spread = float((others - others.median()).abs().median())
-        first, last = self._steps[0][0], self._steps[-1][0]
-        span = (meetings[0][-1] - meetings[0][0]).median()
-        step_us = float(span) / max(1, len(words) - 1)
-        least_us = max(self._over * step_us, _SPREADS * spread, _LEAST_US)
         before = self.now if self.now is not None and self.now.rank == rank else None
-        if late_us <= (least_us if before is None else least_us / _STAYS):
+        stays = 1.0 if before is None else _STAYS
+        if late_us <= _LEAST_US / stays:
+            return None  # the usual case, and so the cheap one
+        others = np.delete(late, rank, 1).ravel()
+        spread = float(_median(abs(others - _median(others))))
+        first, last = self._steps[0][0], self._steps[-1][0]
+        step_us = float(_median(meetings[0][-1] - meetings[0][0])) / max(1, len(told) - 1)
+        least_us = max(self._over * step_us, _SPREADS * spread, _LEAST_US) / stays
+        if late_us <= least_us:
             return None
-        if before is None and float(late[:, rank].quantile(0.25)) <= least_us / _STAYS:
+        if before is None and float(np.quantile(late[:, rank], 0.25)) <= least_us / _STAYS:
             return None  # late in many steps, and as often not
-        cause, bucket = _cause(rank, late_us, spent, ready, None if before is None else before.cause)
+        cause, bucket = _cause(rank, late_us, told, None if before is None else before.cause)
         return Straggler(rank, cause, *self._named(bucket), late_us, step_us, first, last)
 
     def _named(self, place: int | None) -> tuple[int | None, tuple[str, ...]]:
@@ -164,33 +176,39 @@ class Stragglers:
         return bucket, self._params[bucket]
 
 
-def _cause(
-    rank: int, late_us: float, spent: Tensor, ready: Tensor, before: Cause | None
-) -> tuple[Cause, int | None]:
+def _cause(rank: int, late_us: float, told: Numbers, before: Cause | None) -> tuple[Cause, int | None]:
     """Where a rank spent more than the others, and which of the buckets told of shows it."""
-    more = _beyond(spent)[:, rank].median(0).values.tolist()  # (parts,)
+    more = _median(_beyond(spent_of(told))[:, rank]).tolist()  # (parts,)
     parts: dict[Cause, float] = dict.fromkeys(get_args(Cause), 0.0)
     for name, us in zip(Spent._fields, more, strict=True):
         parts[_CAUSES[name]] += us
     parts["communication"] += late_us - sum(more)
     cause = max(parts, key=lambda part: parts[part] * (_STAYS if part == before else 1.0))
+    ready = ready_of(told)
     if cause != "backward" or not ready.any():
         return cause, None
-    between = ready.diff(dim=2)  # from one bucket to the next
-    beyond = _beyond(between)[:, rank].median(0).values
-    # What is left of backward lies before its first bucket.
-    until_first = parts["backward"] - float(beyond.sum())
-    return cause, int(torch.cat([torch.tensor([until_first]), beyond]).argmax())
+    # From one bucket to the next; what is left of backward lies before its first bucket.
+    beyond = _median(_beyond(np.diff(ready))[:, rank]).tolist()
+    shares = [parts["backward"] - sum(beyond), *beyond]
+    return cause, shares.index(max(shares))
 
 
-def _beyond(values: Tensor) -> Tensor:
+def _beyond(values: Numbers) -> Numbers:
     """How far each rank is beyond the median of the others; shape as `values`: (steps, ranks, …)."""
     ranks = values.shape[1]
-    ordered, order = values.sort(1)
-    place = order.argsort(1)  # of each rank among all
-    low, high = (ranks - 2) // 2, (ranks - 1) // 2  # of the ranks - 1 others
-    medians = [ordered.gather(1, at + (place <= at)) for at in (low, high)]
-    return values - (medians[0] + medians[1]) / 2
+    ordered = np.sort(values, 1)
+    medians = [
+        np.where(values <= ordered[:, at : at + 1], ordered[:, at + 1 : at + 2], ordered[:, at : at + 1])
+        for at in ((ranks - 2) // 2, (ranks - 1) // 2)  # of the ranks - 1 others, in order
+    ]
+    beyond: Numbers = values - (medians[0] + medians[1]) / 2
+    return beyond
+
+
+def _median(values: Numbers) -> Numbers:
+    """Over the first dimension; of an even number the lower one."""
+    middle: Numbers = np.sort(values, 0)[(len(values) - 1) // 2]
+    return middle
 
 
 def _kind(one: Straggler) -> tuple[int, Cause, int | None]:

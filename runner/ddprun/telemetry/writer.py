@@ -8,34 +8,48 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
+import orjson
+
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 Lines = Callable[[], Iterable[dict[str, Any]]]
 
-_QUEUE_LIMIT = 20_000
+_MOST_WAITING = 50_000
 _FLUSH_EVERY_S = 0.5
 
 
 class Writer:
     """Appends JSON lines to files under one folder.
 
-    A full queue (the disk has stalled) drops what comes and counts it in `dropped`; a disk that fails ends
-    the writing, not the run, and says why in `failure`.
+    What comes when too much is waiting (the disk has stalled) is dropped and counted in `dropped`; a disk
+    that fails ends the writing, not the run, and says why in `failure`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.dropped = 0
         self.failure: str | None = None
-        self._queue: queue.Queue[tuple[str, Lines | str] | threading.Event | None] = queue.Queue(_QUEUE_LIMIT)
+        self._queue: queue.SimpleQueue[tuple[str, Lines | bytes, int] | threading.Event | None]
+        self._queue = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting = 0  # records
         self._files: dict[str, IO[bytes]] = {}
         self._thread = threading.Thread(target=self._work, name="ddprun-writer", daemon=True)
         self._thread.start()
 
-    def put(self, file: str, lines: Lines | str) -> None:
-        """Append to `file`: one ready line, or what `lines()` makes, called on the writer's thread."""
-        try:
-            self._queue.put_nowait((file, lines))
-        except queue.Full:
-            self.dropped += 1
+    def put(self, file: str, lines: Lines | bytes, count: int = 1) -> None:
+        """Append to `file`: ready lines, or what `lines()` makes, called on the writer's thread.
+
+        Args:
+            file: below the folder.
+            lines: what to append.
+            count: how many records that is.
+        """
+        with self._lock:
+            if self._waiting + count > _MOST_WAITING:
+                self.dropped += count
+                return
+            self._waiting += count
+        self._queue.put((file, lines, count))
 
     def flush(self) -> None:
         """Wait until everything put so far is in the files."""
@@ -64,20 +78,24 @@ class Writer:
             if isinstance(item, threading.Event):
                 self._flush_files()
                 item.set()
-            elif self.failure is None:
-                self._write(*item)
+            else:
+                name, lines, count = item
+                if self.failure is None:
+                    self._write(name, lines)
+                with self._lock:
+                    self._waiting -= count
         self._flush_files()
         for file in self._files.values():
             file.close()
 
-    def _write(self, name: str, lines: Lines | str) -> None:
-        text = lines if isinstance(lines, str) else "".join(f"{dumps(line)}\n" for line in lines())
+    def _write(self, name: str, lines: Lines | bytes) -> None:
+        data = lines if isinstance(lines, bytes) else b"".join(map(dumps, lines()))
         try:
             if name not in self._files:
                 path = self.folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._files[name] = path.open("ab")
-            self._files[name].write(text.encode())
+            self._files[name].write(data)
         except OSError as error:
             self.failure = str(error)
 
@@ -89,12 +107,15 @@ class Writer:
             self.failure = str(error)
 
 
-def dumps(record: dict[str, Any]) -> str:
-    """One record as one line of JSON; NaN and infinities become null, which JSON has."""
+def dumps(record: dict[str, Any]) -> bytes:
+    """One record as a line of JSON, in ASCII; NaN and infinities become null, which JSON has."""
     try:
-        return json.dumps(record, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        return json.dumps(_finite(record), allow_nan=False, separators=(",", ":"))
+        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+        if line.isascii():
+            return line  # else other texts' line ends and control characters would be in it as they are
+    except TypeError:  # a number of more than 64 bits, a path that is not UTF-8
+        pass
+    return _ENCODER.encode(_finite(record)).encode() + b"\n"
 
 
 def _finite(value: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 _ENDS_S = 20.0
 """For all trackers together to bring out what they have at the end of a run."""
 
+_FAILS_S, _HOLDS_S = 5.0, 10.0
 _QUEUE_LIMIT = 10_000
 _LOOK_EVERY_S = 0.2
 
@@ -110,6 +111,9 @@ class Trackers:
 
     def __init__(self, makers: Mapping[str, Make], about: About, told: Callable[[str, str], None]) -> None:
         self._fed = [_Fed(name, make, about, told) for name, make in makers.items()]
+        self._may_fail = threading.Event()
+        self._may_fail.set()
+        self._closed, self._failing = False, threading.Lock()
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -128,12 +132,30 @@ class Trackers:
 
     def close(self, summary: Mapping[str, Any], within_s: float | None = None) -> list[str]:
         """Let them bring out what they have; gives those that did not come to an end in time."""
+        self._closed = True
         until = time.monotonic() + (_ENDS_S if within_s is None else within_s)
         for one in self._fed:
             one.end(summary)
         for one in self._fed:
             one.thread.join(max(0.0, until - time.monotonic()))
         return [one.name for one in self._fed if one.thread.is_alive()]
+
+    def hold(self) -> None:
+        """`fail` waits on any other thread until it has been called on this one."""
+        self._may_fail.clear()
+
+    def fail(self, within_s: float | None = None) -> None:
+        """The run has failed: they are told so, and given little time, since other ranks wait for this one.
+
+        Args:
+            within_s: seconds at most.
+        """
+        if threading.current_thread() is threading.main_thread():
+            self._may_fail.set()
+        self._may_fail.wait(_HOLDS_S)
+        with self._failing:
+            if not self._closed:
+                self.close({"status": "failed"}, _FAILS_S if within_s is None else within_s)
 
 
 def maker(name: str, settings: Any) -> Make:
@@ -149,6 +171,11 @@ def maker(name: str, settings: Any) -> Make:
         return found
 
     return make
+
+
+def nobody() -> Trackers:
+    """No trackers."""
+    return Trackers({}, About("", Path(), {}), lambda name, why: None)
 
 
 def missing(names: Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,9 @@ class Surroundings:
     speak: Callable[[Report], None]
     """Tell the screen, and keep it with the run."""
 
+    leave: Callable[[], None] = lambda: None
+    """The last thing to do before this rank ends."""
+
 
 class Alarm:
     """Ends this rank when the run hangs.
@@ -101,6 +105,8 @@ class Alarm:
             self._tell(waits)
         except Exception as error:  # the process must end, and not without a word
             print(f"ddprun: rank {self._around.rank} hangs, and cannot tell why: {error!r}", file=sys.stderr)
+        with suppress(Exception):
+            self._around.leave()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -166,20 +172,20 @@ def find_out(
         peers: the ranks that have joined.
     """
     verdict = judge(around.rank, seen)
-    oldest, own = waits[0], seen[around.rank]
-    ticket = oldest.ticket
+    shown, own = _most_telling(waits, verdict), seen[around.rank]
+    ticket, others = shown.ticket, [one for one in waits if one is not shown]
     where = ", ".join(part for part in (own.stage, f"step {own.step}" if own.step else "") if part)
     head = headline(verdict, timeout_s)
     names = [param.name for param in ticket.params]
     rows = [
         (
             "collective",
-            f"{ticket.op} {ticket.number} of {oldest.line.name}, among {named(oldest.line.ranks)}",
+            f"{ticket.op} {ticket.number} of {shown.line.name}, among {named(shown.line.ranks)}",
         ),
         _cargo(ticket, names),
         *((_one(rank), _state(rank, around, seen, peers)) for rank in verdict.ranks),
         ("waiting", named(_waiting(verdict, seen))),
-        *(("also waits for", _also(one)) for one in waits[1 : 1 + _ALSO_SHOWN]),
+        *(("also waits for", _also(one)) for one in others[:_ALSO_SHOWN]),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"ddprun: the run hangs ({where or 'before the first stage'}): {head}"]
@@ -192,7 +198,7 @@ def find_out(
         "stage": own.stage,
         "step": own.step,
         "collective": ticket.op,
-        "line": oldest.line.name,
+        "line": shown.line.name,
         "number": ticket.number,
         "kind": ticket.kind,
         "bucket": None if ticket.kind is None else ticket.bucket,
@@ -201,6 +207,17 @@ def find_out(
         "timeout_s": timeout_s,
     }
     return Report("\n".join(lines), "\n".join(details), f"the run hangs: {head}", facts)
+
+
+def _most_telling(waits: Sequence[Overdue], verdict: Verdict) -> Overdue:
+    """The oldest; or one of parameters, which says more than a control word, if it is about as old and among
+    ranks whose fault it is.
+    """
+    for one in waits:
+        overdue = 2 * one.age_s >= waits[0].age_s
+        if overdue and one.ticket.kind is not None and {*verdict.ranks} & {*one.line.ranks}:
+            return one
+    return waits[0]
 
 
 def _own(rank: int, own: Seen | None) -> Report:

@@ -3,8 +3,6 @@
 import os
 import secrets
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
@@ -27,8 +25,6 @@ _SURVIVORS_S = 6.0
 _LAUNCHER_ENDS_S = 6.0
 _TRIES = 3
 _LOST_S = 1.0
-_ANYWHERE = ("192.0.2.1", 9)
-"""Of no host (RFC 5737): the way there is the default route."""
 
 
 class Keeper:
@@ -181,33 +177,3 @@ def _call(place: Path) -> None:
     """Let the ranks know that the run hangs."""
     with suppress(OSError):
         (place / HANG).open("a").close()
-
-
-def address_towards(endpoint: str) -> str:
-    """The address of this host on the interface that leads to the other hosts.
-
-    That of `GLOO_SOCKET_IFNAME` if it is set, else of the way to the rendezvous.
-
-    Args:
-        endpoint: HOST:PORT of the rendezvous; this host's own, or another one's.
-    """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    with suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface:
-            return _address_of(interface, probe)
-        host, _, port = endpoint.rpartition(":")
-        for target in ((host, int(port or 1)), _ANYWHERE):
-            probe.connect(target)  # sends nothing: the kernel chooses a way
-            address: str = probe.getsockname()[0]
-            if not address.startswith("127."):  # what some distributions call the host itself
-                return address
-    return "127.0.0.1"
-
-
-def _address_of(interface: str, probe: socket.socket) -> str:
-    """The IPv4 address of an interface (Linux)."""
-    import fcntl
-
-    siocgifaddr = 0x8915
-    request = struct.pack("256s", interface.encode()[:15])
-    return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), siocgifaddr, request)[20:24])

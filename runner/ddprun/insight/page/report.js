@@ -35,6 +35,9 @@
         swatch.dataset.shape = (marker.pattern || {}).shape || "";
         swatch.style.backgroundColor = trace.fillcolor || marker.color;
         if (marker.line) swatch.style.border = "2px solid " + marker.line.color;
+      } else if (trace.mode === "markers") {
+        swatch.className = "swatch mark";
+        swatch.style.borderLeft = "3px solid " + marker.color;
       } else {
         swatch.className = "swatch stroke";
         const dashes = { solid: "solid", dot: "dotted", dash: "dashed" };

@@ -1,0 +1,154 @@
+"""A pipeline as a job of Slurm's: one task on each host, in which ddprun starts that host's ranks.
+
+A job whose time is nearly up gets SIGUSR1 (`sbatch --signal`), as it does from `scancel --signal=USR1`. Its
+ranks take a checkpoint and stop, ddprun ends with `QUEUE_AGAIN`, and the script puts the job back into the
+queue; when it runs again it goes on from the checkpoint. https://slurm.schedmd.com/sbatch.html
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddprun import ON_USR1, QUEUE_AGAIN
+from ddprun.spec import Loaded
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
+_POLL_S = 1.0
+_GONE = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+
+
+class SlurmError(RuntimeError):
+    """Slurm is not here, or has refused the job; says so in its own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is handed to sbatch."""
+
+    script: str
+    output: Path
+    """The job's output; `%j` stands for its id."""
+
+
+def job_of(loaded: Loaded, overrides: Sequence[str], program: str, folder: Path) -> Job:
+    """The job that runs a pipeline.
+
+    Args:
+        loaded: the checked pipeline.
+        overrides: the `--set` options.
+        program: how ddprun is called on the hosts.
+        folder: `runs` as all hosts see it.
+    """
+    pipeline, asked = loaded.pipeline, loaded.pipeline.slurm
+    runs = folder / pipeline.name
+    output = runs / "slurm-%j.out"
+    options: list[tuple[str, str | int | float | bool | None]] = [
+        ("job-name", pipeline.name),
+        ("nodes", asked.nodes or pipeline.launch.hosts[1]),
+        ("ntasks-per-node", 1),
+        ("cpus-per-task", asked.cpus),
+        ("gpus-per-node", asked.gpus),
+        ("time", str(asked.time) if asked.time is not None else None),
+        ("partition", asked.partition),
+        ("account", asked.account),
+        ("output", str(output)),
+        ("open-mode", "append"),
+        *(
+            [("signal", f"USR1@{asked.warn_s}"), ("requeue", True)]
+            if asked.warn_s
+            else [("no-requeue", True)]
+        ),
+        *asked.options.items(),
+    ]
+    lines = [
+        f"#SBATCH --{name}" + ("" if value is True else f"={_directive(str(value))}")
+        for name, value in options
+        if value is not None and value is not False
+    ]
+    sets = "".join(f" --set {shlex.quote(override)}" for override in overrides)
+    srun = "srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60"
+    if asked.image is not None:
+        srun += f" --container-image={shlex.quote(asked.image)}"
+    body = [
+        "set -u",
+        "# The same folder each time that the job is queued: a run that is there goes on.",
+        f'run={shlex.quote(str(runs))}/slurm-"$SLURM_JOB_ID"',
+        'if [ -e "$run/pipeline.yaml" ]; then',
+        '  set -- resume "$run"',
+        "else",
+        f'  set -- run {shlex.quote(str(loaded.path.resolve()))} --run-dir "$run"{sets}',
+        "fi",
+        # Since Slurm 22.05 srun does not take that over from the job.
+        'if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi',
+    ]
+    if asked.warn_s:
+        body += [
+            f"export {ON_USR1}=stop",
+            f'{srun} {shlex.quote(program)} "$@"',
+            "code=$?",
+            f'if [ "$code" -eq {QUEUE_AGAIN} ]; then # SIGUSR1 has come, and a checkpoint was taken',
+            '  scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+            'exit "$code"',
+        ]
+    else:
+        body.append(f'exec {srun} {shlex.quote(program)} "$@"')
+    return Job("\n".join(["#!/bin/sh", *lines, "", *body]) + "\n", output)
+
+
+def _directive(value: str) -> str:
+    """A value in a line of options, which sbatch reads nearly as a shell does."""
+    return value if _PLAIN.fullmatch(value) else f'"{value}"'
+
+
+def submit(job: Job) -> str:
+    """Hand a job to sbatch; gives its id.
+
+    Raises:
+        SlurmError: Slurm is not here, or refuses the job.
+    """
+    if shutil.which("sbatch") is None:
+        raise SlurmError("sbatch is not installed here; --dry-run prints the script")
+    job.output.parent.mkdir(parents=True, exist_ok=True)
+    return _call(["sbatch", "--parsable"], job.script).partition(";")[0]
+
+
+def follow(number: str, output: Path, show: Callable[[str], None]) -> str:
+    """Show a job's output as it comes, until the job is over; gives its last state, such as COMPLETED.
+
+    Args:
+        number: the job's id.
+        output: its file, `%j` for the id.
+        show: takes pieces of the output.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    path = Path(str(output).replace("%j", number))
+    read, state = 0, ""
+    while True:
+        found = _call(["scontrol", "show", "job", "--oneliner", number])
+        state = found.partition("JobState=")[2].partition(" ")[0]
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(read)
+                piece = file.read()
+            read += len(piece)
+            if piece:
+                show(piece.decode(errors="replace"))
+        if state in _GONE:
+            return state
+        time.sleep(_POLL_S)
+
+
+def _call(command: Sequence[str], text: str = "") -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = " ".join((done.stderr or done.stdout).split())
+        raise SlurmError(f"{command[0]} failed: {reason}")
+    return done.stdout.strip()

@@ -1,0 +1,140 @@
+"""Which of a host's network interfaces leads to the other hosts."""
+
+import ipaddress
+import os
+import socket
+import threading
+from contextlib import suppress
+
+import psutil
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+LOOPBACK = "127.0.0.1"
+
+_ANYWHERE = "192.0.2.1"
+"""Of no host (RFC 5737): the way there is the default route."""
+
+_ANY_PORT = 9
+_LOOK_UP_S = 2.0
+
+
+class NetworkError(RuntimeError):
+    """There is no such interface, or none that leads to the other hosts."""
+
+
+def choose_interface(host: str) -> None:
+    """Have Gloo and NCCL use the interface that leads to another host, unless the user has named one.
+
+    Left to themselves, Gloo takes the one that this host's own name leads to, and NCCL the first that is up:
+    on a host with several these may be ones through which the others cannot be reached, and ranks would wait.
+
+    Args:
+        host: name or address of another host.
+
+    Raises:
+        NetworkError: there is no interface of the name that the user has given, or no way to the host.
+    """
+    for name in VARIABLES:
+        if os.environ.get(name):
+            _check(name, os.environ[name])
+    if any(os.environ.get(name) for name in VARIABLES):
+        return
+    chosen = interface_towards(host)
+    if chosen is None:
+        up = _owners()
+        there = ", ".join(f"{name} ({address})" for address, name in up.items() if not _is_loopback(address))
+        raise NetworkError(
+            f"none of this host's network interfaces leads to {host}: {there or 'none has an address'}; name "
+            f"one in {VARIABLES[0]}, or for NCCL in {VARIABLES[1]}"
+        )
+    gloo, nccl = VARIABLES
+    os.environ[gloo], os.environ[nccl] = chosen, f"={chosen}"  # to NCCL a bare name is a prefix
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface on the way to another host; None: there is no way."""
+    return next((owner for address in _ways(host) if (owner := _owners().get(address))), None)
+
+
+def address_towards(endpoint: str) -> str:
+    """The address of this host on the interface that leads to the other hosts: that of `GLOO_SOCKET_IFNAME`
+    if it is set, else on the way to where they meet, else to anywhere.
+
+    Args:
+        endpoint: HOST or HOST:PORT; this host's own, or another one's.
+    """
+    if wanted := os.environ.get(VARIABLES[0], "").split(",")[0]:
+        owned = [address for address, name in _owners().items() if name == wanted]
+        return next(iter(sorted(owned, key=lambda address: ":" in address)), LOOPBACK)
+    ways = [*_ways(host_of(endpoint)), *_ways(_ANYWHERE)]
+    # Some distributions call the host itself 127.0.1.1.
+    return next((address for address in ways if not _is_loopback(address)), LOOPBACK)
+
+
+def is_own(host: str) -> bool:
+    """Whether a name or an address is this host's own."""
+    return not {*addresses(host)}.isdisjoint(_owners()) or any(map(_is_loopback, addresses(host)))
+
+
+def host_of(endpoint: str) -> str:
+    """The host of HOST, HOST:PORT or [IPv6]:PORT."""
+    if endpoint.startswith("["):
+        return endpoint[1:].partition("]")[0]
+    # More than one colon is an IPv6 address without a port.
+    return endpoint if endpoint.count(":") > 1 else endpoint.partition(":")[0]
+
+
+def addresses(host: str) -> list[str]:
+    """Of a host's name; none if nobody can look it up within two seconds."""
+    try:
+        return [str(ipaddress.ip_address(host.partition("%")[0]))]
+    except ValueError:
+        pass
+    found: list[str] = []
+
+    def look_up() -> None:
+        try:
+            found.extend(str(entry[4][0]) for entry in socket.getaddrinfo(host, None))
+        except (OSError, UnicodeError):
+            return
+
+    if host:  # a name server that does not answer must not hold the run up
+        thread = threading.Thread(target=look_up, daemon=True)
+        thread.start()
+        thread.join(_LOOK_UP_S)
+    return list(found)
+
+
+def _ways(host: str) -> list[str]:
+    """This host's own address on each way to another one."""
+    found = []
+    for target in addresses(host):
+        family = socket.AF_INET6 if ":" in target else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, _ANY_PORT))  # sends nothing: the kernel chooses a way
+            found.append(str(probe.getsockname()[0]).partition("%")[0])
+    return found
+
+
+def _owners() -> dict[str, str]:
+    """The interface of each address of this host."""
+    return {
+        entry.address.partition("%")[0]: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
+
+
+def _check(variable: str, value: str) -> None:
+    """NCCL takes prefixes, exact names, and such that it shall not take: `eth,ib`, `=eth0`, `^docker`."""
+    if value.startswith("^"):
+        return  # those need not be here
+    there = sorted(psutil.net_if_addrs())
+    for name in value.lstrip("=").split(","):
+        if not any(one.startswith(name) for one in there):
+            raise NetworkError(f"{variable} is {value}, but the interfaces here are {', '.join(there)}")
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback

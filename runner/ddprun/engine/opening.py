@@ -1,0 +1,203 @@
+"""Builds what the stages of one run share, once, in an order that all ranks follow."""
+
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ddprun.engine import build, policies, seeding
+from ddprun.engine.beside import make_folder_importable
+from ddprun.engine.checkpoints import Checkpoints
+from ddprun.engine.data import Feed
+from ddprun.engine.layout import freeze_layout, look_at_buffers, wrap
+from ddprun.engine.objective import Objective
+from ddprun.engine.place import Place
+from ddprun.engine.precision import Precision
+from ddprun.engine.ranks import Ranks
+from ddprun.engine.session import Session
+from ddprun.engine.stacks import Stacks, open_stacks
+from ddprun.engine.stop import StopRequest
+from ddprun.engine.tracking import check_trackers, fail_when_ended, open_trackers, pass_on
+from ddprun.spec import Loaded, PipelineError, StepStage
+from ddprun.sync.buffers import BufferSync, agree
+from ddprun.sync.carrier import Carrier
+from ddprun.telemetry.clock import clock_for
+from ddprun.telemetry.events import event_log
+from ddprun.telemetry.gather import Records
+from ddprun.telemetry.gradients import GradientTimes
+from ddprun.telemetry.ledger import Ledger
+from ddprun.telemetry.profile import Profiler
+from ddprun.telemetry.progress import screen_for
+from ddprun.telemetry.stragglers import Stragglers
+from ddprun_hooks.dispatcher import Dispatcher
+from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.exchange import Control, Exchange, open_control
+from ddprun_hooks.hook import Need
+from ddprun_hooks.teams import all_of
+
+
+def open_session(
+    loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop: StopRequest, token: str = "0"
+) -> Session:
+    """Build everything, then freeze the bucket layout.
+
+    1. seed; model, data, loss, optimizer, hooks: what cannot be had is told before anything is exchanged
+    2. process groups, all of them; parameters and buffers of rank 0 for all
+    3. forward passes that leave no trace, to see what buffers do
+    4. if some stage exchanges gradients: DDP around the model, the dispatcher in it, and throw-away backward
+       passes until DDP's buckets are as they stay
+    5. seed again, each rank apart
+
+    Raises:
+        PipelineError: something in the file that only a run can see.
+    """
+    pipeline, device = loaded.pipeline, place.device
+    ranks.watch.turn(b"building")
+    make_folder_importable(loaded.folder)
+    seeding.make_deterministic(device)
+    seeding.seed_everything(pipeline.seed)
+    precision = Precision(pipeline.precision, device)
+    model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
+    data = build.build_data(loaded)
+    check_trackers(loaded)
+    objective = Objective(loaded, build.build_loss(loaded, device))
+    optimizer = build.build_optimizer(loaded, model)
+    optimizer_settings = {
+        stage.index: build.optimizer_settings(loaded, stage, model, optimizer)
+        for stage in pipeline.stages
+        if isinstance(stage, StepStage)
+    }
+    stacks = open_stacks(loaded)
+    feed = _open_feed(loaded, data.train, ranks, device.type == "cuda")
+    policies.check_policies(loaded, model, ranks.size)
+
+    timeout = ranks.timeout
+    control = open_control(timeout, ranks.watch)
+    control.agree("the pipeline", loaded.digest())
+    control.agree(
+        "the model", repr([(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()])
+    )
+    exchange = _open_exchange(loaded, control, ranks, place, stacks, timeout)
+    exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
+
+    records = Records(run_dir, control, ranks.tell_all)
+    screen = screen_for(ranks.rank, loaded.secrets.redact)
+    events = event_log(
+        records.writer if ranks.rank == 0 else None, loaded.secrets.redact_all, rank=ranks.rank
+    )
+    clock = clock_for(device)
+    timings = pipeline.timings
+    ledger = Ledger(
+        clock=clock,
+        control=control,
+        writer=records.writer,
+        every=timings.every,
+        stragglers=Stragglers(timings.straggler_window, timings.straggler_over)
+        if control.rank == 0
+        else None,
+    )
+    carrier = Carrier(exchange, ledger, pipeline.ddp.bucket_cap_mb * 2**20)
+    wanted = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
+    automatic = any(setting.when == "auto" for setting in wanted)
+    ranks.watch.turn(b"warm-up passes")
+    verdict = look_at_buffers(model, objective, precision, feed, automatic=automatic)
+    buffers = BufferSync(model, carrier, agree(verdict, model, control), pipeline.buffers)
+    ddp = dispatcher = None
+    if any(stage.effective(pipeline).gradients for stage in pipeline.train_stages()):
+        ddp = wrap(model, pipeline.ddp, device)
+        dispatcher = Dispatcher(ddp, exchange.gradients, stacks.first)
+        freeze_layout(
+            ddp,
+            dispatcher,
+            objective,
+            precision,
+            feed,
+            static_graph=pipeline.ddp.static_graph,
+            meet=lambda: control.barrier("freezing the bucket layout"),
+        )
+    seeding.seed_everything(pipeline.seed + ranks.rank)
+    session = Session(
+        loaded=loaded,
+        run_dir=run_dir,
+        ranks=ranks,
+        place=place,
+        host_count=None,
+        stop=stop,
+        exchange=exchange,
+        records=records,
+        clock=clock,
+        ledger=ledger,
+        screen=screen,
+        events=events,
+        model=model,
+        ddp=ddp,
+        dispatcher=dispatcher,
+        stacks=stacks,
+        carrier=carrier,
+        buffers=buffers,
+        optimizer=optimizer,
+        optimizer_settings=optimizer_settings,
+        precision=precision,
+        objective=objective,
+        feed=feed,
+        held_out=data.evaluate,
+        checkpoints=Checkpoints(loaded, run_dir, ranks, records, token),
+        gradients=GradientTimes(model, clock.mark) if timings.gradients else None,
+        profiler=Profiler(timings.profile, records.writer, ranks.rank) if timings.profile else None,
+    )
+    session.checkpoints.check(session)
+    session.compare_clocks()
+    if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
+        session.trackers = open_trackers(loaded, run_dir, screen, events)
+        fail_when_ended(session.trackers)
+        ledger.observe = partial(pass_on, session.trackers)
+    return session
+
+
+def _open_exchange(
+    loaded: Loaded, control: Control, ranks: Ranks, place: Place, stacks: Stacks, timeout: timedelta
+) -> Exchange:
+    """Make the process groups that the stages need."""
+    chosen = [
+        (stage.effective(loaded.pipeline), stacks.all_ranks[stage.index], stacks.inside_hosts[stage.index])
+        for stage in loaded.pipeline.step_stages()
+    ]
+    try:
+        return Exchange.open(
+            control=control,
+            device=place.device,
+            backend=place.backend,
+            hosts=ranks.hosts,
+            local_sizes=ranks.local_sizes,
+            gradients=all_of(policies.gradient_needs(*one) for one in chosen),
+            deltas=all_of(policies.delta_needs(*one) for one in chosen),
+            plain=all_of([{Need("world"): 1}, *(policies.plain_needs(one[0]) for one in chosen)]),
+            timeout=timeout,
+            watch=ranks.watch,
+        )
+    except HookSetupError as error:
+        at = "sync" if "two levels" in str(error) and not _has_hierarchical_hook(loaded) else "hooks"
+        raise PipelineError([loaded.fault(at, str(error))]) from None
+
+
+def _has_hierarchical_hook(loaded: Loaded) -> bool:
+    stages = loaded.pipeline.step_stages()
+    return any(hook.name == "hierarchical" for s in stages for hook in s.effective(loaded.pipeline).hooks)
+
+
+def _open_feed(loaded: Loaded, dataset: Any, ranks: Ranks, pin: bool) -> Feed:
+    loader = loaded.pipeline.loader
+    try:
+        return Feed(
+            dataset,
+            batch_size=loader.batch_size,
+            shuffle=loader.shuffle,
+            drop_last=loader.drop_last,
+            workers=loader.workers,
+            seed=loaded.pipeline.seed,
+            rank=ranks.rank,
+            ranks=ranks.size,
+            pin=pin,
+        )
+    except ValueError as error:
+        raise PipelineError([loaded.fault("data", str(error))]) from None

@@ -1,0 +1,83 @@
+"""What a stage tells while it runs: the progress line, and events."""
+
+import time
+from dataclasses import asdict
+
+from ddprun.engine.session import Session
+from ddprun.telemetry.step import Agreed
+from ddprun.telemetry.stragglers import Straggler
+
+
+class Teller:
+    """Tells the screen and the event log how a stage goes.
+
+    Args:
+        session: the stage's.
+        first: steps before the stage.
+    """
+
+    def __init__(self, session: Session, first: int) -> None:
+        self._first = first
+        self._resumed_at = session.step - first
+        self._session = session
+        self._started = time.monotonic()
+        self._overflows = 0
+        self._late: Straggler | None = None
+        self._shown = 0
+        self._newest: Agreed | None = None
+
+    def tell(self, words: list[Agreed]) -> None:
+        """What ranks newly know alike."""
+        for agreed in words:
+            self._newest = agreed
+            self._session.loss = agreed.mean_loss
+            if agreed.overflow is not None:
+                self._overflows += 1
+                self._tell_overflow(agreed)
+            if agreed.straggler_is_news:
+                self._tell_straggler(agreed)
+        if words:
+            self._show(words[-1].step - self._first)
+
+    def skip(self, seconds: float) -> None:
+        """So much time did not count."""
+        self._started += seconds
+
+    def between(self, done: int) -> None:
+        """A step after which ranks know nothing of each other."""
+        self._show(done)
+
+    def _show(self, done: int) -> None:
+        done = self._shown = max(done, self._shown)
+        taken = self._session.step - self._first - self._resumed_at  # `done` may be some steps ago
+        rate = taken / (time.monotonic() - self._started)
+        self._session.screen.step(done, self._newest, self._session.ledger.own_loss, rate)
+
+    def _tell_straggler(self, agreed: Agreed) -> None:
+        """A rank is late now, or no longer: the event each time, a line on the screen when one begins."""
+        now, before = agreed.straggler, self._late
+        self._late = now
+        if now is None:
+            assert before is not None
+            self._session.events.info("straggler_over", step=agreed.step, straggler=before.rank)
+            return
+        facts = {**asdict(now), "straggler": now.rank}
+        del facts["rank"]
+        self._session.events.warning("straggler", step=agreed.step, **facts)
+        share = f"{now.late_us / now.step_us:.0%} of the time between two synchronisations"
+        self._session.screen.note(f"step {agreed.step}: {now.words()}, {share}; the others wait for it")
+
+    def _tell_overflow(self, agreed: Agreed) -> None:
+        """A cast has made a mean infinite: the event each time, a line on the screen the first time."""
+        found = agreed.overflow
+        assert found is not None
+        names = list(found.params)
+        self._session.events.warning(
+            "overflow", step=agreed.step, hook=found.hook, kind=found.kind, bucket=found.bucket, params=names
+        )
+        if self._overflows == 1:
+            self._session.screen.note(
+                f"step {agreed.step}: bucket {found.bucket} ({names[0]} … {names[-1]}) overflowed in "
+                f"{found.hook}: finite {found.kind} values came back as infinity; use bf16, or a smaller "
+                "loss (clip_norm comes too late)"
+            )

@@ -1,0 +1,214 @@
+"""Which launcher has started this process, and its place among the ranks, in torchrun's own variables.
+
+| launcher | recognised by | this process |
+|---|---|---|
+| torchrun | `TORCHELASTIC_RUN_ID` | is a rank |
+| Kubeflow Trainer | `PET_NODE_RANK`, `PET_MASTER_ADDR` …: torchrun's flags | starts its host's ranks |
+| srun | `SLURM_STEP_ID`, `SLURM_PROCID` … | with one task on each host starts its ranks; else is a rank |
+| anything else | `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT` | is a rank |
+
+srun's variables: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES. torchrun's:
+https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables.
+"""
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_PORTS = range(15_000, 30_000)
+"""Below those that Linux gives to whoever asks for any."""
+
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+_STARTING = ("nnodes", "nproc_per_node", "node_rank", "standalone", "max_restarts")
+"""Flags that say how ranks are started, and so nothing to a process that is one."""
+
+
+class LauncherError(ValueError):
+    """The variables that a launcher has set contradict each other, or the flags; says which and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Who started this process, as what."""
+
+    name: str
+    """As messages call it."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Torchrun's variables for this rank."""
+
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Torchrun's flags for the ranks of this host, which this process is to start."""
+
+    first: bool = True
+    """Rank 0, or on the first host, and so the one that speaks."""
+
+    told: str = ""
+    """What was recognised, in one line."""
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether this process is to start its host's ranks, and is none itself."""
+        return not self.variables
+
+
+def recognise(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher | None:
+    """Find out; None: nobody but a user has started this process.
+
+    Args:
+        environment: of the process.
+        flags: torchrun's own that were given on the command line.
+
+    Raises:
+        LauncherError: what was found contradicts itself.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return _ranks_own("torchrun", environment, flags)
+    if "PET_NODE_RANK" in environment or "PET_MASTER_ADDR" in environment:
+        return _kubeflow(environment)
+    by_srun = _srun(environment, flags)
+    if "RANK" in environment or (by_srun is None and "WORLD_SIZE" in environment):
+        plain = _ranks_own("a launcher that sets RANK and WORLD_SIZE", environment, flags)
+        if by_srun is not None and not by_srun.starts_ranks:
+            for ours, theirs in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
+                if plain.variables[ours] != by_srun.variables[ours]:
+                    raise LauncherError(
+                        f"{ours} is {plain.variables[ours]}, but srun says {theirs}="
+                        f"{by_srun.variables[ours]}; leave {ours} out, and ddprun takes srun's"
+                    )
+        return plain
+    return by_srun
+
+
+def _ranks_own(name: str, environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher:
+    """A rank whose variables are torchrun's."""
+    missing = [one for one in ("RANK", "WORLD_SIZE") if one not in environment]
+    rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
+    if size > 1 or "RANK" not in environment:
+        missing += [one for one in _MEETING if one not in environment]
+    if missing:
+        there = [one for one in ("RANK", "WORLD_SIZE", *_MEETING) if one in environment]
+        raise LauncherError(
+            f"{_listed(there)} {_are(there)} set, but not {_listed(missing)}; a rank needs all four, and "
+            "whoever is to start ranks none of them"
+        )
+    if rank >= size:
+        raise LauncherError(f"RANK is {rank} of WORLD_SIZE {size}; ranks count from 0")
+    local, locals_ = _number(environment, "LOCAL_RANK", 0), _number(environment, "LOCAL_WORLD_SIZE", size)
+    if local >= locals_:
+        raise LauncherError(f"LOCAL_RANK is {local} of LOCAL_WORLD_SIZE {locals_}; ranks count from 0")
+    if locals_ > size:
+        raise LauncherError(f"LOCAL_WORLD_SIZE is {locals_}, but WORLD_SIZE {size}")
+    _refuse(name, flags)
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    if size == 1:
+        variables |= {"MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1")}
+        variables |= {"MASTER_PORT": environment.get("MASTER_PORT", "0")}
+    return Launcher(name, variables, first=rank == 0, told=f"{name}: rank {rank} of {size}")
+
+
+def _kubeflow(environment: Mapping[str, str]) -> Launcher:
+    """A host's process whose flags for torchrun are variables; torchrun's own code reads them."""
+    nodes, node = environment.get("PET_NNODES", "1"), _number(environment, "PET_NODE_RANK", 0)
+    most = nodes.rpartition(":")[2]
+    if not most.isdigit():
+        raise LauncherError(f"PET_NNODES is {nodes!r}; it is a number or MIN:MAX")
+    if node >= int(most):
+        raise LauncherError(f"PET_NODE_RANK is {node} of PET_NNODES {nodes}; hosts count from 0")
+    if int(most) > 1 and not {"PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"} & set(environment):
+        raise LauncherError(f"PET_NNODES is {nodes}, but PET_MASTER_ADDR is not set")
+    told = f"Kubeflow Trainer's variables (PET_…): host {node} of {nodes}"
+    return Launcher("Kubeflow Trainer", first=node == 0, told=told)
+
+
+def _srun(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher | None:
+    """A task of a step; outside of srun, as in a batch script, there is no step."""
+    if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= set(environment):
+        return None
+    task, tasks = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
+    node, nodes = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_STEP_NUM_NODES")
+    on_node = _tasks(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if len(on_node) != nodes or sum(on_node) != tasks or task >= tasks or node >= nodes:
+        raise LauncherError(
+            f"srun's variables contradict each other: SLURM_PROCID={task} of SLURM_STEP_NUM_TASKS={tasks}, "
+            f"SLURM_NODEID={node} of SLURM_STEP_NUM_NODES={nodes}, SLURM_STEP_TASKS_PER_NODE="
+            f"{environment.get('SLURM_STEP_TASKS_PER_NODE', '')}"
+        )
+    job, step = environment.get("SLURM_JOB_ID", "0"), environment["SLURM_STEP_ID"]
+    first = first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    port = str(_PORTS[zlib.crc32(f"{job}.{step}".encode()) % len(_PORTS)])
+    if max(on_node) == 1:
+        found = {}
+        if nodes > 1:
+            found = {
+                "nnodes": str(nodes),
+                "rdzv_backend": "c10d",
+                "rdzv_endpoint": f"{first}:{port}",
+                "rdzv_id": f"{job}.{step}",
+            }
+        return Launcher("srun", flags=found, first=node == 0, told=f"srun: host {node} of {nodes}, job {job}")
+    _refuse("srun", flags)
+    variables = {
+        "RANK": str(task),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": str(_number(environment, "SLURM_LOCALID")),
+        "LOCAL_WORLD_SIZE": str(on_node[node]),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "MASTER_ADDR": first,
+        "MASTER_PORT": port,
+    }
+    told = f"srun: rank {task} of {tasks} on {nodes} host{'s' if nodes > 1 else ''}, job {job}"
+    return Launcher("srun", variables, first=task == 0, told=told)
+
+
+def _refuse(name: str, flags: Mapping[str, str | bool]) -> None:
+    given = [one for one in flags if one in _STARTING or one.startswith(("rdzv_", "master_"))]
+    if given:
+        flag = f"--{given[0].replace('_', '-')}"
+        raise LauncherError(
+            f"{name} has started this process as one rank, so {flag} has nothing to say: leave it out, or "
+            "start one process on each host, which then starts the ranks"
+        )
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not re.fullmatch(r"[0-9]{1,9}", text):
+        raise LauncherError(
+            f"{name} is {'not set' if text is None else repr(text)}; it is a number from 0 on"
+        )
+    return int(text)
+
+
+def _tasks(text: str) -> list[int]:
+    """Tasks on each host, of `2(x3),1`."""
+    found: list[int] = []
+    for part in text.split(","):
+        if (match := re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)) is None:
+            return []
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list of hosts, such as `gpu[003-005,9],login`.
+
+    Raises:
+        LauncherError: it is no such list.
+    """
+    match = re.match(r"([^\[\],]+)(?:\[([0-9]+)[^\]]*\]([^\[\],]*))?(?:,|$)", nodes)
+    if match is None:
+        raise LauncherError(f"SLURM_STEP_NODELIST is {nodes!r}, in which no first host can be found")
+    return f"{match[1]}{match[2] or ''}{match[3] or ''}"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + names[-1]
+
+
+def _are(names: list[str]) -> str:
+    return "are" if len(names) > 1 else "is"

@@ -1,0 +1,102 @@
+"""torch's profiler on chosen steps; its events become records of this rank, on this rank's clock."""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddprun.telemetry.records import VERSION
+from ddprun.telemetry.writer import Writer, dumps
+
+FOLDER = "profile"
+
+_QUIET = "6"
+"""Of Kineto's log levels: it would tell the screen of every rank that it starts and stops."""
+
+_SLICES, _FLOWS = "X", "sf"
+"""Phases of the Chrome trace format that are kept: what took time, and which started which."""
+
+
+class Profiler:
+    """Looks at some steps of a run (https://docs.pytorch.org/docs/stable/profiler.html).
+
+    Starting and stopping it takes up to seconds. That is done between steps, on all ranks alike.
+
+    Args:
+        steps: the first step it looks at, and the last one.
+        writer: takes the records.
+        rank: this one.
+    """
+
+    def __init__(self, steps: Sequence[int], writer: Writer, rank: int) -> None:
+        self._first, self._last = steps
+        self._writer, self._rank = writer, rank
+        self._running: torch.profiler.profile | None = None
+        self._began = 0
+        self._ahead_us = 0.0  # of this rank's monotonic clock; the profiler's tells the time of day
+
+    def turns(self, step: int) -> bool:
+        """Whether it has to start or to stop before step `step` of the run."""
+        return (self._first <= step <= self._last) != (self._running is not None)
+
+    def turn(self, step: int) -> None:
+        """Do so."""
+        if self._running is None:
+            self._start(step)
+        else:
+            self.stop(step - 1)
+
+    def stop(self, step: int) -> None:
+        """Look at no more steps; `step` was the last."""
+        if self._running is None:
+            return
+        profile, self._running = self._running, None
+        profile.stop()
+        if step < self._began:
+            return  # no step has come after all
+        # Made into lines here: on the writer's thread that would slow the steps that follow.
+        lines = b"".join(map(dumps, self._records(profile, step)))
+        self._writer.put(f"{FOLDER}/rank-{self._rank:05}.jsonl", lines)
+
+    def _start(self, step: int) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
+        self._running = torch.profiler.profile(record_shapes=True)
+        self._running.start()
+        self._began = step
+        self._ahead_us = (time.time_ns() - time.monotonic_ns()) / 1000
+
+    def _records(self, profile: torch.profiler.profile, step: int) -> Iterator[dict[str, Any]]:
+        """A record for each of the profiler's events."""
+        with tempfile.TemporaryDirectory(prefix="ddprun-") as scratch:
+            path = Path(scratch) / "trace.json"
+            profile.export_chrome_trace(str(path))
+            trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        base_us = trace.get("baseTimeNanoseconds", 0) / 1000 - self._ahead_us
+        events = trace["traceEvents"]
+        tracks = {
+            (event["pid"], event["tid"]): event["args"]["name"]
+            for event in events
+            if event["ph"] == "M" and event["name"] == "thread_name"
+        }
+        for event in events:
+            at = event.get("pid"), event.get("tid")
+            if event["ph"] not in _SLICES + _FLOWS or at not in tracks or event.get("cat") == "Trace":
+                continue
+            yield {
+                "v": VERSION,
+                "rank": self._rank,
+                "step": step,
+                "first_step": self._began,
+                "track": tracks[at],
+                "ph": event["ph"],
+                "name": event["name"],
+                "cat": event["cat"],
+                "start_us": round(event["ts"] + base_us, 3),
+                **({"us": event["dur"]} if event["ph"] in _SLICES else {"id": event["id"]}),
+                "args": event.get("args", {}),
+            }

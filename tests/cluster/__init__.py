@@ -1,0 +1,1 @@
+"""Submitting to clusters."""

@@ -1,0 +1,173 @@
+"""Which launcher has started a process: found by the variables that each of them sets."""
+
+import pytest
+
+from ddprun.launch.launcher import LauncherError, first_host, recognise
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+JOB = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[003-004],big"}
+TASK_FOR_EACH_RANK = JOB | {
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+TASK_FOR_EACH_HOST = JOB | {
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODEID": "0"}
+
+
+@pytest.mark.parametrize("environment", [{}, BATCH_SCRIPT, {"MASTER_ADDR": "node0", "MASTER_PORT": "1"}])
+def test_nobody_has_started_what_a_user_starts(environment: dict[str, str]) -> None:
+    """Nor what a batch script of Slurm's starts, outside of srun."""
+    assert recognise(environment, {"nproc_per_node": "2"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (TORCHRUN, "torchrun: rank 3 of 4"),
+        (PLAIN, "a launcher that sets RANK and WORLD_SIZE: rank 1 of 2"),
+        (TASK_FOR_EACH_RANK, "srun: rank 4 of 5 on 3 hosts, job 17"),
+        (TASK_FOR_EACH_RANK | TORCHRUN, "torchrun: rank 3 of 4"),
+        (KUBEFLOW | TORCHRUN, "torchrun: rank 3 of 4"),
+        (TASK_FOR_EACH_HOST | PLAIN, "a launcher that sets RANK and WORLD_SIZE: rank 1 of 2"),
+    ],
+)
+def test_a_rank_knows_who_has_started_it(environment: dict[str, str], told: str) -> None:
+    """The innermost launcher counts: torchrun under srun, or in a pod."""
+    found = recognise(environment, {})
+    assert found is not None
+    assert (found.told, found.starts_ranks, found.first) == (told, False, False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "told", "flags"),
+    [
+        (KUBEFLOW, "Kubeflow Trainer's variables (PET_…): host 1 of 2", set()),
+        (
+            TASK_FOR_EACH_HOST,
+            "srun: host 1 of 3, job 17",
+            {"nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id"},
+        ),
+    ],
+)
+def test_a_host_knows_that_it_is_to_start_ranks(
+    environment: dict[str, str], told: str, flags: set[str]
+) -> None:
+    """Then torchrun's flags may be given."""
+    found = recognise(environment, {"nproc_per_node": "2"})
+    assert found is not None
+    assert (found.told, found.starts_ranks, found.first) == (told, True, False)
+    assert set(found.flags) == flags
+
+
+def test_srun_gives_each_task_its_place() -> None:
+    """In torchrun's variables; all tasks of a step meet at one port, and two steps hardly ever at one."""
+    found = recognise(TASK_FOR_EACH_RANK, {})
+    assert found is not None
+    variables = dict(found.variables)
+    port = variables.pop("MASTER_PORT")
+    assert variables == {
+        "RANK": "4",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "3",
+        "MASTER_ADDR": "gpu003",
+    }
+    assert 15_000 <= int(port) < 30_000
+    other = recognise(TASK_FOR_EACH_RANK | {"SLURM_STEP_ID": "1"}, {})
+    assert other is not None
+    assert other.variables["MASTER_PORT"] != port
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "told"),
+    [
+        ({"RANK": "0"}, {}, "RANK is set, but not WORLD_SIZE; a rank needs all four"),
+        ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE is set, but not RANK, MASTER_ADDR and MASTER_PORT"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"},
+            {},
+            "RANK, WORLD_SIZE and MASTER_ADDR are set, but not MASTER_PORT",
+        ),
+        (PLAIN | {"RANK": "2"}, {}, "RANK is 2 of WORLD_SIZE 2; ranks count from 0"),
+        (PLAIN | {"RANK": "-1"}, {}, "RANK is '-1'; it is a number from 0 on"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, {}, "LOCAL_RANK is 2 of LOCAL_WORLD_SIZE 2"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, {}, "LOCAL_WORLD_SIZE is 8, but WORLD_SIZE 4"),
+        (
+            TORCHRUN,
+            {"nproc_per_node": "2"},
+            "torchrun has started this process as one rank, so --nproc-per-node has nothing to say",
+        ),
+        (TASK_FOR_EACH_RANK, {"rdzv_endpoint": "a:1"}, "so --rdzv-endpoint has nothing to say"),
+        (
+            TASK_FOR_EACH_RANK | PLAIN | {"WORLD_SIZE": "5"},
+            {},
+            "RANK is 1, but srun says SLURM_PROCID=4; leave RANK out",
+        ),
+        (TASK_FOR_EACH_RANK | {"SLURM_PROCID": "5"}, {}, "srun's variables contradict each other"),
+        (TASK_FOR_EACH_RANK | {"SLURM_STEP_NUM_NODES": "2"}, {}, "SLURM_NODEID=2 of SLURM_STEP_NUM_NODES=2"),
+        (KUBEFLOW | {"PET_NODE_RANK": "2"}, {}, "PET_NODE_RANK is 2 of PET_NNODES 2"),
+        (KUBEFLOW | {"PET_NNODES": "many"}, {}, "PET_NNODES is 'many'; it is a number or MIN:MAX"),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
+            {},
+            "PET_NNODES is 2, but PET_MASTER_ADDR is not set",
+        ),
+    ],
+)
+def test_contradictions_are_errors(environment: dict[str, str], flags: dict[str, str], told: str) -> None:
+    """Each says which variables, what they are, and what is allowed."""
+    with pytest.raises(LauncherError) as caught:
+        recognise(environment, dict(flags))
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node0", "node0"),
+        ("node0,node1", "node0"),
+        ("node[0-1]", "node0"),
+        ("gpu[003-005,9],login", "gpu003"),
+        ("rack[1-2]-gpu,login", "rack1-gpu"),
+        ("a.example.org", "a.example.org"),
+    ],
+)
+def test_the_first_host_of_slurms_lists(nodes: str, first: str) -> None:
+    """The leading zeros are part of the name."""
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", "[1-2]", "node[", ","])
+def test_what_is_no_list_of_hosts_is_refused(nodes: str) -> None:
+    """It says which variable has it."""
+    with pytest.raises(LauncherError, match="SLURM_STEP_NODELIST is"):
+        first_host(nodes)
