@@ -1,6 +1,6 @@
 """What ddprun's telemetry costs a step, and whether a step waits for a disk: on two ranks of this machine.
 
-    python -m benchmarks.telemetry [--blocks 60] [--model small]
+    python -m benchmarks.telemetry [--blocks 60] [--model quickstart]
     python -m benchmarks.telemetry --stalled-disk    (as root: mounts a file system and freezes it)
 
 A run switches, every block of steps, between all of its telemetry (marks, control word, looking for
@@ -39,7 +39,8 @@ MOST = 0.03
 FOLDER, STARTS = "DDPRUN_BENCHMARK", "starts.json"
 
 MODELS = {
-    "small": "mlp: {inputs: 64, hidden: [64], outputs: 10}",
+    "tiny": "mlp: {inputs: 64, hidden: [64], outputs: 10}",
+    "quickstart": "mlp: {inputs: 64, hidden: [256, 256], outputs: 10}",
     "medium": "mlp: {inputs: 64, hidden: [512, 512], outputs: 10}",
     "buckets": "mlp: {inputs: 64, hidden: [512, 512, 512, 512, 512], outputs: 10}",
     "cnn": "cnn: {channels: [32, 64, 64]}",

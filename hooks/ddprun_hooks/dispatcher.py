@@ -51,6 +51,9 @@ class Dispatcher:
         self.flights: list[Flight[Any]] | None = None
         """Takes the record of each bucket's journey; None: nobody wants them."""
 
+        self.meanwhile: Callable[[], None] | None = None
+        """Called when a backward pass has sent its last bucket and is about to wait."""
+
         self._lane = lane
         self._names: Mapping[int, str] = {id(param): name for name, param in model.module.named_parameters()}
         self._layout: dict[int, BucketLayout] = {}
@@ -138,7 +141,10 @@ class Dispatcher:
             )
             self._lane.error = self._lane.error or error
             return _failed(error)
-        return self._send(buffer, layout, self.stack)
+        future = self._send(buffer, layout, self.stack)
+        if self.meanwhile is not None and bucket.is_last():
+            self.meanwhile()
+        return future
 
     def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
         """Carry one bucket through a stack."""

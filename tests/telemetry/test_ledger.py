@@ -119,6 +119,31 @@ def test_a_stage_may_end_with_nothing_left_to_tell(alone: Ledger) -> None:
     assert (rest.step, rest.mean_loss) == (2, 2.0)
 
 
+def test_bookkeeping_is_done_in_between_and_comes_out_alike(
+    alone: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many chores are done when: the same words at the same steps, and the same totals."""
+    monkeypatch.setattr(module, "_TOGETHER_US", 1e12)
+    heard = {}
+    for step in range(1, 100):
+        if found := take(alone, step):
+            heard[step] = found
+        for _ in range(40 * (step % 3)):  # each does one at least, and a batch leaves 33
+            alone.chores.do_some()
+        if step % 3 == 2:
+            assert alone.own_loss == float(step), "read as soon as there was time for it"
+    assert heard == {2: [1], 3: [2], 35: list(range(3, 35)), 67: list(range(35, 67)), 99: list(range(67, 99))}
+    assert [agreed.step for agreed in alone.flush()] == [99]
+    assert alone.totals.steps == 99
+    assert alone.totals.parts_us["step_us"] == sum(record["step_us"] for record in recorded(alone, tmp_path))
+
+
+def recorded(ledger: Ledger, folder: Path) -> list[dict[str, Any]]:
+    """The records of steps."""
+    ledger._writer.flush()
+    return [json.loads(line) for line in (folder / "steps/rank-00000.jsonl").read_text().splitlines()]
+
+
 def test_steps_of_a_run_that_fails_are_recorded(alone: Ledger, tmp_path: Path) -> None:
     """Those whose words nobody will read, too."""
     alone.patience = 100
@@ -129,10 +154,9 @@ def test_steps_of_a_run_that_fails_are_recorded(alone: Ledger, tmp_path: Path) -
         take(alone, step)
     assert alone._batches, "words are under way"
     alone.salvage()
-    alone._writer.flush()
-    lines = (tmp_path / "steps/rank-00000.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 10))
-    assert json.loads(lines[-1])["mean_loss"] is None
+    records = recorded(alone, tmp_path)
+    assert [record["step"] for record in records] == list(range(1, 10))
+    assert records[-1]["mean_loss"] is None
 
 
 def test_records_stand_in_the_order_of_steps(alone: Ledger, tmp_path: Path) -> None:
@@ -140,6 +164,4 @@ def test_records_stand_in_the_order_of_steps(alone: Ledger, tmp_path: Path) -> N
     for step in range(1, 200):
         take(alone, step, met=step % 7 == 0)
     alone.flush()
-    alone._writer.flush()
-    lines = (tmp_path / "steps/rank-00000.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 200))
+    assert [record["step"] for record in recorded(alone, tmp_path)] == list(range(1, 200))

@@ -115,6 +115,8 @@ def open_session(
             static_graph=pipeline.ddp.static_graph,
             meet=lambda: control.barrier("freezing the bucket layout"),
         )
+        if not clock.lag:  # else marks of the step before would have to be waited for
+            dispatcher.meanwhile = ledger.chores.do_some
     seeding.seed_everything(pipeline.seed + ranks.rank)
     session = Session(
         loaded=loaded,

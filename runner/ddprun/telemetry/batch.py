@@ -6,8 +6,8 @@ from typing import Any
 
 from ddprun.telemetry.records import VERSION, Landed, bucket_record
 from ddprun.telemetry.settle import Settled
-from ddprun.telemetry.word import Words
-from ddprun.telemetry.writer import Writer
+from ddprun.telemetry.word import Word, Words
+from ddprun.telemetry.writer import Writer, dumps
 from ddprun_hooks.exchange import Posted
 from ddprun_hooks.flight import Flight
 
@@ -20,8 +20,11 @@ class Entry:
     settled: Settled | None
     """None: the rest of a stage, whose steps are finished."""
 
-    finders: Sequence[Flight[int]] | None
-    """Payloads in which something was found since the last word; None: there is no word about this step."""
+    word: Word | None = None
+    """What this rank tells of it; None: ranks have not met in it."""
+
+    finders: Sequence[Flight[int]] = ()
+    """Payloads in which something was found since the last word."""
 
 
 @dataclass(slots=True)
@@ -38,23 +41,31 @@ class Batch:
         return self.entries[-1].step
 
 
-@dataclass(slots=True)
 class Unwritten:
-    """Records that are written together."""
+    """Records that are written together.
 
-    rank: int
-    steps: list[tuple[Settled, Words | None]] = field(default_factory=list)
-    payloads: list[Landed] = field(default_factory=list)
+    Args:
+        rank: whose they are.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._steps: list[bytes] = []
+        self._payloads: list[bytes] = []
+
+    def add_step(self, settled: Settled, words: Words | None) -> None:
+        """The record of a step whose time is divided."""
+        self._steps.append(dumps(step_record(settled, words, self._rank)))
+
+    def add_payload(self, landed: Landed) -> None:
+        """The record of a payload."""
+        self._payloads.append(dumps(bucket_record(landed, self._rank)))
 
     def put(self, writer: Writer) -> None:
-        """Have them written; they become text on the writer's thread."""
-        rank, steps, payloads = self.rank, self.steps, self.payloads
-        if steps:
-            file = f"steps/rank-{rank:05}.jsonl"
-            writer.put(file, lambda: [step_record(*one, rank) for one in steps], len(steps))
-        if payloads:
-            file = f"buckets/rank-{rank:05}.jsonl"
-            writer.put(file, lambda: [bucket_record(one, rank) for one in payloads], len(payloads))
+        """Have them written."""
+        for kind, lines in (("steps", self._steps), ("buckets", self._payloads)):
+            if lines:
+                writer.put(f"{kind}/rank-{self._rank:05}.jsonl", b"".join(lines), len(lines))
 
 
 def step_record(settled: Settled, words: Words | None, rank: int) -> dict[str, Any]:

@@ -10,11 +10,13 @@ ranks do not synchronise have no word: their loss is in the next one.
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ddprun.telemetry.batch import Batch, Entry, Unwritten, step_record
+from ddprun.telemetry.chores import Chores
 from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.overflow import overflow
 from ddprun.telemetry.records import Landed, Totals, communication_us
@@ -76,12 +78,16 @@ class Ledger:
         self._writer = writer
         self._every = every
         self.stragglers = stragglers
+        self.chores = Chores()
+        """What is left to do for steps that are over; all of it is done when a method here needs it."""
+
         self.observe: Callable[[dict[str, Any], Sequence[Flight[int]]], None] | None = None
         """Is told of every step's record, and of what landed in it."""
 
         self._buckets = 0  # gradient buckets of the stage
         self._told: list[int] = []  # those whose ready times are told
         self._closed: deque[Step] = deque()  # ended, marks not read yet
+        self._batch = Batch()  # settled
         self._batches: deque[Batch] = deque()  # settled, their words under way
         self._round = Round()
         self._step: Step | None = None
@@ -151,8 +157,11 @@ class Ledger:
         self._closed.append(step)
         self._step = None
         due = sum(batch.last + self.patience <= step.number for batch in self._batches)
-        if len(self._closed) >= self.together + self._clock.lag:
-            self._settle_closed(self._clock.lag)
+        lag = self._clock.lag
+        if len(self._closed) > lag:
+            self.chores.add(self._settle_next)
+        if len(self._batch.entries) + len(self._closed) >= self.together + lag:
+            self._post(lag)
         return [agreed for _ in range(due) for agreed in self._collect()]
 
     def flush(self) -> list[Agreed]:
@@ -160,14 +169,14 @@ class Ledger:
         taken no step since ranks met.
         """
         self._last_end = None
-        self._settle_closed(0, the_rest=True)
+        self._post(0, the_rest=True)
         return self._collect_all()
 
     def drain(self) -> list[Agreed]:
         """Settle every step that is over, and read the control words under way, without posting one for
         steps whose ranks have not met since; called by all ranks after the same step.
         """
-        self._settle_closed(0)
+        self._post(0)
         return self._collect_all()
 
     def pause(self) -> list[Agreed]:
@@ -197,37 +206,42 @@ class Ledger:
         traffic, self._aside = self._aside.read(self._clock), Marks()
         self._round.find(traffic.landed)
         self._count_traffic(traffic.landed, 0)
-        payloads = [Landed(flight, None, {}, stage, step) for flight in traffic.landed]
-        Unwritten(self._control.rank, payloads=payloads).put(self._writer)
+        records = Unwritten(self._control.rank)
+        for flight in traffic.landed:
+            records.add_payload(Landed(flight, None, {}, stage, step))
+        records.put(self._writer)
 
-    def _settle_closed(self, but: int, *, the_rest: bool = False) -> None:
+    def _post(self, but: int, *, the_rest: bool = False) -> None:
         """Read the marks of all steps that are over but the last `but`, and post their words.
 
         Args:
             but: steps whose marks cannot be read yet without waiting.
             the_rest: one word more, for steps whose ranks have not met since the last one.
         """
-        batch = Batch()
-        words = []
+        self.chores.do_all()
         while len(self._closed) > but:
-            settled = self._settle(self._closed.popleft())
-            self._round.add(settled)
-            self.own_loss = settled.loss
-            if settled.step.synchronised:
-                words.append(self._word(settled))
-                batch.entries.append(Entry(settled.step.number, settled, self._take_round().flights))
-            else:
-                batch.entries.append(Entry(settled.step.number, settled, None))
+            self._settle_next()
+        batch, self._batch = self._batch, Batch()
         if the_rest:
             # Also from a rank that has none: where ranks do not meet, others may have.
-            last = self._round.last_step
-            words.append(self._word(None))
-            batch.entries.append(Entry(last, None, self._take_round().flights))
-        if words:
-            numbers = [number for word in words for number in word.numbers(len(self._told))]
-            batch.posted = self._control.post(numbers)
+            word, last = self._word(None), self._round.last_step
+            batch.entries.append(Entry(last, None, word, self._take_round().flights))
+        if words := [entry.word for entry in batch.entries if entry.word is not None]:
+            batch.posted = self._control.post(
+                [number for word in words for number in word.numbers(len(self._told))]
+            )
         if batch.entries:
             self._batches.append(batch)
+
+    def _settle_next(self) -> None:
+        """Read the marks of the oldest step that is over, and have its word ready."""
+        settled = self._settle(self._closed.popleft())
+        self._round.add(settled)
+        self.own_loss = settled.loss
+        entry = Entry(settled.step.number, settled)
+        if settled.step.synchronised:
+            entry.word, entry.finders = self._word(settled), self._take_round().flights
+        self._batch.entries.append(entry)
 
     def _take_round(self) -> Round:
         found, self._round = self._round, Round()
@@ -261,27 +275,29 @@ class Ledger:
         return settle(step, self._clock, gradients=step.number % self._every == 0)
 
     def _collect_all(self) -> list[Agreed]:
-        return [agreed for _ in range(len(self._batches)) for agreed in self._collect()]
+        agreed = [agreed for _ in range(len(self._batches)) for agreed in self._collect()]
+        self.chores.do_all()
+        return agreed
 
     def _collect(self) -> list[Agreed]:
-        """Read the words of the oldest batch, and finish its steps."""
+        """Read the words of the oldest batch; its steps are finished some time later."""
         batch = self._batches.popleft()
         words: list[Words] = []
         if batch.posted is not None:
             told_by = batch.posted.wait().numpy()  # (ranks, numbers of all words)
-            count = sum(entry.finders is not None for entry in batch.entries)
+            count = sum(entry.word is not None for entry in batch.entries)
             numbers = told_by.reshape(len(told_by), count, -1).swapaxes(0, 1)
             words = Words.of(numbers)
             together = round(_TOGETHER_US / max(1.0, usual_step_us(numbers)))
             self.together = max(1, min(_MOST_TOGETHER, together))
         told, records, agreed = iter(words), Unwritten(self._control.rank), []
         for entry in batch.entries:
-            word = None if entry.finders is None else next(told)
+            word = None if entry.word is None else next(told)
             if entry.settled is not None:
-                self._finish(entry.settled, word, records)
+                self.chores.add(partial(self._finish, entry.settled, word, records))
             if word is not None and (entry.settled is not None or word.samples):
                 agreed.append(self._agree(entry, word))
-        records.put(self._writer)
+        self.chores.add(partial(records.put, self._writer))
         return agreed
 
     def _agree(self, entry: Entry, words: Words) -> Agreed:
@@ -296,7 +312,7 @@ class Ledger:
             stop=words.stop,
             checkpoint=words.checkpoint,
             compare_clocks=words.compare_clocks,
-            overflow=overflow(words.codes, entry.finders or ()),
+            overflow=overflow(words.codes, entry.finders),
             straggler=late,
             straggler_is_news=news,
         )
@@ -305,13 +321,14 @@ class Ledger:
         """Record the steps that are over, without what other ranks have told of them: the run has failed."""
         if self._clock.lag:
             return  # the device may never come to an end
-        batches, self._batches = [*self._batches, Batch()], deque()
-        batches[-1].entries = [Entry(step.number, self._settle(step), None) for step in self._closed]
-        self._closed.clear()
+        self.chores.do_all()
+        while self._closed:
+            self._settle_next()
+        batches, self._batches, self._batch = [*self._batches, self._batch], deque(), Batch()
         records = Unwritten(self._control.rank)
-        for entry in [entry for batch in batches for entry in batch.entries if entry.settled is not None]:
-            assert entry.settled is not None
-            self._finish(entry.settled, None, records)
+        for settled in [entry.settled for batch in batches for entry in batch.entries]:
+            if settled is not None:
+                self._finish(settled, None, records)
         records.put(self._writer)
 
     def _finish(self, settled: Settled, words: Words | None, records: Unwritten) -> None:
@@ -328,9 +345,9 @@ class Ledger:
             self.observe(step_record(settled, words, self._control.rank), settled.landed)
         step = settled.step
         if step.number % self._every == 0:
-            records.steps.append((settled, words))
+            records.add_step(settled, words)
             for flight, at in zip(settled.landed, all_ready, strict=True):
-                records.payloads.append(Landed(flight, at, settled.gradients, step.stage, step.number))
+                records.add_payload(Landed(flight, at, settled.gradients, step.stage, step.number))
 
     def _all_ready(self, settled: Settled, words: Words | None) -> list[float | None]:
         """When the last rank had each payload that landed ready, on this rank's clock."""

@@ -4,15 +4,12 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
 import orjson
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-Lines = Callable[[], Iterable[dict[str, Any]]]
-
 _MOST_WAITING = 50_000
 _FLUSH_EVERY_S = 0.5
 
@@ -28,16 +25,15 @@ class Writer:
         self.folder = folder
         self.dropped = 0
         self.failure: str | None = None
-        self._queue: queue.SimpleQueue[tuple[str, Lines | bytes, int] | threading.Event | None]
-        self._queue = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[str, bytes, int] | threading.Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting = 0  # records
         self._files: dict[str, IO[bytes]] = {}
         self._thread = threading.Thread(target=self._work, name="ddprun-writer", daemon=True)
         self._thread.start()
 
-    def put(self, file: str, lines: Lines | bytes, count: int = 1) -> None:
-        """Append to `file`: ready lines, or what `lines()` makes, called on the writer's thread.
+    def put(self, file: str, lines: bytes, count: int = 1) -> None:
+        """Append to `file`.
 
         Args:
             file: below the folder.
@@ -88,14 +84,13 @@ class Writer:
         for file in self._files.values():
             file.close()
 
-    def _write(self, name: str, lines: Lines | bytes) -> None:
-        data = lines if isinstance(lines, bytes) else b"".join(map(dumps, lines()))
+    def _write(self, name: str, lines: bytes) -> None:
         try:
             if name not in self._files:
                 path = self.folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._files[name] = path.open("ab")
-            self._files[name].write(data)
+            self._files[name].write(lines)
         except OSError as error:
             self.failure = str(error)
 
