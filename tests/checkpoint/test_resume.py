@@ -220,3 +220,25 @@ def test_a_checkpoint_that_is_asked_for_in_a_stages_last_step_is_taken(tmp_path:
     looked = len(asked(tmp_path, 1)) - 2 * 31 - 16
     assert 3 * 4 < 18 - looked <= 4 * 4, "the signal comes in another step"
     assert 4 in steps_in(run_dir / "checkpoints")
+
+
+def test_one_command_starts_a_run_and_goes_on_with_it(tmp_path: Path) -> None:
+    """As a container's that is started again: the second time it ends as an unbroken run does."""
+    prepare(tmp_path, "every_step", "[]")
+    command = ("run", "p.yaml", "--run-dir=run", "--or-resume", "--nproc-per-node=2")
+    (tmp_path / "kill").write_text("1 70")
+    assert ddprun(*command, cwd=tmp_path).code == 1
+    (tmp_path / "kill").unlink()
+    done = ddprun(*command, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert "goes on after step" in done.stderr
+    whole = ddprun("p.yaml", "--run-dir=whole", "--nproc-per-node=2", cwd=tmp_path)
+    assert whole.code == 0, whole.stderr
+    assert final(tmp_path / "run") == final(tmp_path / "whole")
+
+
+def test_a_run_that_may_be_there_needs_a_name(tmp_path: Path) -> None:
+    """Or each start would make a new one."""
+    done = ddprun("run", "p.yaml", "--or-resume", cwd=tmp_path)
+    assert done.code == 2
+    assert "--or-resume needs --run-dir" in done.stderr

@@ -29,7 +29,7 @@ def resume(run: Path, overrides: tuple[str, ...], **flags: str | int | float | b
         message = "it has no run.json" if run.is_dir() else "there is no such folder"
         click.echo(f"ddprun: {run} is not the folder of a run: {message}", err=True)
         return 2
-    return start(run / "pipeline.yaml", overrides, run, flags, folder)
+    return start(run / "pipeline.yaml", overrides, run, flags, folder, resuming="yes")
 
 
 torchrun_flags(resume)

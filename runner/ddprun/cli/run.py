@@ -4,11 +4,14 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ddprun import COMPARED, LAUNCHED
+
+if TYPE_CHECKING:
+    from ddprun.engine.run_folder import Resuming
 
 _TORCHRUN: dict[str, tuple[Any, str]] = {
     "nnodes": (str, "Number of hosts, or MIN:MAX."),
@@ -49,14 +52,23 @@ def torchrun_flags(command: click.Command) -> click.Command:
     help="Override a value, as in --set optimizer.sgd.lr=0.2; the value is YAML. May be given several times.",
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Folder for what the run leaves behind.")
+@click.option(
+    "--or-resume", is_flag=True, help="Go on with the run if --run-dir holds one, as `ddprun resume` does."
+)
 def run(
-    pipeline: Path, overrides: tuple[str, ...], run_dir: Path | None, **flags: str | int | float | bool | None
+    pipeline: Path,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    or_resume: bool,
+    **flags: str | int | float | bool | None,
 ) -> int:
     """Run a pipeline. Under torchrun or srun, join the run as a worker.
 
     Flags that are torchrun's too mean what they mean there, and go before what the file says under `launch`.
     """
-    return start(pipeline, overrides, run_dir, flags)
+    if or_resume and run_dir is None:
+        raise click.UsageError("--or-resume needs --run-dir, the folder of the run that may be there")
+    return start(pipeline, overrides, run_dir, flags, resuming="if begun" if or_resume else "no")
 
 
 def start(
@@ -65,6 +77,8 @@ def start(
     run_dir: Path | None,
     flags: Mapping[str, str | int | float | bool | None],
     folder: Path | None = None,
+    *,
+    resuming: "Resuming" = "no",
 ) -> int:
     """Load a pipeline and launch it, or join; gives the exit code.
 
@@ -73,7 +87,9 @@ def start(
         overrides: the `--set` options.
         run_dir: where the run's files go.
         flags: torchrun's own.
-        folder: of the file from which a run that is resumed was started; None: this one is not resumed.
+        folder: of the file from which a run that is resumed was started; None: what the file names is beside
+            the file.
+        resuming: whether `run_dir` is the folder of a run that is to go on.
     """
     from ddprun.cli import printing
     from ddprun.spec import PipelineError, load
@@ -94,7 +110,7 @@ def start(
         if loaded.warnings and os.environ.get("RANK", "0") == "0" and LAUNCHED not in os.environ:
             click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
 
-        return launch.start(loaded, given, overrides, run_dir, resuming=folder is not None)
+        return launch.start(loaded, given, overrides, run_dir, resuming=resuming)
     except PipelineError as error:
         click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
         return 2

@@ -8,11 +8,15 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from ddprun import __version__
 from ddprun.engine.ranks import Ranks
 from ddprun.spec import Loaded
 from ddprun.telemetry.cut import cut_torn_event
+
+Resuming = Literal["no", "yes", "if begun"]
+"""Whether a folder is that of a run that is to go on."""
 
 PIPELINE, ABOUT, SUMMARY = "pipeline.yaml", "run.json", "summary.json"
 _LOCK = "run.lock"
@@ -43,7 +47,7 @@ class RunFolder:
 
 
 def agree_on_folder(
-    loaded: Loaded, wanted: Path | None, ranks: Ranks, *, resuming: bool, known: Path | None
+    loaded: Loaded, wanted: Path | None, ranks: Ranks, *, resuming: Resuming, known: Path | None
 ) -> RunFolder:
     """Make, or find, the run's folder on rank 0 and tell all ranks.
 
@@ -60,7 +64,10 @@ def agree_on_folder(
     before = next(filter(None, ranks.gather("known_run_dir", str(known or ""))), None)
 
     def make() -> str:
-        if before is not None or resuming:
+        begun = resuming == "yes"
+        if resuming == "if begun" and wanted is not None:  # others may see that it was, once rank 0 begins
+            begun = (wanted / ABOUT).exists()
+        if before is not None or begun:
             folder = Path(before) if before is not None else wanted
             assert folder is not None
             if before is None:
@@ -71,10 +78,10 @@ def agree_on_folder(
             now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
             folder = wanted or Path("runs") / loaded.pipeline.name / f"{now}-{secrets.token_hex(2)}"
             _make(folder, loaded)
-        return json.dumps([str(folder), secrets.token_hex(4)])
+        return json.dumps([str(folder), secrets.token_hex(4), before is not None or begun])
 
-    path, token = json.loads(ranks.tell_all("run_dir", make))
-    return RunFolder(Path(path), token, before is not None or resuming)
+    path, token, goes_on = json.loads(ranks.tell_all("run_dir", make))
+    return RunFolder(Path(path), token, goes_on)
 
 
 def pipeline_folder(run_dir: Path) -> Path | None:

@@ -22,7 +22,7 @@ from ddprun.engine.opening import open_session
 from ddprun.engine.place import place_of
 from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.resume import resume
-from ddprun.engine.run_folder import RunFolderError, agree_on_folder
+from ddprun.engine.run_folder import Resuming, RunFolderError, agree_on_folder
 from ddprun.engine.save import save
 from ddprun.engine.session import Session
 from ddprun.engine.stop import StopRequest
@@ -71,7 +71,7 @@ class _Work:
     session: Session | None = None
 
 
-def work(loaded: Loaded, run_dir: Path | None, *, resuming: bool = False) -> int:
+def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> int:
     """Run this rank's share of the pipeline; gives the exit code.
 
     Args:
@@ -116,7 +116,13 @@ def _leave_to(watch: Watch) -> None:
 
 
 def _run(
-    loaded: Loaded, run_dir: Path | None, ranks: Ranks, stop: StopRequest, known: _Work, *, resuming: bool
+    loaded: Loaded,
+    run_dir: Path | None,
+    ranks: Ranks,
+    stop: StopRequest,
+    known: _Work,
+    *,
+    resuming: Resuming,
 ) -> int:
     environment = ranks.environment
     ranks.watch.turn(b"joining")

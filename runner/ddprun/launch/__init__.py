@@ -5,11 +5,15 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddprun import LAUNCHED
 from ddprun.launch import endpoint, environment
 from ddprun.launch.launcher import Launcher, LauncherError, recognise
 from ddprun.spec import Loaded
+
+if TYPE_CHECKING:
+    from ddprun.engine.run_folder import Resuming
 
 BAD_INPUT = 2
 
@@ -20,7 +24,7 @@ def start(
     overrides: Sequence[str],
     run_dir: Path | None,
     *,
-    resuming: bool = False,
+    resuming: "Resuming" = "no",
 ) -> int:
     """Run the pipeline; gives the exit code.
 
@@ -65,7 +69,7 @@ def start(
     return launch(loaded, flags, overrides, run_dir, resuming=resuming)
 
 
-def _join(launcher: Launcher, loaded: Loaded, run_dir: Path | None, *, resuming: bool) -> int:
+def _join(launcher: Launcher, loaded: Loaded, run_dir: Path | None, *, resuming: "Resuming") -> int:
     """Be the rank that a launcher has started this process as."""
     from ddprun.engine.worker import work
 

@@ -23,6 +23,7 @@ from ddprun import LAUNCHED, ON_USR1, QUEUE_AGAIN
 from ddprun.engine.network import LOOPBACK, address_towards, host_of, is_own
 from ddprun.engine.notes import SCRATCH, outcome, pids
 from ddprun.engine.place import default_ranks, place_of
+from ddprun.engine.run_folder import Resuming
 from ddprun.launch import endpoint
 from ddprun.launch.agent import BAD_INPUT, Agent, killed, make_agent, prepare
 from ddprun.launch.agent import run as run_agent
@@ -46,7 +47,7 @@ def launch(
     overrides: Sequence[str],
     run_dir: Path | None,
     *,
-    resuming: bool,
+    resuming: Resuming,
 ) -> int:
     """Start this host's ranks, wait for them, give the exit code of the run.
 
@@ -60,9 +61,13 @@ def launch(
     if (ranks := str(flags.get("nproc_per_node", ""))).isdigit():
         place_of(loaded, 0, int(ranks))
     _prepare_environment()
-    command = ["-m", "ddprun", *(["resume", str(run_dir)] if resuming else ["run", str(loaded.path)])]
-    if run_dir is not None and not resuming:
-        command += ["--run-dir", str(run_dir)]
+    command = [
+        "-m",
+        "ddprun",
+        *(["resume", str(run_dir)] if resuming == "yes" else ["run", str(loaded.path)]),
+    ]
+    if run_dir is not None and resuming != "yes":
+        command += ["--run-dir", str(run_dir), *(["--or-resume"] if resuming == "if begun" else [])]
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(scratch())  # torchelastic would leave its own behind
