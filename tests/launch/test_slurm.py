@@ -204,7 +204,7 @@ def test_sbatch_takes_every_script(cluster: Slurm, name: str, asked: dict[str, A
         file = Path(scratch) / "p.yaml"
         file.write_text(PIPELINE + yaml.safe_dump({"name": name, "slurm": asked}))
         script = Path(scratch) / "job.sh"
-        script.write_text(job_of(load(file), [], "ddprun", Path(scratch) / f"a {folder}").script)
+        script.write_text(job_of(load(file), [], "ddprun", Path(scratch) / f"a {folder}").text)
         done = cluster.call("sbatch", "--test-only", str(script), cwd=Path(scratch))
     assert done.returncode == 0, done.stderr
     assert "in partition debug" in done.stderr

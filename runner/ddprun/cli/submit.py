@@ -3,13 +3,21 @@
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from ddprun.cluster.job import Job
+    from ddprun.spec import Loaded
+
+_VARIABLES = {"docker": "docker.env", "kubernetes": "the Secret that kubernetes.secret names"}
+"""Where such a job has its environment variables from."""
 
 
 @click.command()
 @click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
-@click.option("--to", type=click.Choice(["slurm"]), required=True, help="Whom to.")
+@click.option("--to", type=click.Choice(["slurm", "docker", "kubernetes"]), required=True, help="Whom to.")
 @click.option(
     "--set",
     "overrides",
@@ -24,17 +32,18 @@ import click
 @click.option(
     "--program",
     metavar="PATH",
-    help="How ddprun is called on the hosts; by default this very one, on a disk that all hosts share.",
+    help="For slurm: how ddprun is called on the hosts; by default this one, on a disk that all share.",
 )
 def submit(
     pipeline: Path, to: str, overrides: tuple[str, ...], dry_run: bool, follow: bool, program: str | None
 ) -> int:
-    """Hand a pipeline to a cluster, as its `slurm` and `launch` say; prints the job's id.
+    """Hand a pipeline to a cluster; prints the job's id.
 
-    The cluster's own engine runs it: ddprun is no scheduler.
+    What is asked for stands in the file under `launch` and under the engine's own name. The engine runs it:
+    ddprun is no scheduler.
     """
     from ddprun.cli import printing
-    from ddprun.cluster import slurm
+    from ddprun.cluster.job import ClusterError
     from ddprun.spec import PipelineError, load
 
     try:
@@ -46,23 +55,49 @@ def submit(
         click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
     if secret := next((one for one in overrides if loaded.secrets.redact(one) != one), None):
         key = secret.partition("=")[0]
-        raise click.UsageError(
-            f"--set {key} holds a secret, which the job's script would show: write ${{env:NAME}}"
-        )
-    inside = "ddprun" if loaded.pipeline.slurm.image is not None else str(Path(sys.argv[0]).resolve())
-    if program is None and not Path(inside).name.startswith("ddprun"):  # as `python -m ddprun`
-        inside = shutil.which("ddprun") or "ddprun"
-    job = slurm.job_of(loaded, overrides, program or inside, Path("runs").resolve())
+        raise click.UsageError(f"--set {key} holds a secret, which the job would show: write ${{env:NAME}}")
+    if to != "slurm" and _holds_secret(loaded):
+        text = f"{pipeline} holds a secret, which the job would show: write ${{env:NAME}}"
+        raise click.UsageError(f"{text}, and have it set by {_VARIABLES[to]}")
+    if program is not None and to != "slurm":
+        raise click.UsageError(f"--program says nothing to {to}, where the image has ddprun")
+    job = _job(loaded, to, overrides, program)
     if dry_run:
-        click.echo(job.script, nl=False)
+        click.echo(job.text, nl=False)
         return 0
     try:
-        number = slurm.submit(job)
+        number = job.send()
         click.echo(number)
         if not follow:
             return 0
-        state = slurm.follow(number, job.output, lambda text: click.echo(text, nl=False, err=True))
-    except slurm.SlurmError as error:
-        raise click.ClickException(str(error)) from None
-    click.echo(f"ddprun: job {number}: {state}", err=True)
-    return 0 if state == "COMPLETED" else 1
+        outcome = job.follow(number, lambda text: click.echo(text, nl=False, err=True))
+    except ClusterError as error:
+        raise click.ClickException(loaded.secrets.redact(str(error))) from None
+    click.echo(f"ddprun: job {number}: {outcome.state}", err=True)
+    return 0 if outcome.good else 1
+
+
+def _holds_secret(loaded: "Loaded") -> bool:
+    """Whether the file itself does, which such a job takes along."""
+    from ddprun.spec.secrets import REDACTED
+
+    text = loaded.path.read_text()
+    return REDACTED in loaded.resolved() or loaded.secrets.redact(text) != text
+
+
+def _job(loaded: "Loaded", to: str, overrides: tuple[str, ...], program: str | None) -> "Job":
+    """What is sent to the engine."""
+    if to == "docker":
+        from ddprun.cluster.docker import DockerJob
+
+        return DockerJob(loaded, overrides)
+    if to == "kubernetes":
+        from ddprun.cluster.kubernetes import KubernetesJob
+
+        return KubernetesJob(loaded, overrides)
+    from ddprun.cluster import slurm
+
+    inside = "ddprun" if loaded.pipeline.slurm.image is not None else str(Path(sys.argv[0]).resolve())
+    if program is None and not Path(inside).name.startswith("ddprun"):  # as `python -m ddprun`
+        inside = shutil.which("ddprun") or "ddprun"
+    return slurm.job_of(loaded, overrides, program or inside, Path("runs").resolve())

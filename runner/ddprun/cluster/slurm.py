@@ -10,11 +10,12 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddprun import ON_USR1, QUEUE_AGAIN
+from ddprun.cluster.job import ClusterError, Outcome, Show, nodes_of
 from ddprun.spec import Loaded
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
@@ -22,20 +23,51 @@ _POLL_S = 1.0
 _GONE = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
 
-class SlurmError(RuntimeError):
-    """Slurm is not here, or has refused the job; says so in its own words."""
-
-
 @dataclass(frozen=True, slots=True)
-class Job:
+class SlurmJob:
     """What is handed to sbatch."""
 
-    script: str
+    text: str
+    """The script."""
+
     output: Path
     """The job's output; `%j` stands for its id."""
 
+    def send(self) -> str:
+        """Hand it to sbatch; gives the job's id.
 
-def job_of(loaded: Loaded, overrides: Sequence[str], program: str, folder: Path) -> Job:
+        Raises:
+            ClusterError: Slurm is not here, or refuses the job.
+        """
+        if shutil.which("sbatch") is None:
+            raise ClusterError("sbatch is not installed here; --dry-run prints the script")
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        return _call(["sbatch", "--parsable"], self.text).partition(";")[0]
+
+    def follow(self, number: str, show: Show) -> Outcome:
+        """Show the job's output as it comes, until the job is over.
+
+        Raises:
+            ClusterError: Slurm does not answer.
+        """
+        path = Path(str(self.output).replace("%j", number))
+        read, state = 0, ""
+        while True:
+            found = _call(["scontrol", "show", "job", "--oneliner", number])
+            state = found.partition("JobState=")[2].partition(" ")[0]
+            if path.exists():
+                with path.open("rb") as file:
+                    file.seek(read)
+                    piece = file.read()
+                read += len(piece)
+                if piece:
+                    show(piece.decode(errors="replace"))
+            if state in _GONE:
+                return Outcome(state, state == "COMPLETED")
+            time.sleep(_POLL_S)
+
+
+def job_of(loaded: Loaded, overrides: Sequence[str], program: str, folder: Path) -> SlurmJob:
     """The job that runs a pipeline.
 
     Args:
@@ -49,7 +81,7 @@ def job_of(loaded: Loaded, overrides: Sequence[str], program: str, folder: Path)
     output = runs / "slurm-%j.out"
     options: list[tuple[str, str | int | float | bool | None]] = [
         ("job-name", pipeline.name),
-        ("nodes", asked.nodes or pipeline.launch.hosts[1]),
+        ("nodes", nodes_of(loaded, asked.nodes)),
         ("ntasks-per-node", 1),
         ("cpus-per-task", asked.cpus),
         ("gpus-per-node", asked.gpus),
@@ -98,7 +130,7 @@ def job_of(loaded: Loaded, overrides: Sequence[str], program: str, folder: Path)
         ]
     else:
         body.append(f'exec {srun} {shlex.quote(program)} "$@"')
-    return Job("\n".join(["#!/bin/sh", *lines, "", *body]) + "\n", output)
+    return SlurmJob("\n".join(["#!/bin/sh", *lines, "", *body]) + "\n", output)
 
 
 def _directive(value: str) -> str:
@@ -106,49 +138,9 @@ def _directive(value: str) -> str:
     return value if _PLAIN.fullmatch(value) else f'"{value}"'
 
 
-def submit(job: Job) -> str:
-    """Hand a job to sbatch; gives its id.
-
-    Raises:
-        SlurmError: Slurm is not here, or refuses the job.
-    """
-    if shutil.which("sbatch") is None:
-        raise SlurmError("sbatch is not installed here; --dry-run prints the script")
-    job.output.parent.mkdir(parents=True, exist_ok=True)
-    return _call(["sbatch", "--parsable"], job.script).partition(";")[0]
-
-
-def follow(number: str, output: Path, show: Callable[[str], None]) -> str:
-    """Show a job's output as it comes, until the job is over; gives its last state, such as COMPLETED.
-
-    Args:
-        number: the job's id.
-        output: its file, `%j` for the id.
-        show: takes pieces of the output.
-
-    Raises:
-        SlurmError: Slurm does not answer.
-    """
-    path = Path(str(output).replace("%j", number))
-    read, state = 0, ""
-    while True:
-        found = _call(["scontrol", "show", "job", "--oneliner", number])
-        state = found.partition("JobState=")[2].partition(" ")[0]
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(read)
-                piece = file.read()
-            read += len(piece)
-            if piece:
-                show(piece.decode(errors="replace"))
-        if state in _GONE:
-            return state
-        time.sleep(_POLL_S)
-
-
 def _call(command: Sequence[str], text: str = "") -> str:
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = " ".join((done.stderr or done.stdout).split())
-        raise SlurmError(f"{command[0]} failed: {reason}")
+        raise ClusterError(f"{command[0]} failed: {reason}")
     return done.stdout.strip()

@@ -8,6 +8,7 @@ from ddprun import __version__
 from ddprun.spec import docs, signatures
 from ddprun.spec.buffers import TIMES, Period
 from ddprun.spec.choices import KINDS, Kind, installed_hooks
+from ddprun.spec.containers import FIELD, OWN_FIELDS
 from ddprun.spec.schema import OVERRIDABLE, STAGES, DataPair, Pipeline, Stage, StepStage
 from ddprun.spec.slurm import OPTION, OWN_OPTIONS, TIME
 
@@ -37,6 +38,10 @@ def json_schema() -> Schema:
         "type": "object",
         "propertyNames": names,
         "additionalProperties": {"anyOf": scalars},
+    }
+    definitions["kubernetes_pod"] = {
+        "type": "object",
+        "propertyNames": {"pattern": FIELD, "not": {"enum": list(OWN_FIELDS)}},
     }
     times: list[Schema] = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": TIME}]
     definitions["slurm_time"] = {"anyOf": [*times, {"type": "null"}]}

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field
 
 from ddprun.spec.buffers import Buffers, BuffersField
 from ddprun.spec.choices import Choice, choose
+from ddprun.spec.containers import Docker, Kubernetes
 from ddprun.spec.fields import (
     HookStack,
     LossChoice,
@@ -248,6 +249,12 @@ class Pipeline(Options):
 
     slurm: Slurm = Slurm()
     """What `ddprun submit --to slurm` asks for."""
+
+    docker: Docker = Docker()
+    """What `ddprun submit --to docker` asks for."""
+
+    kubernetes: Kubernetes = Kubernetes()
+    """What `ddprun submit --to kubernetes` asks for."""
 
     checkpoint: Checkpoint = Checkpoint()
     """When the whole state of the run is kept."""

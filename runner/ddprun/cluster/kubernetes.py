@@ -1,0 +1,322 @@
+"""A pipeline as objects of Kubernetes: a TrainJob of Kubeflow Trainer's, or an Indexed Job.
+
+With a TrainJob comes a TrainingRuntime of its own: what a TrainJob can say of its pods differs between
+versions of the Trainer, and a runtime can say all of it. Pods meet the restricted pod security standard.
+https://www.kubeflow.org/docs/components/trainer/, https://kubernetes.io/docs/concepts/workloads/controllers/job/,
+https://kubernetes.io/docs/concepts/security/pod-security-standards/
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+
+from ddprun.cluster.job import PORT, RUNS, ClusterError, Outcome, Show, arguments, new_name, nodes_of
+from ddprun.spec import Loaded
+
+JOB = "ddprun.dev/job"
+"""Label of all that belongs to a job; its value is the job's id."""
+
+_FOLDER, _FILE = "/workspace/pipeline", "pipeline.yaml"
+_USER = 1000
+_POLL_S = 2.0
+_TRAINER = "trainer.kubeflow.org"
+_NODE = "node"
+"""What Kubeflow calls the replicated job, and in it the container, that trains."""
+
+Object = dict[str, Any]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Shows a text of several lines as it is."""
+
+
+def _lines(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, "|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _lines)
+
+
+class KubernetesJob:
+    """The objects that run a pipeline.
+
+    Args:
+        loaded: the checked pipeline.
+        overrides: the `--set` options.
+    """
+
+    def __init__(self, loaded: Loaded, overrides: Sequence[str]) -> None:
+        self._loaded, self._asked = loaded, loaded.pipeline.kubernetes
+        self.name, self._nodes = new_name(loaded), nodes_of(loaded, self._asked.nodes)
+        # As JobSet and Job call the first of their pods, in the domain of a headless Service.
+        first = f"{self.name}-{_NODE}-0-0" if self._asked.kind == "trainjob" else f"{self.name}-0"
+        self._command = arguments(
+            loaded,
+            f"{_FOLDER}/{_FILE}",
+            f"{RUNS}/{loaded.pipeline.name}/{self.name}",
+            overrides,
+            nodes=self._nodes,
+            meeting=f"{first}.{self.name}:{PORT}",
+            name=self.name,
+        )
+        self.objects: list[Object] = [self._config_map()]
+        if self._asked.runs is None:
+            self.objects.append(self._claim())
+        self.objects += self._train_job() if self._asked.kind == "trainjob" else self._indexed_job()
+
+    @property
+    def text(self) -> str:
+        """The manifests, as `kubectl create -f -` reads them."""
+        return yaml.dump_all(self.objects, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+    def _object(self, api: str, kind: str, name: str, **rest: Any) -> Object:
+        metadata: Object = {"name": name}
+        if self._asked.namespace is not None:
+            metadata["namespace"] = self._asked.namespace
+        metadata["labels"] = {JOB: self.name}
+        return {"apiVersion": api, "kind": kind, "metadata": metadata, **rest}
+
+    def _queued(self, one: Object) -> Object:
+        """A job in the queue that the pipeline names."""
+        if self._asked.queue is not None:
+            one["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = self._asked.queue
+        return one
+
+    def _torch(self, one: Object) -> Object:
+        """A runtime as Kubeflow's own tools find it."""
+        one["metadata"]["labels"][f"{_TRAINER}/framework"] = "torch"
+        return one
+
+    def _config_map(self) -> Object:
+        text = self._loaded.path.read_text()
+        return self._object("v1", "ConfigMap", self.name, data={_FILE: text})
+
+    def _claim(self) -> Object:
+        spec: Object = {
+            "accessModes": ["ReadWriteMany" if self._nodes > 1 else "ReadWriteOnce"],
+            "resources": {"requests": {"storage": self._asked.storage}},
+        }
+        if self._asked.storage_class is not None:
+            spec["storageClassName"] = self._asked.storage_class
+        return self._object("v1", "PersistentVolumeClaim", self.name, spec=spec)
+
+    def _train_job(self) -> list[Object]:
+        launch = self._loaded.pipeline.launch
+        job: Object = {"spec": {"backoffLimit": 0, "template": self._pod("Never")}}
+        job["metadata"] = {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}}
+        jobs: Object = {"replicatedJobs": [{"name": _NODE, "template": job}]}
+        if launch.max_restarts:  # a pod that is lost: all pods start again, and go on from the checkpoint
+            jobs["failurePolicy"] = {"maxRestarts": launch.max_restarts}
+        policy = {"numNodes": self._nodes, "torch": {}}
+        runtime = {"mlPolicy": policy, "template": {"spec": jobs}}
+        trainer: Object = {
+            "image": self._asked.image,
+            "args": self._command,
+            "numNodes": self._nodes,
+            "numProcPerNode": launch.nproc_per_node or self._asked.gpus or 2,
+        }
+        if resources := self._resources():
+            trainer["resourcesPerNode"] = resources
+        reference = {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": self.name}
+        spec = {"runtimeRef": reference, "trainer": trainer}
+        return [
+            self._torch(self._object(f"{_TRAINER}/v1alpha1", "TrainingRuntime", self.name, spec=runtime)),
+            self._queued(self._object(f"{_TRAINER}/v1alpha1", "TrainJob", self.name, spec=spec)),
+        ]
+
+    def _indexed_job(self) -> list[Object]:
+        restarts = self._loaded.pipeline.launch.max_restarts
+        service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {JOB: self.name}}
+        pod = self._pod("OnFailure" if restarts else "Never")
+        pod["spec"]["subdomain"] = self.name
+        spec = {
+            "completionMode": "Indexed",
+            "completions": self._nodes,
+            "parallelism": self._nodes,
+            "backoffLimit": restarts * self._nodes,
+            "template": pod,
+        }
+        return [
+            self._object("v1", "Service", self.name, spec=service),
+            self._queued(self._object("batch/v1", "Job", self.name, spec=spec)),
+        ]
+
+    def _resources(self) -> Object:
+        """Both asked for and not to be gone beyond; processors that are idle may be used."""
+        asked = self._asked
+        found: Object = {}
+        if asked.gpus:
+            found["nvidia.com/gpu"] = asked.gpus
+        if asked.memory is not None:
+            found["memory"] = asked.memory
+        limits = dict(found)
+        if asked.cpus is not None:
+            found["cpu"] = f"{asked.cpus:g}"
+        return {"requests": found, **({"limits": limits} if limits else {})} if found else {}
+
+    def _pod(self, restart: str) -> Object:
+        """A pod, as every host of the job is one."""
+        asked = self._asked
+        container: Object = {
+            "name": _NODE,
+            "image": asked.image,
+            "args": self._command,
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "readOnlyRootFilesystem": True,
+            },
+            "volumeMounts": [
+                {"name": "pipeline", "mountPath": _FOLDER, "readOnly": True},
+                {"name": "runs", "mountPath": RUNS},
+                {"name": "tmp", "mountPath": "/tmp"},
+                {"name": "shm", "mountPath": "/dev/shm"},
+                *(
+                    {"name": f"claim-{place}", "mountPath": folder, "readOnly": True}
+                    for place, folder in enumerate(asked.claims.values())
+                ),
+            ],
+        }
+        if asked.secret is not None:
+            container["envFrom"] = [{"secretRef": {"name": asked.secret}}]
+        if resources := self._resources():
+            container["resources"] = resources
+        volumes: list[Object] = [
+            {"name": "pipeline", "configMap": {"name": self.name}},
+            {"name": "runs", "persistentVolumeClaim": {"claimName": asked.runs or self.name}},
+            {"name": "tmp", "emptyDir": {}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": asked.shm}},
+        ]
+        volumes += [
+            {"name": f"claim-{place}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+            for place, claim in enumerate(asked.claims)
+        ]
+        spec: Object = {
+            "restartPolicy": restart,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": _USER,
+                "runAsGroup": _USER,
+                "fsGroup": _USER,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            **asked.pod,
+            "containers": [container],
+            "volumes": volumes,
+        }
+        return {"metadata": {"labels": {JOB: self.name}}, "spec": spec}
+
+    def send(self) -> str:
+        """Create the objects, the job last; those that were made are deleted again if one is refused.
+
+        Raises:
+            ClusterError: no cluster answers, or it refuses one.
+        """
+        made: list[tuple[Any, Object]] = []
+        with _cluster() as (client, dynamic):
+            namespace = self._asked.namespace or _namespace()
+            try:
+                for one in self.objects:
+                    resource = dynamic.resources.get(api_version=one["apiVersion"], kind=one["kind"])
+                    resource.create(body=one, namespace=namespace)
+                    made.append((resource, one))
+            except BaseException:
+                for resource, one in reversed(made):
+                    resource.delete(name=one["metadata"]["name"], namespace=namespace)
+                raise
+            del client
+        return self.name
+
+    def follow(self, number: str, show: Show) -> Outcome:
+        """Show what the job's first pod prints, until the job is over.
+
+        Raises:
+            ClusterError: the cluster does not answer.
+        """
+        with _cluster() as (client, dynamic):
+            from kubernetes.client import CoreV1Api
+
+            core: Any = CoreV1Api(client)
+            namespace = self._asked.namespace or _namespace()
+            last = self.objects[-1]
+            resource = dynamic.resources.get(api_version=last["apiVersion"], kind=last["kind"])
+            seen: set[str] = set()
+            while True:
+                for pod in core.list_namespaced_pod(namespace, label_selector=f"{JOB}={number}").items:
+                    index = pod.metadata.annotations or {}
+                    first = index.get("batch.kubernetes.io/job-completion-index", "0") == "0"
+                    if first and pod.metadata.name not in seen and pod.status.phase not in (None, "Pending"):
+                        seen.add(pod.metadata.name)
+                        log = core.read_namespaced_pod_log(
+                            pod.metadata.name, namespace, follow=True, _preload_content=False
+                        )
+                        for piece in log.stream():
+                            show(piece.decode(errors="replace"))
+                status = resource.get(name=number, namespace=namespace).to_dict().get("status", {})
+                for condition in status.get("conditions", []):
+                    if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
+                        return Outcome(condition["type"], condition["type"] == "Complete")
+                time.sleep(_POLL_S)
+
+
+@contextmanager
+def _cluster() -> Iterator[tuple[Any, Any]]:
+    """The cluster of the current context, or the one that this process runs in: two clients, the second for
+    objects of any kind.
+
+    Raises:
+        ClusterError: there is none, or it refuses something inside the block.
+    """
+    try:
+        from kubernetes import client, config
+        from kubernetes.client.exceptions import ApiException
+        from kubernetes.config.config_exception import ConfigException
+        from kubernetes.dynamic import DynamicClient
+        from kubernetes.dynamic.exceptions import DynamicApiError, ResourceNotFoundError
+        from urllib3.exceptions import HTTPError
+    except ModuleNotFoundError:
+        raise ClusterError("--to kubernetes needs its client: pip install 'ddprun[kubernetes]'") from None
+    try:
+        config.load_config()
+    except ConfigException as error:
+        raise ClusterError(f"there is no cluster to send to (KUBECONFIG): {error}") from None
+    settings = client.Configuration.get_default_copy()
+    settings.retries = 1
+    try:
+        with client.ApiClient(settings) as api:
+            yield api, DynamicClient(api)
+    except ResourceNotFoundError as error:
+        hint = "" if _TRAINER not in str(error) else "; kubernetes.kind: job does without Kubeflow Trainer"
+        raise ClusterError(f"the cluster at {settings.host} does not have it: {error}{hint}") from None
+    except (ApiException, DynamicApiError) as error:
+        why = getattr(error, "body", None) or error.reason
+        raise ClusterError(f"the cluster at {settings.host} refuses: {_words(why)}") from None
+    except HTTPError as error:
+        raise ClusterError(f"the cluster at {settings.host} does not answer: {error}") from None
+
+
+def _words(body: Any) -> str:
+    """The message in a refusal, which is JSON."""
+    text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
+    try:
+        return str(yaml.safe_load(text)["message"])
+    except (yaml.YAMLError, TypeError, KeyError):
+        return text
+
+
+def _namespace() -> str:
+    """That of the current context."""
+    from kubernetes import config
+    from kubernetes.config.config_exception import ConfigException
+
+    try:
+        _, current = config.list_kube_config_contexts()
+    except ConfigException:
+        with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace") as file:
+            return file.read().strip()
+    return str(current["context"].get("namespace") or "default")
