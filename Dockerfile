@@ -47,11 +47,14 @@ FROM python
 RUN mkdir -p /workspace/runs && chown 1000:1000 /workspace /workspace/runs && chmod 1777 /workspace /workspace/runs
 COPY --from=build /opt/ddprun /opt/ddprun
 COPY pipelines /workspace/pipelines
+COPY scripts/container-entrypoint /usr/local/bin/container-entrypoint
+# A login shell sets PATH anew.
+RUN echo "PATH=/opt/ddprun/bin:\$PATH" >/etc/profile.d/ddprun.sh
 ENV PATH=/opt/ddprun/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp
 # A number, for which no image needs an account.
 USER 1000:1000
 WORKDIR /workspace
 # `docker stop` is Ctrl-C: the run writes its summary. Nor does SIGTERM reach process 1 before torch is imported.
 STOPSIGNAL SIGINT
-ENTRYPOINT ["ddprun"]
+ENTRYPOINT ["container-entrypoint"]
 CMD ["--help"]

@@ -1,5 +1,6 @@
 """What the engines have in common: a job that can be shown, sent and followed."""
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -81,14 +82,23 @@ def arguments(
         meeting: HOST:PORT of the rendezvous.
         name: the job's.
     """
-    found = ["run", file, "--run-dir", run_dir, "--or-resume"]
+    # The file has another name there, and with it the pipeline had.
+    found = [
+        "run",
+        file,
+        "--run-dir",
+        run_dir,
+        "--or-resume",
+        "--set",
+        f"name={json.dumps(loaded.pipeline.name)}",
+    ]
     for override in overrides:
         if not override.startswith(("slurm.", "docker.", "kubernetes.")):
             found += ["--set", override]
     least, most = loaded.pipeline.launch.hosts
-    if nodes > 1:
-        hosts = f"{least}:{nodes}" if least < min(most, nodes) else str(nodes)
+    hosts = f"{least}:{nodes}" if least < min(most, nodes) else str(nodes)
+    if hosts != str(loaded.pipeline.launch.nnodes):
+        found += ["--set", f"launch.nnodes={hosts if hosts.isdigit() else json.dumps(hosts)}"]
+    if nodes > 1:  # also as a flag, which goes before what an engine's variables say
         found += ["--nnodes", hosts, "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", name]
-    elif loaded.pipeline.launch.nnodes != 1:
-        found += ["--nnodes", "1"]
     return found

@@ -1,0 +1,213 @@
+"""`ddprun submit --to docker`, and the image, on a real engine."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docker import NETWORK, ROOT, Engine, build, engine, needs_docker
+from tests.ranks import Finished, Running, ddprun
+
+pytestmark = [needs_docker, pytest.mark.timeout(1200)]
+
+PIPELINE = """
+model: {{mlp: {{inputs: 64, hidden: [64], outputs: 10}}}}
+data: digits
+loader: {{batch_size: 16}}
+optimizer: {{sgd: {{lr: 0.05}}}}
+checkpoint: {{every: 10}}
+launch: {{nproc_per_node: 2{launch}}}
+docker: {{nodes: 2, network: {network}, runs: {runs}}}
+stages:
+  - train: {{steps: {steps}}}
+"""
+USER = 1000
+
+
+@pytest.fixture(scope="module")
+def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine with the image."""
+    with engine(tmp_path_factory.mktemp("docker")) as it:
+        build(it)
+        yield it
+
+
+def prepare(folder: Path, *, steps: int, launch: str = "") -> Path:
+    """A pipeline for two containers; gives the folder in which its runs are."""
+    runs = folder / "runs"
+    runs.mkdir()
+    os.chown(runs, USER, USER)
+    text = PIPELINE.format(steps=steps, launch=launch, network=NETWORK, runs=runs)
+    (folder / "digits.yaml").write_text(text)
+    for parent in runs.parents:  # pytest's own are closed to others
+        if os.access(parent, os.W_OK) and parent != Path("/tmp") and Path("/tmp") in parent.parents:
+            parent.chmod(parent.stat().st_mode | 0o011)
+    return runs
+
+
+def submit(docker: Engine, folder: Path, *options: str, file: str = "digits.yaml") -> Finished:
+    return ddprun(
+        "submit", file, "--to", "docker", *options, cwd=folder, environment=docker.environment, timeout_s=300
+    )
+
+
+def summary(runs: Path) -> dict[str, object]:
+    """Of the one run that is there."""
+    (found,) = runs.glob("*/*/summary.json")
+    data: dict[str, object] = json.loads(found.read_text())
+    return data
+
+
+def of_job(docker: Engine, job: str) -> list[str]:
+    """What the engine still has of a job."""
+    label = f"label=ddprun.job={job}"
+    kinds = (("ps", "--all"), ("network", "ls"))
+    return [one for kind in kinds for one in docker.ask(*kind, "--quiet", "--filter", label).split()]
+
+
+def test_the_image_runs_a_pipeline(docker: Engine) -> None:
+    """As `docker run IMAGE PIPELINE`, without naming ddprun; a shell is one all the same."""
+    run = ("run", "--rm", "--network", "none", "ddprun")
+    done = docker.ask(*run, "pipelines/quickstart.yaml", "--set", "stages[0].train.epochs=1", timeout_s=120)
+    assert done.splitlines()[-1].startswith("runs/quickstart/")
+    assert docker.ask(*run, "--version").startswith("ddprun ")
+    assert docker.ask(*run, "bash", "-lc", "id -u; command -v torchrun").split() == [
+        str(USER),
+        "/opt/ddprun/bin/torchrun",
+    ]
+
+
+def test_two_containers_train_to_the_end(docker: Engine, tmp_path: Path) -> None:
+    """Four ranks, with the loss of four ranks on one machine. After --follow nothing is left but the run."""
+    runs = prepare(tmp_path, steps=30)
+    done = submit(docker, tmp_path, "--follow")
+    job = done.stdout.strip()
+    assert done.code == 0, done.stderr
+    assert f"ddprun: job {job}: done" in done.stderr
+    found = summary(runs)
+    assert (found["status"], found["world_size"], found["steps"]) == ("done", 4, 30)
+    here = ddprun("digits.yaml", "--run-dir=here", "--nproc-per-node=4", cwd=tmp_path)
+    assert here.code == 0, here.stderr
+    assert json.loads((tmp_path / "here/summary.json").read_text())["loss"] == found["loss"]
+    assert of_job(docker, job) == []
+    assert {path.stat().st_uid for path in runs.rglob("*")} == {USER}
+
+
+def test_containers_are_restricted(docker: Engine, tmp_path: Path) -> None:
+    """No process is root or can become it, and none writes but to its run and to /tmp. Without --follow the
+    containers stay, so that their output can be read.
+    """
+    prepare(tmp_path, steps=100_000)
+    done = submit(docker, tmp_path)
+    job = done.stdout.strip()
+    assert (done.code, done.stderr) == (0, "")
+    names = [f"{job}-{node}" for node in range(2)]
+    wait_for(docker, names, "train: step")
+    for name in names:
+        pids = docker.ask("top", name, "-o", "pid").split()[1:]
+        assert len(pids) >= 3, "the launcher and two ranks"
+        for pid in pids:
+            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            assert set(status["Uid"].split()) == {str(USER)}
+            assert int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0
+            assert status["NoNewPrivs"].strip() == "1"
+        refused = docker.call("exec", name, "sh", "-c", "echo x >/workspace/pipelines/x || echo x >/opt/x")
+        assert refused.returncode != 0
+        assert refused.stderr.count("Read-only file system") == 2
+    docker.ask("stop", "--time", "60", *names, timeout_s=120)  # SIGINT, as for Ctrl-C
+    assert {docker.inspect(name)["State"]["ExitCode"] for name in names} == {130}
+    assert {line for name in names for line in docker.ask("diff", name).splitlines()} == set()
+    assert len(of_job(docker, job)) == 2
+    (found,) = (tmp_path / "runs").glob("*/*/summary.json")
+    assert json.loads(found.read_text())["status"] == "interrupted"
+
+
+def wait_for(docker: Engine, names: list[str], text: str) -> None:
+    """Until one of the containers has printed it."""
+    for _ in range(300):
+        logs = [docker.call("logs", name) for name in names]
+        if any(text in log.stdout + log.stderr for log in logs):
+            return
+        time.sleep(0.2)
+    pytest.fail(f"nobody has said {text!r} within a minute")
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_killed_container(docker: Engine, tmp_path: Path, elastic: bool) -> None:
+    """Is named, and ends the run; or the other goes on from the newest checkpoint, if one host is enough."""
+    launch = ', nnodes: "1:2", max_restarts: 1' if elastic else ""
+    runs = prepare(tmp_path, steps=2000, launch=launch)
+    arguments = ("submit", "digits.yaml", "--to", "docker", "--follow")
+    with Running(*arguments, cwd=tmp_path, environment=docker.environment) as running:
+        for _ in range(600):
+            if names := docker.ask("ps", "--format", "{{.Names}}").split():
+                break
+            time.sleep(0.1)
+        victim = max(names)
+        wait_for(docker, [victim.removesuffix("1") + "0", victim], "train: step")
+        docker.ask("kill", "--signal", "KILL", victim)
+        done = running.wait(240)
+    assert f"{victim} was killed" in done.stderr
+    assert "another rank is gone" in done.stderr
+    assert done.code == (0 if elastic else 1), done.stderr
+    found = summary(runs)
+    assert found["status"] == ("done" if elastic else "failed")
+    if elastic:
+        assert "starting the ranks again (restart 1 of 1)" in done.stderr
+        assert "goes on after step" in done.stderr
+        assert (found["world_size"], found["steps"]) == (2, 2000)
+
+
+def test_what_cannot_be_sent_is_said_in_one_line(docker: Engine, tmp_path: Path) -> None:
+    """And leaves nothing behind."""
+    prepare(tmp_path, steps=1)
+    before = docker.ask("ps", "--all", "--quiet"), docker.ask("network", "ls", "--quiet")
+    no_image = submit(docker, tmp_path, "--set", "docker.image=nowhere:1", "--set", "docker.network=null")
+    assert no_image.code == 2
+    assert "the Docker engine refuses: No such image: nowhere:1" in no_image.stderr
+    no_variable = submit(docker, tmp_path, "--set", "docker.env=[NOT_SET_HERE]")
+    assert "docker.env: NOT_SET_HERE is not set here" in no_variable.stderr
+    away = {**os.environ, "DOCKER_HOST": f"unix://{tmp_path}/none.sock"}
+    no_engine = ddprun("submit", "digits.yaml", "--to", "docker", cwd=tmp_path, environment=away)
+    assert no_engine.code == 2
+    assert f"no Docker engine answers at unix://{tmp_path}/none.sock (DOCKER_HOST)" in no_engine.stderr
+    for done in (no_image, no_variable, no_engine):
+        assert len(done.stderr.splitlines()) == 1
+    assert (docker.ask("ps", "--all", "--quiet"), docker.ask("network", "ls", "--quiet")) == before
+
+
+def test_variables_are_passed_on_and_not_shown(docker: Engine, tmp_path: Path) -> None:
+    """In a dry run only their names; in the container, their values."""
+    runs = prepare(tmp_path, steps=1)
+    with (tmp_path / "digits.yaml").open("a") as file:
+        file.write("track: [{tensorboard: {folder: '/workspace/runs/${env:CURVES}'}}]\n")
+    environment = {**docker.environment, "CURVES": "curves-of-mine"}
+    options = ("--set", "docker.env=[CURVES]", "--set", "docker.nodes=1")
+    arguments = ("submit", "digits.yaml", "--to", "docker", *options)
+    dry = ddprun(*arguments, "--dry-run", cwd=tmp_path, environment=environment)
+    assert "CURVES=${env:CURVES}" in dry.stdout
+    assert "curves-of-mine" not in dry.stdout
+    assert list(runs.iterdir()) == []
+
+
+def test_kubeflows_container_backend_runs_the_image(docker: Engine, tmp_path: Path) -> None:
+    """Kubeflow's own client starts torchrun in it, on two nodes, until the job is Complete."""
+    pytest.importorskip("kubeflow.trainer")
+    script = ROOT / "tests" / "cluster" / "kubeflow_job.py"
+    done = subprocess.run(
+        [sys.executable, str(script), docker.host],
+        env={**docker.environment, "HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "Complete" in done.stdout.splitlines()[-1]
+    assert "2 ranks on cpu over gloo" in done.stdout

@@ -1,0 +1,155 @@
+"""A Docker engine of its own, and ddprun's image in it, built from the Dockerfile (Linux, root)."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BASE = "python:3.11-slim"
+NETWORK = "ddprun-test"
+_BUILD_S = 900
+
+
+def _missing() -> str | None:
+    if os.geteuid() != 0:
+        return "a Docker engine needs root"
+    for tool in ("dockerd", "docker"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed"
+    return None
+
+
+REASON = _missing()
+needs_docker = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running engine."""
+
+    folder: Path
+
+    @property
+    def host(self) -> str:
+        """As `DOCKER_HOST` has it."""
+        return f"unix://{self.folder}/docker.sock"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For whoever is to find it."""
+        return {**os.environ, "DOCKER_HOST": self.host, "DOCKER_BUILDKIT": "0"}
+
+    def call(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run `docker`."""
+        return subprocess.run(
+            ["docker", *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def ask(self, *arguments: str, timeout_s: float = 60) -> str:
+        """Run `docker`, which has to succeed; gives what it prints."""
+        done = self.call(*arguments, timeout_s=timeout_s)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def inspect(self, container: str) -> dict[str, Any]:
+        """All that the engine knows of a container."""
+        found: list[dict[str, Any]] = json.loads(self.ask("inspect", container))
+        return found[0]
+
+
+@contextmanager
+def engine(folder: Path) -> Iterator[Engine]:
+    """An engine that keeps all it has in `folder`, and ends with the block.
+
+    It changes no rule of this machine's firewall; so its networks reach nothing but each other.
+    """
+    it = Engine(folder)
+    command = ["dockerd", "--host", it.host, "--pidfile", str(folder / "pid")]
+    command += ["--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")]
+    command += ["--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false"]
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            for _ in range(300):
+                if process.poll() is not None:
+                    why = (folder / "log").read_text().splitlines()[-1]
+                    pytest.skip(f"no Docker engine can run here: {why}")
+                if it.call("version").returncode == 0:
+                    break
+                time.sleep(0.1)
+            else:
+                pytest.fail("the Docker engine does not answer within 30 s")
+            it.ask("network", "create", "--internal", NETWORK)
+            yield it
+        finally:
+            if process.poll() is None:
+                for container in it.call("ps", "--all", "--quiet").stdout.split():
+                    it.call("rm", "--force", container)
+                for network in it.call(
+                    "network", "ls", "--quiet", "--filter", "driver=bridge"
+                ).stdout.split():
+                    it.call("network", "rm", network)
+            process.terminate()
+            process.wait(60)
+
+
+def build(it: Engine) -> str:
+    """Build ddprun's image; gives its name."""
+    it.call("pull", "--quiet", BASE, timeout_s=120)
+    if it.call("image", "inspect", BASE).returncode:
+        _stand_in(it)
+    arguments = ["--network", "host", "--tag", "ddprun", str(ROOT)]
+    # Torch from where pip finds it here.
+    it.ask("build", "--quiet", "--build-arg", "TORCH_INDEX=", *arguments, timeout_s=_BUILD_S)
+    return "ddprun"
+
+
+def _stand_in(it: Engine) -> None:
+    """Where no registry can be reached: Debian with its own Python, and this machine's settings of pip."""
+    if shutil.which("mmdebstrap") is None:
+        pytest.skip(f"{BASE} cannot be pulled, and mmdebstrap is not installed")
+    root = it.folder / "base"
+    include = "--include=python3,python3-pip,python3-venv,ca-certificates"
+    made = subprocess.run(
+        ["mmdebstrap", "--quiet", "--variant=minbase", include, "bookworm", str(root)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if made.returncode:
+        pytest.skip(f"{BASE} cannot be pulled, nor Debian installed: {made.stderr.strip()[-300:]}")
+    settings = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+    settings["PIP_BREAK_SYSTEM_PACKAGES"] = "1"  # Debian's Python is Debian's
+    for name, value in list(settings.items()):
+        if value.startswith("/") and Path(value).exists():
+            (root / value[1:]).parent.mkdir(parents=True, exist_ok=True)
+            if Path(value).is_dir():
+                shutil.copytree(value, root / value[1:], dirs_exist_ok=True)
+            else:
+                shutil.copy(value, root / value[1:])
+        elif not value:
+            del settings[name]
+    changes = [f"--change=ENV {name}={json.dumps(value)}" for name, value in settings.items()]
+    archive = it.folder / "base.tar"
+    subprocess.run(
+        ["tar", "--directory", str(root), "--exclude=./dev/*", "--create", "--file", str(archive), "."],
+        timeout=120,
+        check=True,
+    )
+    shutil.rmtree(root)
+    it.ask("import", *changes, str(archive), BASE, timeout_s=300)
+    archive.unlink()
