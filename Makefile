@@ -20,6 +20,7 @@ check: $(VENV)/.dev  ## what can be said without running anything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
 
 bench: $(VENV)/.dev  ## start-up times
 	$(BIN)/python benchmarks/startup.py

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,11 +73,25 @@ class Engine:
 
 
 @contextmanager
-def engine(folder: Path) -> Iterator[Engine]:
-    """An engine that keeps all it has in `folder`, and ends with the block.
+def engine() -> Iterator[Engine]:
+    """An engine that ends with the block, and leaves nothing.
 
     It changes no rule of this machine's firewall; so its networks reach nothing but each other.
     """
+    folder = Path(tempfile.mkdtemp(prefix="ddprun-docker-"))
+    try:
+        with _running(folder) as it:
+            yield it
+    finally:
+        mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+        for mount in reversed(mounts):
+            if mount.startswith(f"{folder}/"):
+                subprocess.run(["umount", "--lazy", mount], timeout=30, check=False)
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _running(folder: Path) -> Iterator[Engine]:
     it = Engine(folder)
     command = ["dockerd", "--host", it.host, "--pidfile", str(folder / "pid")]
     command += ["--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")]

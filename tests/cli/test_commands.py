@@ -43,9 +43,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         overrides: Sequence[str],
         run_dir: Path | None,
         *,
-        resuming: bool,
+        resuming: str,
     ) -> int:
-        assert not resuming
+        assert resuming == "no"
         calls.append((loaded, dict(flags), tuple(overrides), run_dir))
         return 0
 
@@ -122,7 +122,7 @@ def test_a_fault_of_the_run_is_told_alike(good: Path, monkeypatch: pytest.Monkey
     """What only a run can see looks like any other fault, and the exit code is 2 too."""
     launch = ModuleType("ddprun.launch")
 
-    def start(loaded: Loaded, *rest: object, resuming: bool) -> int:
+    def start(loaded: Loaded, *rest: object, resuming: str) -> int:
         raise PipelineError([loaded.fault("model.mlp", "is too small")])
 
     launch.start = start  # type: ignore[attr-defined]
@@ -296,7 +296,7 @@ def test_an_interrupt_is_130(good: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Ctrl-C ends with the code that shells know, without a traceback."""
     launch = ModuleType("ddprun.launch")
 
-    def start(*rest: object, resuming: bool) -> int:
+    def start(*rest: object, resuming: str) -> int:
         raise KeyboardInterrupt
 
     launch.start = start  # type: ignore[attr-defined]

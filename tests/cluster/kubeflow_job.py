@@ -1,4 +1,4 @@
-"""A job of Kubeflow's client on a Docker engine: `kubeflow_job.py DOCKER_HOST`. Prints its output and status."""
+"""A job of Kubeflow's client on a Docker engine: `kubeflow_job.py DOCKER_HOST`. Prints what comes of it."""
 
 import sys
 from pathlib import Path

@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from ddprun.spec import Pipeline, load, options
 from ddprun.spec.buffers import TIMES
+from ddprun.spec.containers import Docker, Kubernetes
 from ddprun.spec.launch import Launch
 from ddprun.spec.resolved import plain
 from ddprun.spec.scalars import write
@@ -22,6 +23,8 @@ def defaults() -> dict[str, str]:
         "ddp": Ddp,
         "launch": Launch,
         "slurm": Slurm,
+        "docker": Docker,
+        "kubernetes": Kubernetes,
         "checkpoint": Checkpoint,
         "timings": Timings,
         "audit": Audit,
