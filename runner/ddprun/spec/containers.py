@@ -5,20 +5,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ddprun.spec import patterns
 from ddprun.spec.fields import Validated
 from ddprun.spec.options import NonNegativeInt, Options, PositiveFloat, PositiveInt
 from ddprun.spec.problems import all_within, mismatch, problem
 
-Image = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$")]
-Label = Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+Image = Annotated[str, Field(max_length=300, pattern=patterns.IMAGE)]
+Label = Annotated[str, Field(max_length=63, pattern=patterns.LABEL)]
 """A name as Kubernetes has them."""
 
-Variable = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Folder = Annotated[str, Field(min_length=2, max_length=1000, pattern=r"^/[^:\x00-\x1f]+$")]
-Bytes = Annotated[str, Field(pattern=r"^[1-9][0-9]*[bkmg]?$")]
+Variable = Annotated[str, Field(max_length=200, pattern=patterns.VARIABLE)]
+Folder = Annotated[str, Field(max_length=1000, pattern=patterns.FOLDER)]
+Bytes = Annotated[str, Field(pattern=patterns.BYTES)]
 """As Docker has them: 512m, 4g."""
 
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$")]
+Quantity = Annotated[str, Field(pattern=patterns.QUANTITY)]
 """Bytes as Kubernetes has them: 512Mi, 4Gi."""
 
 OWN_FIELDS = {
@@ -57,7 +58,7 @@ class Docker(Options):
     network: Image | None = None
     """One that is there already; null makes one, of the driver bridge, for the job."""
 
-    runs: Annotated[str, Field(pattern=r"^(/[^:\x00-\x1f]+|[A-Za-z0-9][A-Za-z0-9_.-]*)$")] = "ddprun-runs"
+    runs: Annotated[str, Field(pattern=patterns.VOLUME)] = "ddprun-runs"
     """Where the folders of runs are kept: a volume, which is made if there is none, or a folder of the
     engine's machine."""
 

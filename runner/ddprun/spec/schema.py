@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from ddprun.spec import patterns
 from ddprun.spec.buffers import Buffers, BuffersField
 from ddprun.spec.choices import Choice, choose
 from ddprun.spec.containers import Docker, Kubernetes
@@ -192,7 +193,7 @@ class Pipeline(Options):
         }
     )
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=200)] = "pipeline"
+    name: Annotated[str, Field(pattern=patterns.NAME, max_length=200)] = "pipeline"
     """Name of the run's folder; the file's own name if left out."""
 
     seed: NonNegativeInt = 0

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from ddprun.spec.choices import KINDS, names
 from ddprun.spec.faults import Fault, listing, suggest
+from ddprun.spec.patterns import WORDS
 from ddprun.spec.problems import TOLD
 from ddprun.spec.scalars import bool_hint, number_hint, write
 from ddprun.spec.tree import Found, KeyPath, Node, find, show
@@ -17,10 +18,6 @@ Sentence = tuple[str, str | None, str | None]
 
 _REASONS = {
     ("ddp", "bucket_cap_mb"): "DDP's first bucket is 1 MiB and must not be larger than the others",
-}
-_PATTERNS = {
-    "name": 'letters, digits, ".", "_" and "-" only, not "." first',
-    "to": 'a file name that ends in ".safetensors", without control characters',
 }
 
 
@@ -32,9 +29,12 @@ def faults(error: ValidationError, root: Node, redact: Callable[[str], str]) -> 
     told = []
     for item in error.errors(include_url=False):
         path: KeyPath = item["loc"]
+        of_key = path[-1:] == ("[key]",)
+        if of_key:
+            path = path[:-1]
         found = find(root, path)
         if not found.broken and not _counts_faulty_items(item, found):
-            told.append(_fault(item, path, found, redact))
+            told.append(_fault(item, path, found, redact, of_key=of_key))
     return told
 
 
@@ -64,13 +64,16 @@ def describe(node: Node | None, value: Any, redact: Callable[[str], str]) -> str
     return f"{text} (a boolean)" if isinstance(value, bool) else text
 
 
-def _fault(item: Any, path: KeyPath, found: Found, redact: Callable[[str], str]) -> Fault:
+def _fault(item: Any, path: KeyPath, found: Found, redact: Callable[[str], str], *, of_key: bool) -> Fault:
+    """Of the value at a path, or of the last key in it, where keys are the user's own."""
     kind: str = item["type"]
     context: dict[str, Any] = item.get("ctx", {})
     exact = not found.rest
     node = found.node if exact else None
     value = found.node.data() if exact else item["input"]
     at_key = kind == "missing" or context.get("where") == "key"
+    if of_key:
+        node, value, at_key = None, path[-1], True
     if at_key and (exact or isinstance(found.node.value, dict) or found.node.value is None):
         place = found.key
     else:
@@ -108,6 +111,7 @@ _WANTED = {
     "string_type": "a string",
     "tuple_type": "a list",
     "model_type": "a mapping",
+    "dict_type": "a mapping",
 }
 """Types of error that only say which type was wanted."""
 
@@ -171,7 +175,7 @@ def _missing(context: dict[str, Any], path: KeyPath, got: str) -> Sentence:
 def _pattern(context: dict[str, Any], path: KeyPath, got: str) -> Sentence:
     return (
         f"cannot be {got.removesuffix(' (a string)')}",
-        _PATTERNS.get(str(path[-1]), context["pattern"]),
+        WORDS.get(context["pattern"], context["pattern"]),
         None,
     )
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from ddprun.spec import patterns
 from ddprun.spec.fields import Validated
 from ddprun.spec.options import NonNegativeInt, Options, PositiveInt
 from ddprun.spec.problems import all_within, mismatch, problem
@@ -88,7 +89,7 @@ def _read_options(value: Any) -> dict[str, str | int | float | bool]:
     return dict(value)
 
 
-Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.,:/@+-]+$")]
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=patterns.SLURM_NAME)]
 """As partitions, accounts and images have."""
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
+from ddprun.spec import patterns
 from ddprun.spec.buffers import Buffers, BuffersField
 from ddprun.spec.choices import Choice, OneOf
 from ddprun.spec.faults import listing
@@ -204,7 +205,7 @@ class Save(Stage):
 
     name: ClassVar[str] = "save"
 
-    to: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*\.safetensors$")] = "model.safetensors"
+    to: Annotated[str, Field(pattern=patterns.SAVED)] = "model.safetensors"
     """A file, relative to the run's folder; the one way in which a pipeline may write outside of it."""
 
 
