@@ -26,13 +26,19 @@ stages:
 """
 
 
-def on_two_hosts(folder: Path, *, setup: tuple[str, str] = ("true", "true")) -> list[tuple[int, str]]:
-    """Run `two.yaml` on two hosts with two ranks each; gives (exit code, stderr) of each host."""
+PIPELINES = Path(__file__).parents[2] / "pipelines"
+
+
+def on_two_hosts(
+    folder: Path, *options: str, file: str | Path = "two.yaml", setup: tuple[str, str] = ("true", "true")
+) -> list[tuple[int, str]]:
+    """Run a file on two hosts with two ranks each; gives (exit code, stderr) of each host."""
     with hosts(2) as made, contextlib.ExitStack() as stack:
         started = [
             stack.enter_context(
                 Running(
-                    "two.yaml",
+                    file,
+                    *options,
                     "--nnodes=2",
                     "--nproc-per-node=2",
                     "--rdzv-backend=c10d",
@@ -64,6 +70,28 @@ def test_two_hosts_end_with_the_loss_of_one(tmp_path: Path) -> None:
     leaving = {line["rank"] for line in buckets if line["between_hosts_bytes"]}
     assert len(leaving) == 2, "in a ring over two hosts one rank of each sends to the other host"
     assert not any(line["between_hosts_bytes"] for line in lines(tmp_path / "one", "buckets"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("quickstart", []),
+        (
+            "hierarchical",
+            ["--set=sync.hierarchical_sgd.hosts=null", "--set=hooks=[{hierarchical: {across: [int8]}}]"],
+        ),
+    ],
+)
+def test_the_pipelines_that_come_with_it(tmp_path: Path, name: str, options: list[str]) -> None:
+    """On two hosts as their first lines say, with the loss of one host, which the file may cut in two."""
+    file = PIPELINES / f"{name}.yaml"
+    for code, stderr in on_two_hosts(tmp_path, *options, file=file):
+        assert code == 0, stderr
+    one = ddprun(file, "--nproc-per-node", "4", "--run-dir", "one", cwd=tmp_path)
+    assert one.code == 0, one.stderr
+    ours, theirs = summary(tmp_path / "two"), summary(tmp_path / "one")
+    assert (ours["status"], ours["world_size"], ours["loss"]) == ("done", 4, theirs["loss"])
+    assert ours["metrics"] == theirs["metrics"]
 
 
 def second_interface(number: int) -> str:
