@@ -53,6 +53,8 @@ def python(
         (["check", "tests/bad/wrong-types.yaml", "tests/bad/unknown-names.yaml"], 2),
         (["catalog"], 0),
         (["schema"], 0),
+        (["doctor", "--help"], 0),
+        (["doctor", "--timeout=x"], 2),
         (["tests/bad/wrong-types.yaml"], 2),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ddprun import __version__
-from ddprun.cli import catalog, check, compare, explain, init, report, resume, run, schema, submit
+from ddprun.cli import catalog, check, compare, doctor, explain, init, report, resume, run, schema, submit
 
 
 class _Commands(click.Group):
@@ -90,6 +90,7 @@ for _command in (
     catalog.catalog,
     schema.schema,
     submit.submit,
+    doctor.doctor,
 ):
     cli.add_command(_command)
 

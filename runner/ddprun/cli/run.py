@@ -42,6 +42,15 @@ def torchrun_flags(command: click.Command) -> click.Command:
     return command
 
 
+def given(flags: Mapping[str, str | int | float | bool | None]) -> dict[str, str | bool]:
+    """Torchrun's own flags that were given."""
+    return {
+        name: value if isinstance(value, bool) else str(value)
+        for name, value in flags.items()
+        if value is not None and value is not False
+    }
+
+
 @click.command(options_metavar="[OPTIONS]")
 @click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
 @click.option(
@@ -94,11 +103,6 @@ def start(
     from ddprun.cli import printing
     from ddprun.spec import PipelineError, load
 
-    given = {
-        name: value if isinstance(value, bool) else str(value)
-        for name, value in flags.items()
-        if value is not None and value is not False
-    }
     if LAUNCHED in os.environ or COMPARED in os.environ:
         from ddprun.launch.environment import handed_down
 
@@ -110,7 +114,7 @@ def start(
         if loaded.warnings and os.environ.get("RANK", "0") == "0" and LAUNCHED not in os.environ:
             click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
 
-        return launch.start(loaded, given, overrides, run_dir, resuming=resuming)
+        return launch.start(loaded, given(flags), overrides, run_dir, resuming=resuming)
     except PipelineError as error:
         click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
         return 2

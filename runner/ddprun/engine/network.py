@@ -36,13 +36,13 @@ def choose_interface(host: str) -> None:
     """
     for name in VARIABLES:
         if os.environ.get(name):
-            _check(name, os.environ[name])
+            check_named(name, os.environ[name])
     if any(os.environ.get(name) for name in VARIABLES):
         return
     chosen = interface_towards(host)
     if chosen is None:
-        up = _owners()
-        there = ", ".join(f"{name} ({address})" for address, name in up.items() if not _is_loopback(address))
+        up = owners()
+        there = ", ".join(f"{name} ({address})" for address, name in up.items() if not is_loopback(address))
         raise NetworkError(
             f"none of this host's network interfaces leads to {host}: {there or 'none has an address'}; name "
             f"one in {VARIABLES[0]}, or for NCCL in {VARIABLES[1]}"
@@ -53,7 +53,7 @@ def choose_interface(host: str) -> None:
 
 def interface_towards(host: str) -> str | None:
     """The interface on the way to another host; None: there is no way."""
-    return next((owner for address in _ways(host) if (owner := _owners().get(address))), None)
+    return next((owner for address in _ways(host) if (owner := owners().get(address))), None)
 
 
 def address_towards(endpoint: str) -> str:
@@ -64,16 +64,16 @@ def address_towards(endpoint: str) -> str:
         endpoint: HOST or HOST:PORT; this host's own, or another one's.
     """
     if wanted := os.environ.get(VARIABLES[0], "").split(",")[0]:
-        owned = [address for address, name in _owners().items() if name == wanted]
+        owned = [address for address, name in owners().items() if name == wanted]
         return next(iter(sorted(owned, key=lambda address: ":" in address)), LOOPBACK)
     ways = [*_ways(host_of(endpoint)), *_ways(_ANYWHERE)]
     # Some distributions call the host itself 127.0.1.1.
-    return next((address for address in ways if not _is_loopback(address)), LOOPBACK)
+    return next((address for address in ways if not is_loopback(address)), LOOPBACK)
 
 
 def is_own(host: str) -> bool:
     """Whether a name or an address is this host's own."""
-    return not {*addresses(host)}.isdisjoint(_owners()) or any(map(_is_loopback, addresses(host)))
+    return not {*addresses(host)}.isdisjoint(owners()) or any(map(is_loopback, addresses(host)))
 
 
 def host_of(endpoint: str) -> str:
@@ -116,7 +116,7 @@ def _ways(host: str) -> list[str]:
     return found
 
 
-def _owners() -> dict[str, str]:
+def owners() -> dict[str, str]:
     """The interface of each address of this host."""
     return {
         entry.address.partition("%")[0]: name
@@ -126,8 +126,14 @@ def _owners() -> dict[str, str]:
     }
 
 
-def _check(variable: str, value: str) -> None:
-    """NCCL takes prefixes, exact names, and such that it shall not take: `eth,ib`, `=eth0`, `^docker`."""
+def check_named(variable: str, value: str) -> None:
+    """Whether the interfaces that a variable names are there.
+
+    NCCL takes prefixes, exact names, and such that it shall not take: `eth,ib`, `=eth0`, `^docker`.
+
+    Raises:
+        NetworkError: one is not; says which are.
+    """
     if value.startswith("^"):
         return  # those need not be here
     there = sorted(psutil.net_if_addrs())
@@ -136,5 +142,6 @@ def _check(variable: str, value: str) -> None:
             raise NetworkError(f"{variable} is {value}, but the interfaces here are {', '.join(there)}")
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether an address leads to this host alone."""
     return ipaddress.ip_address(address).is_loopback

@@ -1,11 +1,15 @@
 """Builds what the stages of one run share, once, in an order that all ranks follow."""
 
+import sys
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddprun.engine import build, policies, seeding
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ddprun.engine import build, policies, seeding, shm
 from ddprun.engine.beside import make_folder_importable
 from ddprun.engine.checkpoints import Checkpoints
 from ddprun.engine.data import Feed
@@ -117,6 +121,7 @@ def open_session(
         )
         if not clock.lag:  # else marks of the step before would have to be waited for
             dispatcher.meanwhile = ledger.chores.do_some
+    _check_room(loaded, feed, ranks)
     seeding.seed_everything(pipeline.seed + ranks.rank)
     session = Session(
         loaded=loaded,
@@ -154,6 +159,26 @@ def open_session(
         fail_when_ended(session.trackers)
         ledger.observe = partial(pass_on, session.trackers)
     return session
+
+
+def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks) -> None:
+    """Whether loading processes have room for what they hand over.
+
+    Raises:
+        PipelineError: they cannot even be started.
+    """
+    workers, here = loaded.pipeline.loader.workers, ranks.environment
+    if not workers:
+        return
+    sizes = [leaf.nbytes for leaf in tree_leaves(feed.first_batch()) if isinstance(leaf, Tensor)]
+    missing = shm.shortage(here.local_world_size, workers, sizes, shm.room())
+    if missing is None:
+        return
+    told = f"{ranks.host}: {missing.told}"
+    if missing.certain:
+        raise PipelineError([loaded.fault("loader.workers", told, f"workers: 0, or {shm.REMEDY}")])
+    if here.local_rank == 0:
+        print(f"ddprun: warning: {told}: {shm.REMEDY}", file=sys.stderr, flush=True)
 
 
 def _open_exchange(

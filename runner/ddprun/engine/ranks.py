@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -102,10 +102,15 @@ class Ranks:
         """Whether the store ends with this process: rank 0's, unless torchelastic's agent holds it."""
         return self.rank == 0 and self.size > 1 and _held_by_rank_0()
 
-    def connect(self) -> None:
-        """Reach the store."""
-        with waiting(self._meeting, "rendezvous", "reaching the ranks' store"):
-            base, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=self.timeout)))
+    def connect(self, base: Any = None) -> None:
+        """Reach the store.
+
+        Args:
+            base: a store that has been reached, to be used instead of the launcher's.
+        """
+        if base is None:
+            with waiting(self._meeting, "rendezvous", "reaching the ranks' store"):
+                base, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=self.timeout)))
         base.set_timeout(self.timeout)
         # A second connection, because the first is not free while the training thread waits for a value.
         spare, start = base.clone(), _start_of_ranks()

@@ -78,7 +78,7 @@ def launch(
         os.environ[SCRATCH], os.environ[LAUNCHER] = str(folder), str(os.getpid())
         try:
             try:
-                config, program, arguments = torchrun.config_from_args(_torchrun_arguments(flags, command))
+                config, program, arguments = torchrun.config_from_args(torchrun_arguments(flags, command))
                 assert isinstance(program, str)
                 if told := endpoint.warning(config.rdzv_endpoint):
                     print(told, file=sys.stderr, flush=True)
@@ -182,7 +182,7 @@ def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
     signal.signal(signal.SIGUSR1, stop if os.environ.get(ON_USR1) == "stop" else checkpoint)
 
 
-def _torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) -> object:
+def torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) -> object:
     """Torchrun's own reading of its flags, with what its `main` adds for a single host."""
     given: list[str] = []
     for name, value in flags.items():
@@ -219,7 +219,12 @@ def _prepare_environment() -> None:
     # As torchrun sets it, for one rank too: the same number of threads gives the same bits.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_TIMEOUT_S)
-    # Each of torchelastic's loggers sets a level of its own, so silencing their parent is not enough.
+    quieten()
+
+
+def quieten() -> None:
+    """Let torchelastic's loggers say nothing: what matters is told in this program's words."""
+    # Each of them sets a level of its own, so silencing their parent is not enough.
     for name in logging.root.manager.loggerDict:
         if name.startswith(
             ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")

@@ -1,0 +1,1 @@
+"""`ddprun doctor`: whether this host, and the hosts of a launch together, are fit to run."""

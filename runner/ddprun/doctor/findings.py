@@ -1,0 +1,79 @@
+"""What the doctor finds, and what to do about it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Level = Literal["ok", "note", "warning", "problem"]
+
+LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "problem")
+"""From harmless to what keeps a run from working."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    where: str
+    """A host, or two of them: `node0 - node1`."""
+
+    check: str
+    """What was looked at: `ports`, `clock` …"""
+
+    level: Level
+    found: str
+    """What is so, in one line."""
+
+    do: str = ""
+    """What to do about it; only what is ok has nothing to be done."""
+
+    value: Mapping[str, Any] = field(default_factory=dict)
+    """What was measured, with units in the names, for programs."""
+
+    def __post_init__(self) -> None:
+        assert self.level in LEVELS
+        assert (self.level == "ok") == (not self.do), f"{self.check}: {self.found}: nothing to do?"
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON can carry it; `Finding(**plain)` is equal."""
+        return {
+            "where": self.where,
+            "check": self.check,
+            "level": self.level,
+            "found": self.found,
+            "do": self.do,
+            "value": dict(self.value),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All of it."""
+
+    hosts: Sequence[Mapping[str, Any]]
+    """Facts of each host."""
+
+    findings: Sequence[Finding]
+
+    @property
+    def fit(self) -> bool:
+        """Whether there is no problem."""
+        return not any(finding.level == "problem" for finding in self.findings)
+
+    def count(self, level: Level) -> int:
+        """How many findings are of a level."""
+        return sum(finding.level == level for finding in self.findings)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON can carry it."""
+        return {
+            "fit": self.fit,
+            "counts": {level: self.count(level) for level in LEVELS},
+            "hosts": [dict(host) for host in self.hosts],
+            "findings": [finding.plain() for finding in self.findings],
+        }
+
+
+def pair_of(one: str, other: str) -> str:
+    """How two hosts are called together."""
+    return f"{one} - {other}"

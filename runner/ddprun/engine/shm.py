@@ -1,0 +1,112 @@
+"""Whether `/dev/shm` has room for what the ranks of a host put there.
+
+Processes that load data (`loader.workers`) hand batches over in it, and their queues keep semaphores there.
+Memory that ranks share is not there: it has no name (`ddprun_hooks.arena_setup`), and so no limit of this
+kind. NCCL uses it between the GPUs of one host.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+SHM = Path("/dev/shm")
+PAGE_BYTES = 4096
+PREFETCHED = 2
+"""Batches that torch's DataLoader has each loading process make in advance."""
+
+_LOADER_SEMAPHORES = 8
+_WORKER_SEMAPHORES = 3
+"""Of an event and a queue, and of each loading process's queue (Python's multiprocessing); a page each."""
+
+REMEDY = (
+    "docker run --shm-size=1g (or --ipc=host); in Kubernetes mount an emptyDir with medium: Memory at "
+    "/dev/shm; else mount -o remount,size=1g /dev/shm"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes of `/dev/shm`."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """There is not enough room."""
+
+    told: str
+    """What is missing, in one line."""
+
+    certain: bool
+    """Loading processes cannot even be started; else batches that are large may not fit."""
+
+
+def room(folder: Path = SHM) -> Room | None:
+    """What there is; None: this host has no such folder."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return Room(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+
+
+def least_bytes(ranks: int, workers: int) -> int:
+    """What loading processes need before the first batch.
+
+    Args:
+        ranks: on the host.
+        workers: loading processes of each rank.
+    """
+    return ranks * (_LOADER_SEMAPHORES + _WORKER_SEMAPHORES * workers) * PAGE_BYTES if workers else 0
+
+
+def needed_bytes(ranks: int, workers: int, tensor_bytes: Iterable[int]) -> int:
+    """What they need with the batches that they make in advance.
+
+    Args:
+        ranks: on the host.
+        workers: loading processes of each rank.
+        tensor_bytes: size of each tensor of a batch, which takes whole pages.
+    """
+    batch = sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in tensor_bytes)
+    return least_bytes(ranks, workers) + ranks * workers * PREFETCHED * batch
+
+
+def shortage(ranks: int, workers: int, tensor_bytes: Iterable[int], here: Room | None) -> Shortage | None:
+    """What a run would miss; None: there is enough room, or nothing is put there.
+
+    Args:
+        ranks: on the host.
+        workers: loading processes of each rank.
+        tensor_bytes: size of each tensor of a batch.
+        here: the room there is; None if the host has no `/dev/shm`, of which nothing is said.
+    """
+    if not workers or here is None:
+        return None
+    least, needed = least_bytes(ranks, workers), needed_bytes(ranks, workers, tensor_bytes)
+    if here.free >= needed:
+        return None
+    who = f"{workers} loading processes for each of {ranks} rank{'s' if ranks > 1 else ''}"
+    if here.free < least:
+        return Shortage(
+            f"/dev/shm has {binary(here.free)} free, too little to start {who}, which need {binary(least)} "
+            f"for their queues alone and about {binary(needed)} with batches",
+            certain=True,
+        )
+    return Shortage(
+        f"/dev/shm has {binary(here.free)} free, but {who} need about {binary(needed)} for batches that are "
+        "loaded in advance; a run whose batches do not fit fails",
+        certain=False,
+    )
+
+
+def binary(count: float) -> str:
+    """Bytes in the units in which file systems are sized, rounded: `64 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"

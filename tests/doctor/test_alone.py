@@ -1,0 +1,71 @@
+"""The doctor on this host alone, as a real process."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.doctor.ailing import SMALL_SHM, findings
+from tests.namespaces import hosts, needs_namespaces
+from tests.ranks import Running, ddprun
+
+
+def test_this_host_is_examined_alone(tmp_path: Path) -> None:
+    """Every line that is not ok says what to do, and nothing is said of other hosts."""
+    done = ddprun("doctor", "--format=json", cwd=tmp_path)
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    assert done.code == (0 if report["fit"] else 1)
+    assert len(report["hosts"]) == 1
+    assert {finding["where"] for finding in report["findings"]} == {report["hosts"][0]["name"]}
+    for finding in report["findings"]:
+        assert bool(finding["do"]) == (finding["level"] != "ok"), finding
+    checks = {"interfaces", "own name", "/dev/shm", "versions", "security", "GPUs", "cores", "debug"}
+    assert checks == {finding["check"] for finding in report["findings"]}
+
+
+def test_detail_of_torch_is_a_problem(tmp_path: Path) -> None:
+    """Because a run refuses it."""
+    done = ddprun("doctor", cwd=tmp_path, environment={"TORCH_DISTRIBUTED_DEBUG": "detail"})
+    assert done.code == 1
+    assert "problem  debug" in done.stdout
+    assert "unset it, or set INFO" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "told"),
+    [
+        (["--nnodes=2"], {}, "--nnodes 2 needs a place to meet: add --rdzv-endpoint HOST:PORT"),
+        (["--nnodes=two"], {}, "--nnodes is 'two'; it is a number of hosts, or MIN:MAX"),
+        (["--nnodes=2", "--rdzv-endpoint=127.0.0.1:x"], {}, "'127.0.0.1:x' is no HOST:PORT"),
+        (["--timeout=0"], {}, "--timeout"),
+        ([], {"RANK": "1"}, "RANK is set, but not WORLD_SIZE"),
+        (["p.yaml"], {}, "unexpected extra argument"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, arguments: list[str], environment: dict[str, str], told: str
+) -> None:
+    """Exit code 2, and nothing on stdout."""
+    done = ddprun("doctor", *arguments, cwd=tmp_path, environment=environment)
+    assert (done.code, done.stdout) == (2, ""), done.stderr
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@needs_namespaces
+@pytest.mark.netns
+def test_a_small_dev_shm_and_a_name_that_nobody_knows(tmp_path: Path) -> None:
+    """64 KiB are too little for loading processes; and the host is called by no name that leads anywhere."""
+    setup = f"{SMALL_SHM} && hostname nobody-knows.invalid"
+    with (
+        hosts(1) as (host,),
+        Running("doctor", "--format=json", cwd=tmp_path, prefix=host.prefix(setup)) as running,
+    ):
+        done = running.wait(60)
+    assert done.code == 1, done.stderr
+    (shm,) = findings(done, "/dev/shm")
+    assert shm["level"] == "problem"
+    assert "64 KiB" in shm["found"]
+    (name,) = findings(done, "own name")
+    assert name["level"] == "warning"

@@ -1,0 +1,257 @@
+"""What is made of what was measured, without measuring anything."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddprun.cli import diagnosed
+from ddprun.doctor import host
+from ddprun.doctor.clocks import clock_findings, length
+from ddprun.doctor.examine import differences, way_findings
+from ddprun.doctor.findings import Finding, Report, pair_of
+from ddprun.doctor.gpus import Gpus, gpu_findings
+from ddprun.doctor.holes import HOLES, holes_of, version
+from ddprun.doctor.links import Measured, link_findings, rounds
+from ddprun.doctor.ports import Doors, Open, closed, port_findings
+
+FINE = Finding(where="a", check="cores", level="ok", found="4 for 2 ranks")
+BAD = Finding(
+    where="a - b", check="ports", level="problem", found="none", do="open them", value={"closed": [1]}
+)
+
+
+def test_what_is_not_ok_says_what_to_do() -> None:
+    """And what is ok has nothing to be done."""
+    for level, do in (("ok", "something"), ("problem", ""), ("fatal", "something")):
+        with pytest.raises(AssertionError):
+            Finding(where="a", check="c", level=level, found="f", do=do)  # type: ignore[arg-type]
+
+
+def test_a_report_is_grouped_by_place() -> None:
+    """The verdict comes last; without color there is no escape sequence."""
+    report = Report([{"name": "a"}, {"name": "b"}], [FINE, BAD, replace(FINE, check="later")])
+    assert diagnosed.text(report).splitlines() == [
+        "a",
+        "  ok       cores        4 for 2 ranks",
+        "  ok       later        4 for 2 ranks",
+        "a - b",
+        "  problem  ports        none",
+        "                     -> open them",
+        "2 hosts: 1 problem",
+    ]
+    assert "\x1b[" in diagnosed.text(report, color=True)
+    assert diagnosed.text(Report([{"name": "a"}], [FINE])).endswith("1 host: nothing to complain of")
+
+
+def test_a_report_in_json_gives_the_findings_back() -> None:
+    """With counts, and whether there is no problem."""
+    plain = json.loads(diagnosed.as_json(Report([{"name": "a"}], [FINE, BAD])))
+    assert [Finding(**one) for one in plain["findings"]] == [FINE, BAD]
+    assert (plain["fit"], plain["counts"]) == (False, {"ok": 1, "note": 0, "warning": 0, "problem": 1})
+
+
+@pytest.mark.parametrize(
+    ("torch", "holes"),
+    [
+        ("1.12.1", ["CVE-2022-45907", "CVE-2024-5480", "CVE-2025-32434", "CVE-2026-24747"]),
+        ("1.13.1+cu117", ["CVE-2024-5480", "CVE-2025-32434", "CVE-2026-24747"]),
+        ("2.2.2", ["CVE-2024-5480", "CVE-2025-32434", "CVE-2026-24747"]),
+        ("2.5.1", ["CVE-2025-32434", "CVE-2026-24747"]),
+        ("2.6.0+cu124", ["CVE-2026-24747"]),
+        ("2.10.0", []),
+        ("2.13.0+cpu", []),
+        ("unknown", []),
+    ],
+)
+def test_holes_go_by_the_version_of_torch(torch: str, holes: list[str]) -> None:
+    """The worst come first, and are warnings; what only those on the host can use is a note."""
+    found = holes_of(torch)
+    assert [hole.name for hole in found if hole.severity == "high"] == holes
+    assert [hole.severity for hole in found] == sorted(hole.severity for hole in found)
+    told = host.security("a", torch)
+    assert len(told) == max(1, len(found))
+    for hole, finding in zip(found, told, strict=False):
+        assert hole.name in finding.found
+        assert hole.source in finding.do
+        assert finding.level == ("warning" if hole.severity == "high" else "note")
+
+
+def test_every_hole_is_published() -> None:
+    """One number each, and where to read about it."""
+    assert len({hole.name for hole in HOLES}) == len(HOLES)
+    for hole in HOLES:
+        assert hole.name.startswith("CVE-")
+        assert hole.source.startswith("https://")
+        assert hole in holes_of("0.4.1")
+        assert hole not in holes_of(".".join(map(str, hole.fixed)))
+    assert version("2.13.0a0+git12") == (2, 13, 0)
+    assert [hole.name for hole in holes_of("2.12.1")] == ["CVE-2025-3000"]
+
+
+@pytest.mark.parametrize("hosts", range(1, 20))
+def test_each_pair_is_measured_once(hosts: int) -> None:
+    """No host twice in a round; and up to eight hosts nothing else is on the network."""
+    found = rounds(hosts)
+    pairs = [pair for one in found for pair in one]
+    assert sorted(pairs) == [(i, j) for i in range(hosts) for j in range(i + 1, hosts)]
+    for one in found:
+        busy = [place for pair in one for place in pair]
+        assert len(busy) == len(set(busy))
+        assert hosts > 8 or len(one) == 1
+    assert hosts <= 8 or len(found) == hosts - 1 + hosts % 2
+
+
+def test_clocks_are_told_by_who_is_ahead() -> None:
+    """Of every pair of three hosts; what lies within the error bound says nothing."""
+    found = clock_findings(["a", "b", "c"], [(0.0, 0.0), (-2.0, 0.001), (7.5, 0.001)])
+    assert [finding.where for finding in found] == ["a - b", "a - c", "b - c"]
+    assert [finding.level for finding in found] == ["warning", "problem", "problem"]
+    assert "the clock of a is 2 s ahead of that of b (± 1 ms)" in found[0].found
+    assert "the clock of c is 9.5 s ahead of that of b (± 2 ms)" in found[2].found
+    (near,) = clock_findings(["a", "b"], [(0.0, 0.0), (0.001, 0.002)])
+    assert (near.level, near.found) == ("ok", "clocks are equal within 2 ms")
+    (known,) = clock_findings(["a", "b"], [(0.0, 0.0), (0.9, 0.002)])
+    assert (known.level, known.value["ahead"]) == ("ok", "b")
+
+
+def test_lengths_have_three_digits() -> None:
+    """In the unit that fits."""
+    assert [length(s) for s in (3600, 12.34, 1, 0.9996, 0.5, 1.5e-4, 0)] == [
+        "3600 s",
+        "12.3 s",
+        "1 s",
+        "1 s",
+        "500 ms",
+        "150 µs",
+        "0 µs",
+    ]
+
+
+MEASURED = Measured("gloo", 1e-4, 9400.0, 9300.0, 9000.0, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("changed", "speeds", "level", "told"),
+    [
+        ({}, [10_000, 10_000], "ok", ""),
+        ({}, [None, None], "ok", ""),
+        ({}, [100_000, 100_000], "ok", ""),  # one stream does not fill it
+        (
+            {"there_mbit": 2000.0, "back_mbit": 2000.0},
+            [10_000, 10_000],
+            "warning",
+            "interfaces say 10 Gbit/s",
+        ),
+        ({"there_mbit": 4000.0}, [10_000, 10_000], "warning", "one direction is slower"),
+        ({"there_mbit": 95.0, "back_mbit": 95.0, "both_mbit": 94.0}, [100, 100], "warning", "sync: diloco"),
+        (
+            {"there_mbit": 95.0, "back_mbit": 95.0, "both_mbit": 100.0},
+            [],
+            "warning",
+            "100 MB of gradients take 8 s",
+        ),
+    ],
+)
+def test_what_is_said_of_a_bandwidth(
+    changed: dict[str, float], speeds: list[float | None], level: str, told: str
+) -> None:
+    """It is held against the interfaces' speed, the other direction, and what gradients need."""
+    _, finding = link_findings("a", "b", replace(MEASURED, **changed), speeds)  # type: ignore[arg-type]
+    assert finding.level == level
+    assert told in finding.found + finding.do
+    assert finding.value["mbit_per_s"]["a to b"] == changed.get("there_mbit", 9400.0)
+
+
+def test_a_late_link_is_noted() -> None:
+    """With what sends fewer messages."""
+    latency, _ = link_findings("a", "b", replace(MEASURED, latency_s=0.02), [])
+    assert (latency.level, latency.found) == ("note", "a small all-reduce takes 20 ms over gloo")
+    assert "local_sgd" in latency.do
+
+
+def test_a_port_is_open_or_closed_or_somebody_elses() -> None:
+    """Each that cannot be reached is named with why; None is not tried."""
+    with Open("127.0.0.1") as one, Open("127.0.0.1") as other:
+        stranger = Doors("127.0.0.1", other.doors.ports[:1], "another")
+        assert closed([None, one.doors, stranger]) == [[], [], [(stranger.ports[0], "somebody else answers")]]
+        doors = one.doors
+    assert closed([doors]) == [[(port, "connection refused") for port in doors.ports]]
+    there = Doors("10.0.0.1", (1, 2), "x")
+    found: Any = [[[], [(2, "no answer")]], [[], []]]
+    (finding,) = port_findings(["a", "b"], [there, there], found)
+    assert finding.found == "a cannot connect to b:2 (of 2 that were tried): no answer"
+    assert finding.level == "problem"
+
+
+def test_ways_are_held_against_what_is_used() -> None:
+    """An interface that the user has named but that does not lead there is a problem."""
+    good, bad = (
+        way_findings(["a", "b"], used, [[None, "e0"], ["e1", None]]) for used in (["e0", "e1"], ["x", ""])
+    )
+    assert [(one.level, one.found) for one in good] == [("ok", "a uses e0, b e1")]
+    assert [(one.level, one.found) for one in bad] == [("problem", "a uses x, but e0 leads to b")]
+
+
+def test_versions_that_differ_between_hosts() -> None:
+    """Of Python the last number does not count; of torch every character does."""
+    versions = {"ddprun": "1", "python": "3.11.7", "torch": "2.13.0+cpu", "CUDA": None, "NVIDIA driver": None}
+    hosts = [{"name": "a", "versions": versions}, {"name": "b", "versions": {**versions, "python": "3.11.9"}}]
+    assert differences(hosts) == []
+    changed = {
+        **versions,
+        "torch": "2.13.0+cu130",
+        "CUDA": "13.0",
+        "NVIDIA driver": "580",
+        "python": "3.12.1",
+    }
+    found = differences([hosts[0], {"name": "b", "versions": changed}])
+    assert [(one.level, one.found.partition(":")[0]) for one in found] == [
+        ("warning", "python"),
+        ("problem", "torch"),
+        ("problem", "CUDA"),
+        ("warning", "NVIDIA driver"),
+    ]
+    assert found[1].found == "torch: a has 2.13.0+cpu, b has 2.13.0+cu130"
+    assert {one.where for one in found} == {pair_of("a", "b")}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "level", "told"),
+    [
+        (Gpus(), "ok", "no NVIDIA GPU here"),
+        (Gpus(driver="580.1", broken="CUDA cannot start"), "problem", "(580.1) sees GPUs, torch does not"),
+        (Gpus(names=("H200",), driver="580.1"), "ok", "1 x H200"),
+        (Gpus(names=("H200", "H200")), "ok", "2 x H200; each reaches each other directly"),
+        (
+            Gpus(names=("A", "A", "B"), apart=((0, 2), (1, 2))),
+            "warning",
+            "2 x A, 1 x B; without direct access",
+        ),
+    ],
+)
+def test_what_is_said_of_gpus(gpus: Gpus, level: str, told: str) -> None:
+    """As torch and the driver see them."""
+    (finding,) = gpu_findings("a", gpus)
+    assert finding.level == level
+    assert told in finding.found
+
+
+@pytest.mark.parametrize(
+    ("environment", "cores", "ranks", "levels"),
+    [
+        ({}, 8, 2, ["ok"]),
+        ({}, 1, 2, ["warning"]),
+        ({"OMP_NUM_THREADS": "4"}, 8, 2, ["ok"]),
+        ({"OMP_NUM_THREADS": "8"}, 8, 2, ["ok", "warning"]),
+        ({"OMP_NUM_THREADS": "1"}, 0.5, 2, ["warning"]),
+        ({"OMP_NUM_THREADS": "many"}, 8, 2, ["ok"]),
+    ],
+)
+def test_cores_are_held_against_ranks_and_threads(
+    environment: dict[str, str], cores: float, ranks: int, levels: list[str]
+) -> None:
+    """Too few cores, or too many threads for them."""
+    found = host.cores_findings("a", cores, ranks, environment)
+    assert [finding.level for finding in found] == levels
