@@ -16,8 +16,10 @@ def test_what_the_user_has_named_holds(monkeypatch: pytest.MonkeyPatch, name: st
         with pytest.raises(network.NetworkError, match=r"NCCL_SOCKET_IFNAME is lo,nowhere, but .* lo"):
             network.choose_interface("localhost")
     else:
-        network.choose_interface("localhost")
-        assert "GLOO_SOCKET_IFNAME" not in os.environ
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+        network.choose_interface("127.0.0.1")
+        assert os.environ["NCCL_SOCKET_IFNAME"] == name
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo", "the one that is not named is chosen"
 
 
 def test_the_way_to_this_host_is_the_loopback() -> None:

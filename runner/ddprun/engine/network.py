@@ -37,10 +37,10 @@ def choose_interface(host: str) -> None:
     for name in VARIABLES:
         if os.environ.get(name):
             check_named(name, os.environ[name])
-    if any(os.environ.get(name) for name in VARIABLES):
-        return
     chosen = interface_towards(host)
     if chosen is None:
+        if any(os.environ.get(name) for name in VARIABLES):
+            return
         up = owners()
         there = ", ".join(f"{name} ({address})" for address, name in up.items() if not is_loopback(address))
         raise NetworkError(
@@ -48,7 +48,9 @@ def choose_interface(host: str) -> None:
             f"one in {VARIABLES[0]}, or for NCCL in {VARIABLES[1]}"
         )
     gloo, nccl = VARIABLES
-    os.environ[gloo], os.environ[nccl] = chosen, f"={chosen}"  # to NCCL a bare name is a prefix
+    for name, value in ((gloo, chosen), (nccl, f"={chosen}")):  # to NCCL a bare name is a prefix
+        if not os.environ.get(name):
+            os.environ[name] = value
 
 
 def interface_towards(host: str) -> str | None:
