@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddprun.telemetry import chores
 from ddprun.telemetry import ledger as module
 from ddprun.telemetry.clock import clock_for
 from ddprun.telemetry.ledger import Ledger
@@ -124,6 +125,7 @@ def test_bookkeeping_is_done_in_between_and_comes_out_alike(
 ) -> None:
     """However many chores are done when: the same words at the same steps, and the same totals."""
     monkeypatch.setattr(module, "_TOGETHER_US", 1e12)
+    monkeypatch.setattr(chores, "_ENOUGH", 1)
     heard = {}
     for step in range(1, 100):
         if found := take(alone, step):
