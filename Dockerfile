@@ -44,7 +44,7 @@ RUN pip install --no-deps .
 FROM python
 # `docker run IMAGE pipelines/quickstart.yaml` finds the pipelines here; what a run leaves goes to /workspace/runs,
 # which any user may write, so that `--user` needs no more.
-RUN mkdir -p /workspace/runs && chown 1000:1000 /workspace /workspace/runs && chmod 1777 /workspace /workspace/runs
+RUN mkdir -p /workspace/runs && chown 1000:1000 /workspace/runs && chmod 1777 /workspace/runs
 COPY --from=build /opt/ddprun /opt/ddprun
 COPY pipelines /workspace/pipelines
 COPY scripts/container-entrypoint /usr/local/bin/container-entrypoint

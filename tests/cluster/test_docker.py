@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker import NETWORK, ROOT, Engine, build, engine, needs_docker
+from tests.docker_engine import NETWORK, ROOT, Engine, build, engine, needs_docker
 from tests.ranks import Finished, Running, ddprun
 
 pytestmark = [needs_docker, pytest.mark.timeout(1200)]
@@ -76,6 +76,7 @@ def test_the_image_runs_a_pipeline(docker: Engine) -> None:
     done = docker.ask(*run, "pipelines/quickstart.yaml", "--set", "stages[0].train.epochs=1", timeout_s=120)
     assert done.splitlines()[-1].startswith("runs/quickstart/")
     assert docker.ask(*run, "--version").startswith("ddprun ")
+    assert docker.call(*run, "bash", "-c", "echo x >/workspace/x").returncode != 0
     assert docker.ask(*run, "bash", "-lc", "id -u; command -v torchrun").split() == [
         str(USER),
         "/opt/ddprun/bin/torchrun",
@@ -99,11 +100,11 @@ def test_two_containers_train_to_the_end(docker: Engine, tmp_path: Path) -> None
 
 
 def test_containers_are_restricted(docker: Engine, tmp_path: Path) -> None:
-    """No process is root or can become it, and none writes but to its run and to /tmp. Without --follow the
-    containers stay, so that their output can be read.
+    """No process is root or can become it, and none writes but to its run and to /tmp. With a network and a
+    volume that are made for it; without --follow the containers stay, so that their output can be read.
     """
     prepare(tmp_path, steps=100_000)
-    done = submit(docker, tmp_path)
+    done = submit(docker, tmp_path, "--set=docker.network=null", "--set=docker.runs=ddprun-runs")
     job = done.stdout.strip()
     assert (done.code, done.stderr) == (0, "")
     names = [f"{job}-{node}" for node in range(2)]
@@ -122,9 +123,10 @@ def test_containers_are_restricted(docker: Engine, tmp_path: Path) -> None:
     docker.ask("stop", "-t", "60", *names, timeout_s=120)  # SIGINT, as for Ctrl-C
     assert {docker.inspect(name)["State"]["ExitCode"] for name in names} == {130}
     assert {line for name in names for line in docker.ask("diff", name).splitlines()} == set()
-    assert len(of_job(docker, job)) == 2
-    (found,) = (tmp_path / "runs").glob("*/*/summary.json")
-    assert json.loads(found.read_text())["status"] == "interrupted"
+    assert len(of_job(docker, job)) == 3, "and the network"
+    look = ("run", "--rm", "--network=none", "--volume=ddprun-runs:/workspace/runs", "ddprun", "bash", "-c")
+    left = docker.ask(*look, f"cat runs/digits/{job}/summary.json")
+    assert json.loads(left)["status"] == "interrupted"
 
 
 def wait_for(docker: Engine, names: list[str], text: str) -> None:

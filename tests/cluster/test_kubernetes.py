@@ -4,6 +4,7 @@ No API server can be had here. Kubernetes' own client sends to one that only kee
 """
 
 import json
+import re
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from kubeflow_trainer_api import models
 
 from ddprun.cluster.kubernetes import KubernetesJob
 from ddprun.spec import load
+from ddprun.spec.secrets import REDACTED
 from tests.ranks import Finished, ddprun
 
 PIPELINE = """
@@ -51,7 +53,7 @@ ASKED = st.fixed_dictionaries(
         "storage": QUANTITIES,
         "storage_class": LABELS,
         "claims": st.dictionaries(LABELS, FOLDERS, max_size=3),
-        "secret": LABELS,
+        "env_from": LABELS,
         "queue": LABELS,
         "pod": st.sampled_from(
             [
@@ -126,8 +128,9 @@ def test_every_manifest_is_valid(name: str, asked: dict[str, Any], launch: dict[
         assert manifests == job.objects
         (config,) = (one["data"] for one in manifests if one["kind"] == "ConfigMap")
         (Path(scratch) / "again.yaml").write_text(config["pipeline.yaml"])
-        again = load(Path(scratch) / "again.yaml").pipeline
-        assert again == loaded.pipeline, "the pods read what was submitted"
+        again = load(Path(scratch) / "again.yaml")
+        assert again.pipeline == loaded.pipeline, "the pods read what was submitted"
+        assert REDACTED not in loaded.resolved(), "names of Secrets are none themselves"
     for manifest in manifests:
         check(manifest)
 
@@ -176,6 +179,16 @@ def test_what_pods_run(tmp_path: Path) -> None:
     jobs = objects["TrainingRuntime"]["spec"]["template"]["spec"]
     assert jobs["failurePolicy"] == {"maxRestarts": 1}
     assert objects["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_the_page_has_a_pipeline_that_can_be_submitted(tmp_path: Path) -> None:
+    """docs/clusters.md, for both engines."""
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    for engine in ("docker", "kubernetes"):
+        (keys,) = re.findall(rf"```yaml\n(launch: [^`]*\n{engine}: [^`]*)```", page)
+        (tmp_path / "p.yaml").write_text(PIPELINE + keys)
+        done = ddprun("submit", "p.yaml", "--to", engine, "--dry-run", cwd=tmp_path)
+        assert done.code == 0, done.stderr
 
 
 def test_a_cluster_without_kubeflow(tmp_path: Path) -> None:
@@ -335,7 +348,12 @@ def submit(folder: Path, environment: dict[str, str], *options: str) -> Finished
 def test_what_a_dry_run_prints_is_sent(tmp_path: Path, kind: str) -> None:
     """To the current context's namespace, the job last; then its first pod's output is shown."""
     with serving(tmp_path) as (server, environment):
-        server.pods = [{"metadata": {"name": "first"}, "status": {"phase": "Running"}}]
+        server.pods = [
+            pod("second", {"running": {}}, index="1"),
+            pod("first", {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}),
+            pod("first", {"terminated": {"exitCode": 1}}),
+            pod("first", {"terminated": {"exitCode": 0}}, restarts=1),
+        ]
         done = submit(tmp_path, environment, "--follow", "--set", f"kubernetes.kind={kind}")
         assert done.code == 0, done.stderr
         last = ["TrainingRuntime", "TrainJob"] if kind == "trainjob" else ["Service", "Job"]
@@ -345,7 +363,19 @@ def test_what_a_dry_run_prints_is_sent(tmp_path: Path, kind: str) -> None:
             check(body)
         job = done.stdout.strip()
         assert {body["metadata"]["name"] for body in server.bodies} == {job}
-        assert done.stderr == f"train: step 1/1\nddprun: job {job}: Complete\n"
+        assert done.stderr == (
+            "ddprun: pod first: ImagePullBackOff: no such image\n"
+            f"train: step 1/1\ntrain: step 1/1\nddprun: job {job}: Complete\n"
+        )
+
+
+def pod(name: str, state: dict[str, Any], *, index: str = "0", restarts: int = 0) -> dict[str, Any]:
+    """As the API server shows one."""
+    container = {"name": "node", "image": "i", "imageID": "i", "ready": True, "state": state}
+    return {
+        "metadata": {"name": name, "annotations": {"batch.kubernetes.io/job-completion-index": index}},
+        "status": {"containerStatuses": [{**container, "restartCount": restarts}]},
+    }
 
 
 def test_a_refusal_is_told_and_nothing_is_left(tmp_path: Path) -> None:

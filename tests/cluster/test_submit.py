@@ -91,6 +91,7 @@ def test_a_job_that_shall_not_come_back_is_just_run(tmp_path: Path) -> None:
         ("{options: {gres: 'gpu:2'}}", '"gres" is set by ddprun; write slurm.gpus'),
         ("{options: {-N: 2}}", '"-N" is no long option of sbatch'),
         ('{options: {comment: "a\\n#SBATCH --uid=0"}}', "cannot hold quotes, backslashes or line ends"),
+        ('{options: {mem: "64G\\n"}}', "cannot hold quotes, backslashes or line ends"),
         ("{partition: 'a b'}", "slurm.partition"),
         ("{nodes: 0}", "slurm.nodes: must be greater than 0, got 0"),
         ("{gpu: 2}", 'unknown key "gpu"'),

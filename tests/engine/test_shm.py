@@ -109,3 +109,13 @@ def test_the_certain_need_is_what_python_really_takes(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
         assert (done.returncode == 0) == works, done.stderr
         assert works or "No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "free", "short"), [(8, 64 << 20, True), (8, 2 << 30, False), (1, 4096, False)]
+)
+def test_nccl_wants_room_between_gpus(ranks: int, free: int, short: bool) -> None:
+    """A container's 64 MiB may be too little; said, and no more, since it depends on the GPUs' links."""
+    found = shm.nccl_shortage(ranks, shm.Room(free, free))
+    assert (found is not None) == short
+    assert found is None or (not found.certain and "64 MiB free" in found.told)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ddprun.cluster.job import Job
     from ddprun.spec import Loaded
 
-_VARIABLES = {"docker": "docker.env", "kubernetes": "the Secret that kubernetes.secret names"}
+_VARIABLES = {"docker": "docker.env", "kubernetes": "the Secret that kubernetes.env_from names"}
 """Where such a job has its environment variables from."""
 
 

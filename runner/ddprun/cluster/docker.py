@@ -11,6 +11,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import yaml
@@ -152,15 +153,24 @@ class DockerJob:
             names = sorted((one["Names"][0].removeprefix("/") for one in found), key=_place)
             if not names:
                 raise ClusterError(f"the engine has no container of {number}")
+            left = threading.Event()
+
+            def show_on(text: str) -> None:
+                if not left.is_set():
+                    show(text)
+
             threads = [
-                threading.Thread(target=_show_log, args=(name, _place(name), show), daemon=True)
+                threading.Thread(target=_show_log, args=(name, _place(name), show_on), daemon=True)
                 for name in names
             ]
             for thread in threads:
                 thread.start()
-            ended = [_ended(api, name) for name in names]
-            for thread in threads:
-                thread.join(10)
+            try:
+                ended = [_ended(api, name) for name in names]
+                for thread in threads:
+                    thread.join(10)
+            finally:
+                left.set()  # whoever leaves, as by Ctrl-C, finds nobody writing
         remove(number)
         good = [code == 0 for code, _ in ended]
         bad = [f"{name} {what}" for name, (code, what) in zip(names, ended, strict=True) if code]
@@ -207,10 +217,17 @@ def _show_log(name: str, place: int, show: Show) -> None:
                 show("".join(_line(line, place) for line in whole))
             if rest:
                 show(_line(rest, place))
-            since = time.time()
             state = api.inspect_container(name)["State"]
             if not state["Running"] and not state["Restarting"]:
                 return
+            since = _seconds(state["FinishedAt"])
+            time.sleep(_POLL_S)
+
+
+def _seconds(moment: str) -> float:
+    """Of the engine's own clock, since 1970: `2026-11-22T07:49:35.420977071Z`; 0 for none."""
+    found = datetime.fromisoformat(moment[:19]).replace(tzinfo=UTC).timestamp()
+    return max(0.0, found) + float(f"0.{moment[20:].rstrip('Z') or 0}")
 
 
 def _line(line: bytes, place: int) -> str:

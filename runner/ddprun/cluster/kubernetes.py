@@ -9,6 +9,7 @@ https://kubernetes.io/docs/concepts/security/pod-security-standards/
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -22,6 +23,7 @@ JOB = "ddprun.dev/job"
 _FOLDER, _FILE = "/workspace/pipeline", "pipeline.yaml"
 _USER = 1000
 _POLL_S = 2.0
+_INDEX = "batch.kubernetes.io/job-completion-index"
 _TRAINER = "trainer.kubeflow.org"
 _NODE = "node"
 """What Kubeflow calls the replicated job, and in it the container, that trains."""
@@ -180,8 +182,8 @@ class KubernetesJob:
                 ),
             ],
         }
-        if asked.secret is not None:
-            container["envFrom"] = [{"secretRef": {"name": asked.secret}}]
+        if asked.env_from is not None:
+            container["envFrom"] = [{"secretRef": {"name": asked.env_from}}]
         if resources := self._resources():
             container["resources"] = resources
         volumes: list[Object] = [
@@ -233,35 +235,92 @@ class KubernetesJob:
         return self.name
 
     def follow(self, number: str, show: Show) -> Outcome:
-        """Show what the job's first pod prints, until the job is over.
+        """Show what the job's first pod prints, or why it does not run yet, until the job is over.
 
         Raises:
             ClusterError: the cluster does not answer.
         """
         with _cluster() as (client, dynamic):
-            from kubernetes.client import CoreV1Api
-
-            core: Any = CoreV1Api(client)
             namespace = self._asked.namespace or _namespace()
+            log = _Log(client, namespace, f"{JOB}={number}", show)
             last = self.objects[-1]
             resource = dynamic.resources.get(api_version=last["apiVersion"], kind=last["kind"])
-            seen: set[str] = set()
             while True:
-                for pod in core.list_namespaced_pod(namespace, label_selector=f"{JOB}={number}").items:
-                    index = pod.metadata.annotations or {}
-                    first = index.get("batch.kubernetes.io/job-completion-index", "0") == "0"
-                    if first and pod.metadata.name not in seen and pod.status.phase not in (None, "Pending"):
-                        seen.add(pod.metadata.name)
-                        log = core.read_namespaced_pod_log(
-                            pod.metadata.name, namespace, follow=True, _preload_content=False
-                        )
-                        for piece in log.stream():
-                            show(piece.decode(errors="replace"))
+                log.go_on()
                 status = resource.get(name=number, namespace=namespace).to_dict().get("status", {})
                 for condition in status.get("conditions", []):
                     if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
+                        log.go_on()
                         return Outcome(condition["type"], condition["type"] == "Complete")
                 time.sleep(_POLL_S)
+
+
+class _Log:
+    """The output of a job's first pod, and of those that take its place.
+
+    Args:
+        client: of the cluster.
+        namespace: the job's.
+        selector: of its pods.
+        show: takes the output.
+    """
+
+    def __init__(self, client: Any, namespace: str, selector: str, show: Show) -> None:
+        from kubernetes.client import CoreV1Api
+
+        self._core: Any = CoreV1Api(client)
+        self._namespace, self._selector, self._show = namespace, selector, show
+        self._read: dict[tuple[str, int], float] = {}
+        """When the output of a pod's container, the n-th that it has started, was read last."""
+
+        self._over: set[tuple[str, int]] = set()
+        self._waits = ""
+
+    def go_on(self) -> None:
+        """Show what there is to show; comes back when the pod has ended, or does not run yet."""
+        for pod in self._core.list_namespaced_pod(self._namespace, label_selector=self._selector).items:
+            notes, state = pod.metadata.annotations or {}, (pod.status.container_statuses or [None])[0]
+            if notes.get(_INDEX, "0") != "0":
+                continue
+            if state is None or state.state is None or state.state.waiting is not None:
+                self._tell(_why(pod, state))
+                continue
+            one = (pod.metadata.name, state.restart_count)
+            if one not in self._over:
+                self._follow(one)
+                if state.state.terminated is not None:
+                    self._over.add(one)
+
+    def _follow(self, one: tuple[str, int]) -> None:
+        from urllib3.exceptions import HTTPError
+
+        since = {"since_seconds": int(time.monotonic() - self._read[one]) + 1} if one in self._read else {}
+        arguments = {"follow": True, "_preload_content": False, **since}
+        stream = self._core.read_namespaced_pod_log(one[0], self._namespace, **arguments)
+        try:
+            for piece in stream.stream():
+                self._show(piece.decode(errors="replace"))
+        except HTTPError:
+            pass  # cut off by something on the way: the rest is read when it is asked for again
+        self._read[one] = time.monotonic()
+
+    def _tell(self, why: str) -> None:
+        if why and why != self._waits:
+            self._show(f"ddprun: {why}\n")
+        self._waits = why
+
+
+def _why(pod: Any, container: Any) -> str:
+    """Why a pod does not run yet."""
+    if container is not None and container.state is not None and container.state.waiting is not None:
+        waiting = container.state.waiting
+        return f"pod {pod.metadata.name}: {waiting.reason}" + (
+            f": {waiting.message}" if waiting.message else ""
+        )
+    for condition in pod.status.conditions or []:
+        if condition.status == "False" and condition.message:
+            return f"pod {pod.metadata.name}: {condition.reason}: {condition.message}"
+    return ""
 
 
 @contextmanager
@@ -288,8 +347,8 @@ def _cluster() -> Iterator[tuple[Any, Any]]:
     settings = client.Configuration.get_default_copy()
     settings.retries = 1
     try:
-        with client.ApiClient(settings) as api:
-            yield api, DynamicClient(api)
+        with client.ApiClient(settings) as api, TemporaryDirectory(prefix="ddprun-") as scratch:
+            yield api, DynamicClient(api, cache_file=f"{scratch}/kinds.json")
     except ResourceNotFoundError as error:
         hint = "" if _TRAINER not in str(error) else "; kubernetes.kind: job does without Kubeflow Trainer"
         raise ClusterError(f"the cluster at {settings.host} does not have it: {error}{hint}") from None

@@ -20,7 +20,13 @@ from ddprun.spec import Loaded
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
 _POLL_S = 1.0
-_GONE = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+_NOT_OVER = frozenset(
+    {
+        *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"),
+        *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "STAGE_OUT"),
+    }
+)
+"""States of a job that is to go on; https://slurm.schedmd.com/job_state_codes.html."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,10 @@ class SlurmJob:
         """
         if shutil.which("sbatch") is None:
             raise ClusterError("sbatch is not installed here; --dry-run prints the script")
-        self.output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ClusterError(f"cannot make {self.output.parent}: {error.strerror}") from None
         return _call(["sbatch", "--parsable"], self.text).partition(";")[0]
 
     def follow(self, number: str, show: Show) -> Outcome:
@@ -62,7 +71,7 @@ class SlurmJob:
                 read += len(piece)
                 if piece:
                     show(piece.decode(errors="replace"))
-            if state in _GONE:
+            if state not in _NOT_OVER:
                 return Outcome(state, state == "COMPLETED")
             time.sleep(_POLL_S)
 

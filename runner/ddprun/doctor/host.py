@@ -15,13 +15,12 @@ from ddprun.doctor.findings import Finding, Level
 from ddprun.doctor.gpus import Gpus, gpu_findings
 from ddprun.doctor.holes import holes_of
 from ddprun.engine.network import VARIABLES, NetworkError, addresses, check_named, is_loopback, owners
-from ddprun.engine.shm import REMEDY, Room, binary, least_bytes, room
+from ddprun.engine.shm import REMEDY, ROOM_FOR_NCCL_BYTES, Room, binary, least_bytes, room
 
 _LOADERS = 4
 """Loading processes of a rank for which there should be room."""
 
 _ROOM_BYTES = 256 << 20
-_ROOM_FOR_NCCL_BYTES = 1 << 30
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -196,7 +195,7 @@ def _shm(name: str, here: Room | None, *, ranks: int, nccl: bool) -> Finding:
             do="mount -t tmpfs -o size=1g tmpfs /dev/shm",
         )
     told = f"{binary(here.total)}, {binary(here.free)} of it free"
-    least, enough = least_bytes(ranks, _LOADERS), _ROOM_FOR_NCCL_BYTES if nccl else _ROOM_BYTES
+    least, enough = least_bytes(ranks, _LOADERS), ROOM_FOR_NCCL_BYTES if nccl else _ROOM_BYTES
     level: Level = "ok"
     if here.free < least:
         level = "problem"

@@ -139,8 +139,9 @@ def check_named(variable: str, value: str) -> None:
     if value.startswith("^"):
         return  # those need not be here
     there = sorted(psutil.net_if_addrs())
+    exact = variable == VARIABLES[0] or value.startswith("=")
     for name in value.lstrip("=").split(","):
-        if not any(one.startswith(name) for one in there):
+        if not any(one == name or (one.startswith(name) and not exact) for one in there):
             raise NetworkError(f"{variable} is {value}, but the interfaces here are {', '.join(there)}")
 
 

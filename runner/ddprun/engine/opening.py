@@ -121,7 +121,7 @@ def open_session(
         )
         if not clock.lag:  # else marks of the step before would have to be waited for
             dispatcher.meanwhile = ledger.chores.do_some
-    _check_room(loaded, feed, ranks)
+    _check_room(loaded, feed, ranks, place.backend)
     seeding.seed_everything(pipeline.seed + ranks.rank)
     session = Session(
         loaded=loaded,
@@ -161,17 +161,17 @@ def open_session(
     return session
 
 
-def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks) -> None:
-    """Whether loading processes have room for what they hand over.
+def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks, backend: str) -> None:
+    """Whether loading processes and NCCL have room in `/dev/shm` for what they hand over.
 
     Raises:
-        PipelineError: they cannot even be started.
+        PipelineError: loading processes cannot even be started.
     """
     workers, here = loaded.pipeline.loader.workers, ranks.environment
-    if not workers:
-        return
-    sizes = [leaf.nbytes for leaf in tree_leaves(feed.first_batch()) if isinstance(leaf, Tensor)]
-    missing = shm.shortage(here.local_world_size, workers, sizes, shm.room())
+    missing = shm.nccl_shortage(here.local_world_size, shm.room()) if backend == "nccl" else None
+    if workers:
+        sizes = [leaf.nbytes for leaf in tree_leaves(feed.first_batch()) if isinstance(leaf, Tensor)]
+        missing = shm.shortage(here.local_world_size, workers, sizes, shm.room()) or missing
     if missing is None:
         return
     told = f"{ranks.host}: {missing.told}"

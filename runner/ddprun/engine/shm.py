@@ -19,6 +19,9 @@ _LOADER_SEMAPHORES = 8
 _WORKER_SEMAPHORES = 3
 """Of an event and a queue, and of each loading process's queue (Python's multiprocessing); a page each."""
 
+ROOM_FOR_NCCL_BYTES = 1 << 30
+"""Commonly enough for NCCL between the GPUs of a host."""
+
 REMEDY = (
     "docker run --shm-size=1g (or --ipc=host); in Kubernetes mount an emptyDir with medium: Memory at "
     "/dev/shm; else mount -o remount,size=1g /dev/shm"
@@ -101,6 +104,19 @@ def shortage(ranks: int, workers: int, tensor_bytes: Iterable[int], here: Room |
         "loaded in advance; a run whose batches do not fit fails",
         certain=False,
     )
+
+
+def nccl_shortage(ranks: int, here: Room | None) -> Shortage | None:
+    """What NCCL may miss between the GPUs of a host; None: there is enough room, or one rank.
+
+    Args:
+        ranks: on the host.
+        here: the room there is; None if the host has no `/dev/shm`, of which nothing is said.
+    """
+    if ranks == 1 or here is None or here.free >= ROOM_FOR_NCCL_BYTES:
+        return None
+    told = f"/dev/shm has {binary(here.free)} free, which may be too little for NCCL between {ranks} GPUs"
+    return Shortage(told, certain=False)
 
 
 def binary(count: float) -> str:

@@ -139,7 +139,7 @@ def _srun(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> La
     first = first_host(environment.get("SLURM_STEP_NODELIST", ""))
     port = str(_PORTS[zlib.crc32(f"{job}.{step}".encode()) % len(_PORTS)])
     if max(on_node) == 1:
-        found = {}
+        found = {"nnodes": "1"}
         if nodes > 1:
             found = {
                 "nnodes": str(nodes),

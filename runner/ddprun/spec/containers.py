@@ -127,7 +127,7 @@ class Kubernetes(Options):
     claims: dict[Label, Folder] = Field(default={})
     """Claims of other volumes, to read from, and where they are in the pods."""
 
-    secret: Label | None = None
+    env_from: Label | None = None
     """A Secret whose entries are environment variables of the pods."""
 
     queue: Label | None = None

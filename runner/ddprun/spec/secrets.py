@@ -174,7 +174,13 @@ class Secrets:
 
 
 def names_secret(path: KeyPath, key: str, value: Any) -> bool:
-    """Whether a key says that what stands below it is secret. A choice's name says nothing of its options."""
+    """Whether a key says that what stands below it is secret.
+
+    A choice's name says nothing of its options; pods name secrets without holding them, and have other keys:
+    `tolerations: [{key: gpu}]`.
+    """
+    if tuple(path[:2]) == ("kubernetes", "pod"):
+        return False
     return is_secret_name(key) and not (is_choice(path) and not isinstance(value, str | list))
 
 

@@ -15,7 +15,7 @@ from ddprun.spec.problems import all_within, mismatch, problem
 TIME = r"^([0-9]+-)?[0-9]{1,9}(:[0-9]{1,2}){0,2}$"
 OPTION = r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$"
 """A long option of sbatch's, without its dashes."""
-_PRINTABLE = r"^[^\x00-\x1f\x7f\"\\]*$"
+_PRINTABLE = r"[^\x00-\x1f\x7f\"\\]*"
 
 OWN_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -82,7 +82,7 @@ def _read_options(value: Any) -> dict[str, str | int | float | bool]:
             faults.append((problem(f'"{name}" is set by ddprun', OWN_OPTIONS[name], where="key"), name))
         elif not isinstance(item, (str, int, float)):
             faults.append((problem("expected a string, a number, or true for a flag without a value"), name))
-        elif isinstance(item, str) and not re.match(_PRINTABLE, item):
+        elif isinstance(item, str) and not re.fullmatch(_PRINTABLE, item):
             faults.append((problem("a line of a script cannot hold quotes, backslashes or line ends"), name))
     if faults:
         raise all_within(faults)

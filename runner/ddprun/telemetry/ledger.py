@@ -158,7 +158,7 @@ class Ledger:
         self._step = None
         due = sum(batch.last + self.patience <= step.number for batch in self._batches)
         lag = self._clock.lag
-        if len(self._closed) > lag:
+        if not lag:  # else marks of the step before might have to be waited for
             self.chores.add(self._settle_next)
         if len(self._batch.entries) + len(self._closed) >= self.together + lag:
             self._post(lag)
@@ -226,12 +226,12 @@ class Ledger:
             # Also from a rank that has none: where ranks do not meet, others may have.
             word, last = self._word(None), self._round.last_step
             batch.entries.append(Entry(last, None, word, self._take_round().flights))
+        if batch.entries:
+            self._batches.append(batch)
         if words := [entry.word for entry in batch.entries if entry.word is not None]:
             batch.posted = self._control.post(
                 [number for word in words for number in word.numbers(len(self._told))]
             )
-        if batch.entries:
-            self._batches.append(batch)
 
     def _settle_next(self) -> None:
         """Read the marks of the oldest step that is over, and have its word ready."""
@@ -281,7 +281,7 @@ class Ledger:
 
     def _collect(self) -> list[Agreed]:
         """Read the words of the oldest batch; its steps are finished some time later."""
-        batch = self._batches.popleft()
+        batch = self._batches[0]  # until the others are heard, so that it is salvaged if they are gone
         words: list[Words] = []
         if batch.posted is not None:
             told_by = batch.posted.wait().numpy()  # (ranks, numbers of all words)
@@ -290,6 +290,7 @@ class Ledger:
             words = Words.of(numbers)
             together = round(_TOGETHER_US / max(1.0, usual_step_us(numbers)))
             self.together = max(1, min(_MOST_TOGETHER, together))
+        self._batches.popleft()
         told, records, agreed = iter(words), Unwritten(self._control.rank), []
         for entry in batch.entries:
             word = None if entry.word is None else next(told)
@@ -319,9 +320,9 @@ class Ledger:
 
     def salvage(self) -> None:
         """Record the steps that are over, without what other ranks have told of them: the run has failed."""
+        self.chores.do_all()
         if self._clock.lag:
             return  # the device may never come to an end
-        self.chores.do_all()
         while self._closed:
             self._settle_next()
         batches, self._batches, self._batch = [*self._batches, self._batch], deque(), Batch()

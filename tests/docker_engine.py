@@ -118,7 +118,10 @@ def _running(folder: Path) -> Iterator[Engine]:
                 ).stdout.split():
                     it.call("network", "rm", network)
             process.terminate()
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def build(it: Engine) -> str:
