@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.doctor.ailing import needs_faketime, skewed
 from tests.engine.running import lines, summary
 from tests.namespaces import hosts, needs_namespaces
 from tests.ranks import Finished, Running, ddprun
@@ -30,7 +31,11 @@ PIPELINES = Path(__file__).parents[2] / "pipelines"
 
 
 def on_two_hosts(
-    folder: Path, *options: str, file: str | Path = "two.yaml", setup: tuple[str, str] = ("true", "true")
+    folder: Path,
+    *options: str,
+    file: str | Path = "two.yaml",
+    setup: tuple[str, str] = ("true", "true"),
+    environment: tuple[dict[str, str], dict[str, str]] = ({}, {}),
 ) -> list[tuple[int, str]]:
     """Run a file on two hosts with two ranks each; gives (exit code, stderr) of each host."""
     with hosts(2) as made, contextlib.ExitStack() as stack:
@@ -47,9 +52,10 @@ def on_two_hosts(
                     "--run-dir=two",
                     cwd=folder,
                     prefix=host.prefix(commands),
+                    environment=variables,
                 )
             )
-            for host, commands in zip(made, setup, strict=True)
+            for host, commands, variables in zip(made, setup, environment, strict=True)
         ]
         finished = [running.wait(100) for running in started]
     return [(one.code, one.stderr) for one in finished]
@@ -110,6 +116,18 @@ def test_the_interface_is_the_one_that_leads_to_the_other_host(tmp_path: Path) -
     for code, stderr in on_two_hosts(tmp_path, setup=(second_interface(0), second_interface(1))):
         assert code == 0, stderr
     assert summary(tmp_path / "two")["world_size"] == 4
+
+
+@needs_faketime
+def test_hosts_whose_clocks_are_apart_do_not_train_alone(tmp_path: Path) -> None:
+    """Torchelastic takes a host for lost whose signs of life seem old, and would go on without it."""
+    (tmp_path / "two.yaml").write_text(PIPELINE)
+    told = on_two_hosts(tmp_path, "--max-restarts=1", environment=({}, skewed(10)))
+    assert all(code for code, _ in told), told
+    text = "".join(stderr for _, stderr in told)
+    assert "1 of at least 2 hosts; the others were taken for lost, as when clocks are seconds apart" in text
+    assert "Traceback" not in text
+    assert not (tmp_path / "two" / "summary.json").exists()
 
 
 def test_an_interface_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
@@ -66,13 +67,28 @@ class Agent(LocalElasticAgent):
         super().__init__(
             spec, config.logs_specs, exit_barrier_timeout=_OTHERS_END_S, **_shutdown_timeout(config)
         )
-        self._scratch, self._keeps = scratch, keeps
+        self._scratch, self._keeps, self._least = scratch, keeps, config.min_nodes
         self._failures, self._most = 0, spec.max_restarts
         self.leaving: signal.Signals | None = None
         """Set by a signal handler: this host leaves the run, after a checkpoint."""
 
         self.stopping: signal.Signals | None = None
         """Set by a signal handler: ranks were asked to stop, and so are not started again if they fail."""
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other hosts.
+
+        Raises:
+            RendezvousError: hosts whose clocks are far apart take each other for lost, and torchelastic would
+                go on with fewer than there may be.
+        """
+        super()._rendezvous(worker_group)
+        met = worker_group.group_world_size or 0
+        if met < self._least:
+            raise RendezvousError(
+                f"{met} of at least {self._least} hosts; the others were taken for lost, as when clocks are "
+                "seconds apart: `ddprun doctor` compares them"
+            )
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look after the ranks. What starting them again would not change is the end of the run."""
