@@ -80,7 +80,7 @@ class SwitchedLedger(Ledger):
             super().start(number, stage)
         else:
             self._last_end = None
-            self._step = Step(number, stage, [])
+            self._step = Step(number, stage, [], [])
 
     def note_loss(self, mean: Any, samples: int) -> None:
         if self._full:

@@ -68,14 +68,14 @@ class Control:
         self._words = watch.line("control", range(size))
         self._letters = watch.line("control, between two ranks", range(size))
 
-    def post(self, word: Sequence[float], what: str = "the control word") -> Posted:
+    def post(self, word: Sequence[float] | Tensor, what: str = "the control word") -> Posted:
         """Send this rank's numbers to all ranks without waiting. All ranks post words of one length.
 
         Args:
-            word: the numbers.
+            word: the numbers, shape (length,); not to be changed before they have been sent.
             what: they are, for whoever looks on.
         """
-        mine = torch.tensor(word, dtype=torch.float64)
+        mine = torch.as_tensor(word, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         ticket = self._words.issue("all_gather", what=what)
         return Posted(self._group.allgather([gathered], [mine]), gathered, ticket)

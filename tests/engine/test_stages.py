@@ -305,16 +305,22 @@ class Net(nn.Module):
     def forward(self, inputs):
         if self.training:
             with open("frozen", "a") as file:
-                print(gc.get_freeze_count(), file=file)
+                print(gc.get_freeze_count(), gc.get_threshold()[0], file=file)
         return self.only(inputs.flatten(1))
 """
 
 
-def test_what_is_built_before_the_first_step_is_none_of_the_collectors(tmp_path: Path) -> None:
-    """A walk through all of it would hold all ranks; passes before the first step do not count."""
-    (tmp_path / "walked.py").write_text(WALKED)
+@pytest.mark.parametrize(("own", "threshold"), [("", 5000), ("gc.set_threshold(1234)\n", 1234)])
+def test_what_is_built_before_the_first_step_is_none_of_the_collectors(
+    tmp_path: Path, own: str, threshold: int
+) -> None:
+    """A walk through all of it would hold all ranks; passes before the first step do not count. It walks less
+    often then, unless the pipeline's code has said how often.
+    """
+    (tmp_path / "walked.py").write_text(WALKED + own)
     head = "data: digits\nloader: {batch_size: 32}\noptimizer: {sgd: {lr: 0.1}}\n"
     run_pipeline(tmp_path, f"model: walked.Net\n{head}stages: [{{train: {{steps: 3}}}}]\n", 1)
-    counts = [int(line) for line in (tmp_path / "frozen").read_text().split()]
-    assert min(counts[-3:]) > 100_000
-    assert counts[0] < 100_000
+    told = [tuple(map(int, line.split())) for line in (tmp_path / "frozen").read_text().splitlines()]
+    assert min(count for count, _ in told[-3:]) > 100_000
+    assert told[0][0] < 100_000
+    assert {young for _, young in told[-3:]} == {threshold}

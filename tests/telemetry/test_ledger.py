@@ -1,6 +1,8 @@
 """When ranks hear what they have told each other."""
 
 import json
+import random
+import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddprun.telemetry import chores
 from ddprun.telemetry import ledger as module
 from ddprun.telemetry.clock import clock_for
 from ddprun.telemetry.ledger import Ledger
@@ -25,19 +26,27 @@ class DeviceClock:
     lag = 1
 
     def __init__(self) -> None:
-        self.step, self.waited = 0, 0
+        self.step, self.waited, self.base = 0, 0, 0
 
     def mark(self) -> tuple[int, int]:
         return self.step, now_us()
 
     def us(self, mark: tuple[int, int]) -> int:
         self.waited += mark[0] >= self.step
+        assert mark[1] >= self.base, "marks are measured from what was before them"
         return mark[1]
+
+    def times(self, marks: list[tuple[int, int]]) -> list[int]:
+        return [self.us(mark) for mark in marks]
+
+    def in_hooks_us(self, flight: Flight[Any]) -> int:
+        return 0
 
     def read(self, flights: Sequence[Flight[Any]]) -> list[Flight[int]]:
         return [flight.mapped(self.us) for flight in flights]
 
-    def rebase(self, mark: tuple[int, int]) -> None: ...
+    def rebase(self, mark: tuple[int, int]) -> None:
+        self.base = mark[1]
 
     def settle(self) -> None: ...
 
@@ -77,16 +86,34 @@ def test_control_words_are_read_so_many_steps_after_the_last(
 
 
 def test_words_of_short_steps_travel_together(alone: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as their time is due, 32 at most; steps without a word count, and a stage begins anew."""
+    """As many as their time is due, 64 at most; steps without a word count, and a stage begins anew."""
     monkeypatch.setattr(module, "_TOGETHER_US", 1e12)
     assert [take(alone, step) for step in (1, 2)] == [[], [1]]
-    assert alone.together == 32
+    assert alone.together == 64
     assert take(alone, 3) == [2], "under way before that was known"
-    heard = {step: found for step in range(4, 72) if (found := take(alone, step, met=step % 10 == 0))}
-    assert heard == {35: [3, 10, 20, 30], 67: [40, 50, 60]}
-    assert [agreed.step for agreed in alone.drain()] == [70]
+    heard = {step: found for step in range(4, 136) if (found := take(alone, step, met=step % 20 == 0))}
+    assert heard == {67: [3, 20, 40, 60], 131: [80, 100, 120]}
+    assert alone.drain() == []
     alone.begin_stage([])
-    assert [take(alone, step) for step in (72, 73)] == [[], [72]], "after step 71, which has no word"
+    assert [take(alone, step) for step in (136, 137)] == [[], [136]], "after step 135, which has no word"
+
+
+def test_words_wait_for_their_number_however_often_steps_without_any_are_settled(
+    alone: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those are settled once in a while, each rank when it likes; when words travel is no matter of it."""
+    alone.together = 32
+    monkeypatch.setattr(module, "_TOGETHER_US", 0.0)
+    heard = {step: found for step in range(1, 100) if (found := take(alone, step, met=step in (40, 41, 90)))}
+    assert heard == {41: [40], 43: [41], 91: [90]}, "once one is heard, steps count as long"
+    alone.together = 32
+    taken = []
+    for step in range(100, 260):
+        take(alone, step, met=step in (101, 200))
+        taken.append(alone.totals.steps)
+        alone.together = 32
+    assert [agreed.step for agreed in alone.drain()] == []
+    assert len(set(taken)) > 60, "steps without words are counted at once when their time is over"
 
 
 def test_words_of_long_steps_travel_at_once(alone: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +133,7 @@ def test_no_step_waits_for_a_device(alone: Ledger, monkeypatch: pytest.MonkeyPat
             heard[clock.step] = found
     assert clock.waited == 0
     assert [number for found in heard.values() for number in found] == list(range(1, 67))
-    assert max(map(len, heard.values())) == 32
+    assert max(map(len, heard.values())) == 64
     assert [agreed.step for agreed in alone.flush()] == list(range(67, 100))
 
 
@@ -125,18 +152,21 @@ def test_bookkeeping_is_done_in_between_and_comes_out_alike(
 ) -> None:
     """However many chores are done when: the same words at the same steps, and the same totals."""
     monkeypatch.setattr(module, "_TOGETHER_US", 1e12)
-    monkeypatch.setattr(chores, "_ENOUGH", 1)
     heard = {}
-    for step in range(1, 100):
+    for step in range(1, 200):
         if found := take(alone, step):
             heard[step] = found
-        for _ in range(40 * (step % 3)):  # each does one at least, and a batch leaves 33
+        for _ in range(step % 3):
             alone.chores.do_some()
-        if step % 3 == 2:
-            assert alone.own_loss == float(step), "read as soon as there was time for it"
-    assert heard == {2: [1], 3: [2], 35: list(range(3, 35)), 67: list(range(35, 67)), 99: list(range(67, 99))}
-    assert [agreed.step for agreed in alone.flush()] == [99]
-    assert alone.totals.steps == 99
+    assert heard == {
+        2: [1],
+        3: [2],
+        67: list(range(3, 67)),
+        131: list(range(67, 131)),
+        195: list(range(131, 195)),
+    }
+    assert [agreed.step for agreed in alone.flush()] == list(range(195, 200))
+    assert alone.totals.steps == 199
     assert alone.totals.parts_us["step_us"] == sum(record["step_us"] for record in recorded(alone, tmp_path))
 
 
@@ -161,9 +191,108 @@ def test_steps_of_a_run_that_fails_are_recorded(alone: Ledger, tmp_path: Path) -
     assert records[-1]["mean_loss"] is None
 
 
+def test_steps_are_recorded_whose_words_cannot_be_posted_any_more(
+    alone: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first a rank may hear of its peers' end is that it can tell them nothing."""
+    take(alone, 1)
+    take(alone, 2)
+    alone.together = 1
+
+    def gone(*_: Any) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(alone._control, "post", gone)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        take(alone, 3)
+    alone.salvage()
+    assert [record["step"] for record in recorded(alone, tmp_path)] == [1, 2, 3]
+
+
 def test_records_stand_in_the_order_of_steps(alone: Ledger, tmp_path: Path) -> None:
     """Those of steps without a word, too."""
     for step in range(1, 200):
         take(alone, step, met=step % 7 == 0)
     alone.flush()
     assert [record["step"] for record in recorded(alone, tmp_path)] == list(range(1, 200))
+
+
+def test_wishes_of_a_step_come_back_with_its_word(alone: Ledger) -> None:
+    """Each of them alone, and only in the step in which it was told."""
+    wishes: tuple[dict[str, bool], ...] = (
+        {},
+        {"stop": True},
+        {"checkpoint": True},
+        {"compare_clocks": True},
+        {"stop": True, "checkpoint": True},
+    )
+    for step, wish in enumerate(wishes, start=1):
+        alone.start(step, 0)
+        alone.note_loss(torch.tensor(1.0), 1)
+        alone.together = 64
+        alone.end(**{"stop": False, "compare_clocks": False, **wish})
+    heard = [(agreed.stop, agreed.checkpoint, agreed.compare_clocks) for agreed in alone.drain()]
+    assert heard == [
+        (False, False, False),
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+        (True, True, False),
+    ]
+
+
+def test_who_looks_on_is_told_of_steps_that_are_not_written(tmp_path: Path) -> None:
+    """`timings.every` is about files alone."""
+    group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+    writer, seen = Writer(tmp_path), []
+    ledger = Ledger(
+        clock=clock_for(torch.device("cpu")), control=Control(group, 0, 1), writer=writer, every=4
+    )
+    ledger.observe = lambda record, landed: seen.append((record["step"], len(landed)))
+    for step in range(1, 14):
+        take(ledger, step)
+    ledger.drain()
+    assert seen == [(step, 0) for step in range(1, 14)]
+    assert [record["step"] for record in recorded(ledger, tmp_path)] == [4, 8, 12]
+    writer.close()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_ranks_hear_each_other_at_the_same_steps_whenever_each_looks_at_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lag: int
+) -> None:
+    """As in local SGD: ranks meet in some steps, and settle the others each at moments of its own."""
+    chance = random.Random(lag)
+    monkeypatch.setattr(module, "now_us", lambda: chance.choice((0, 10**9)))
+    store, ranks, steps = dist.HashStore(), 3, 400
+    meetings = {step for step in range(1, steps) if chance.random() < 0.1}
+    heard: list[list[tuple[int, int, float]]] = [[] for _ in range(ranks)]
+    settled: list[list[int]] = [[] for _ in range(ranks)]
+
+    def work(rank: int) -> None:
+        group: Any = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=30))
+        writer, clock = Writer(tmp_path), DeviceClock()
+        ledger = Ledger(
+            clock=clock if lag else clock_for(torch.device("cpu")),
+            control=Control(group, rank, ranks),
+            writer=writer,
+            every=1000,
+        )
+        for clock.step in range(1, steps + 1):
+            ledger.start(clock.step, 0)
+            ledger.note_loss(torch.tensor(float(rank + clock.step)), 1)
+            agreed = ledger.end(stop=False, compare_clocks=False, synchronised=clock.step in meetings)
+            heard[rank] += [(clock.step, one.step, one.mean_loss) for one in agreed]
+            settled[rank].append(len(ledger._closed))
+        heard[rank] += [(steps + 1, one.step, one.mean_loss) for one in ledger.flush()]
+        writer.close()
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a rank waits for words that others do not post"
+    assert heard[0] == heard[1] == heard[2]
+    assert [step for _, step, _ in heard[0]] == [*sorted(meetings), steps]
+    assert settled[0] != settled[1], "each has settled its steps when it liked"

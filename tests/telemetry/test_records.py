@@ -1,13 +1,28 @@
-"""How a step's exposed communication is divided: on made-up journeys whose answer is known."""
+"""How steps' time is divided: on made-up journeys whose answer is known, and against the plain way."""
 
+import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
-from ddprun.telemetry.records import PARTS, Exposed, Traffic, communication_us, exposed, tail
-from ddprun.telemetry.settle import Settled, divide
-from ddprun.telemetry.step import Step
+from ddprun.telemetry.clock import HostClock
+from ddprun.telemetry.records import PARTS
+from ddprun.telemetry.settle import Settled, divide, settle, under_way_us
+from ddprun.telemetry.step import Step, Traffic
+from ddprun.telemetry.stretches import Union
 from ddprun_hooks.flight import Flight, Leg, Slice
+
+COLUMN = {part: place for place, part in enumerate(PARTS)}
+
+
+class Split(NamedTuple):
+    """Microseconds of exposed communication."""
+
+    hook_us: int
+    wait_us: int
+    wire_us: int
 
 
 def flight(ready: int, handed_over: int, done: int, *slices: Slice[int]) -> Flight[int]:
@@ -15,24 +30,50 @@ def flight(ready: int, handed_over: int, done: int, *slices: Slice[int]) -> Flig
     return Flight("gradient", 0, (), "float32", 2, 8, ready, done, handed_over, [leg], list(slices))
 
 
-def in_backward(end_us: int, flights: Sequence[Flight[int]], all_ready_us: float) -> Exposed:
-    return exposed(Traffic(flights, flights, [tail(flights, end_us)]), [all_ready_us] * len(flights))
+def step_of(*laps: tuple[str, int], number: int = 1) -> Step:
+    """A step whose parts end at these microseconds; the first one only starts it."""
+    return Step(number, 0, [part for part, _ in laps], [1000 * at for _, at in laps])
+
+
+def traffic(sent: Sequence[Flight[int]], landed: Sequence[Flight[int]], *waits: tuple[int, int]) -> Traffic:
+    return Traffic(list(sent), list(landed), [(1000 * start, 1000 * end) for start, end in waits])
+
+
+def settled(*steps: Step) -> Settled:
+    return settle(steps, HostClock(), every=1)
+
+
+def splits(found: Settled, all_ready_us: Sequence[float]) -> list[Split]:
+    """What was exposed in each step, once that is divided."""
+    exposed = divide(found, np.array(all_ready_us, dtype=np.float64))
+    columns = [COLUMN[f"exposed_{part}_us"] for part in ("hook", "wait", "wire")]
+    rows = [Split(*row) for row in found.us[:, columns].tolist()]
+    assert [sum(row) for row in rows] == exposed.tolist()
+    assert found.us.sum(1).tolist() == found.step_us, "the parts are the step"
+    return rows
+
+
+def in_backward(end_us: int, flights: Sequence[Flight[int]], *all_ready_us: float) -> Split:
+    step = step_of(("", 0), ("backward_us", end_us))
+    step.flights, step.backward_end = list(flights), 1000 * end_us
+    return splits(settled(step), all_ready_us)[0]
+
+
+def beside(exchanged: Traffic, *all_ready_us: float) -> Split:
+    step = step_of(("", 0), ("sync_us", 600))
+    step.sync = exchanged
+    return splits(settled(step), all_ready_us)[0]
 
 
 def test_an_exchange_of_an_earlier_step_costs_only_the_waiting_that_is_left() -> None:
     """It set out in another step: its time in the hook belongs there; 15 µs are waited for here."""
-    landed = Traffic(landed=[flight(100, 120, 515)], waits=[(500, 515)])
-    split = exposed(landed, [130.0])
-    assert (split.hook_us, split.wait_us, split.wire_us) == (0, 0, 15)
-    set_out = Traffic(sent=[flight(100, 120, 515)])
-    split = exposed(set_out, [])
-    assert (split.hook_us, split.wait_us, split.wire_us) == (20, 0, 0)
+    assert beside(traffic([], [flight(100, 120, 515)], (500, 515)), 130.0) == (0, 0, 15)
+    assert beside(traffic([flight(100, 120, 515)], [])) == (20, 0, 0)
 
 
 def test_waiting_is_divided_where_the_last_rank_was_ready() -> None:
     """20 µs in the hook; then 30 µs until the last rank was ready; then 50 µs on the wire."""
-    split = in_backward(200, [flight(100, 120, 195)], 150.0)
-    assert (split.hook_us, split.wait_us, split.wire_us) == (20, 30, 50)
+    assert in_backward(200, [flight(100, 120, 195)], 150.0) == (20, 30, 50)
 
 
 def test_hook_work_of_other_threads_counts_while_the_training_thread_waits() -> None:
@@ -40,28 +81,17 @@ def test_hook_work_of_other_threads_counts_while_the_training_thread_waits() -> 
     decode = Slice(180, 190, "decode", False)
     hidden = Slice(105, 115, "encode", False)
     mine = Slice(100, 118, "encode", True)
-    split = in_backward(200, [flight(100, 120, 195, mine, hidden, decode)], 150.0)
-    assert (split.hook_us, split.wait_us, split.wire_us) == (30, 30, 40)
+    assert in_backward(200, [flight(100, 120, 195, mine, hidden, decode)], 150.0) == (30, 30, 40)
 
 
 def test_what_landed_beside_backward_is_divided_by_its_own_last_rank() -> None:
     """A bucket whose last rank was ready at 150, waited for in backward; a payload of 430, in sync."""
-    gradient, beside = flight(100, 120, 195), flight(400, 410, 495)
-    settled = Settled(
-        step=Step(1, 0, []),
-        us=dict.fromkeys(PARTS, 0) | {"backward_us": 150, "sync_us": 120},
-        start_us=0,
-        step_us=270,
-        laps=[],
-        backward=Traffic([gradient], [gradient], [tail([gradient], 200)]),
-        sync=Traffic([], [beside], [(410, 500)]),
-        loss=1.0,
-        samples=1,
-    )
-    assert divide(settled, [150.0, 430.0]) == (20 + 80) + 90
-    assert (settled.us["backward_us"], settled.us["sync_us"]) == (150 - 100, 120 - 90)
-    found = [settled.us[f"exposed_{part}_us"] for part in ("hook", "wait", "wire")]
-    assert found == [20, 30 + 20, 50 + 70]
+    step = step_of(("", 0), ("backward_us", 200), ("sync_us", 550))
+    step.flights, step.backward_end = [flight(100, 120, 195)], 200_000
+    step.sync = traffic([], [flight(400, 410, 495)], (410, 500))
+    found = settled(step)
+    assert splits(found, [150.0, 430.0]) == [(20, 30 + 20, 50 + 70)]
+    assert found.us[0, [COLUMN["backward_us"], COLUMN["sync_us"]]].tolist() == [200 - 100, 350 - 90]
 
 
 def test_each_bucket_is_matched_with_its_own_last_rank() -> None:
@@ -69,18 +99,127 @@ def test_each_bucket_is_matched_with_its_own_last_rank() -> None:
     from 130 to 160 and from 190 on; in between nothing could move.
     """
     flights = [flight(100, 110, 160), flight(115, 120, 240)]
-    split = exposed(Traffic(flights, flights, [(120, 250)]), [130.0, 190.0])
-    assert (split.hook_us, split.wait_us, split.wire_us) == (15, 10 + 30, 30 + 60)
+    assert in_backward(250, flights, 130.0, 190.0) == (15, 10 + 30, 30 + 60)
 
 
 @pytest.mark.parametrize(("all_ready", "wait"), [(0.0, 0), (120.0, 0), (1e9, 80)])
 def test_a_rank_that_is_last_itself_waits_for_nobody(all_ready: float, wait: int) -> None:
     """Ready times before the tail give no wait, ready times after it give all of it."""
-    split = in_backward(200, [flight(100, 120, 195)], all_ready)
-    assert (split.wait_us, split.wire_us) == (wait, 80 - wait)
+    assert in_backward(200, [flight(100, 120, 195)], all_ready) == (20, wait, 80 - wait)
 
 
 def test_overlapping_journeys_count_once() -> None:
-    """Communication time is a union: 100 to 160 and 200 to 210."""
-    flights = [flight(100, 101, 150), flight(120, 121, 140), flight(150, 151, 160), flight(200, 201, 210)]
-    assert communication_us(flights) == 70
+    """Communication time is a union: 100 to 160 and 200 to 210, and in the next step 205 to 230."""
+    landed = np.array(
+        [(0, 0, 100, 150), (1, 0, 120, 140), (0, 1, 150, 160), (0, 2, 200, 210), (2, 0, 205, 230)]
+    )
+    assert under_way_us(landed.T, 3).tolist() == [70, 25, 0]
+
+
+def made_up_step(number: int, start: int, chance: random.Random) -> tuple[Step, list[float]]:
+    """Any step at all, and when what landed in it was ready on all ranks."""
+    laps, now = [("", start)], start
+    step = Step(number, 0, [], [])
+    all_ready: list[float] = []
+    for part in ("sync_us", "data_us", "forward_us", "backward_us", "optimizer_us", "sync_us", "other_us"):
+        begin, now = now, now + chance.choice((0, 5, 200, 1000))
+        flights, at = [], begin
+        for _ in range(chance.choice((0, 0, 1, 4))):
+            ready = chance.randint(at, (at + now) // 2)
+            at = handed_over = chance.randint(ready, (ready + now) // 2)
+            done = chance.randint(handed_over, now)
+            pieces = []
+            for _ in range(chance.randint(0, 3)):
+                first, last = sorted((chance.randint(ready, done), chance.randint(ready, done)))
+                pieces.append(Slice(first, last, "decode", chance.random() < 0.3))
+            flights.append(flight(ready, handed_over, done, *pieces))
+        if part == "backward_us":
+            step.flights, step.backward_end = flights, 1000 * now
+            all_ready += [float(chance.randint(begin - 50, now + 50)) for _ in flights]
+        elif part == "sync_us" and flights:
+            waits, at = [], max(one.handed_over or 0 for one in flights)
+            for _ in flights:
+                begin_wait = chance.randint(at, now)
+                at = chance.randint(begin_wait, now)
+                waits.append((begin_wait, at))
+            earlier = step.sync or Traffic()
+            more = traffic(flights, flights, *waits)
+            step.sync = Traffic(
+                earlier.sent + more.sent, earlier.landed + more.landed, earlier.waits + more.waits
+            )
+            all_ready += [float(chance.choice((0, chance.randint(begin - 50, now + 50)))) for _ in flights]
+        laps.append((part, now))
+    step.parts, step.marks = [part for part, _ in laps], [1000 * at for _, at in laps]
+    return step, all_ready
+
+
+def plainly(step: Step, all_ready: Sequence[float]) -> Split:
+    """Each microsecond of waiting looked at by itself."""
+    hook = wait = wire = 0
+    gradients = step.flights if step.backward_end is not None else []
+    last = max((one.handed_over or 0 for one in gradients), default=0)
+    sync = step.sync or Traffic()
+    exchanges = (
+        (
+            gradients,
+            gradients,
+            [(last, step.backward_end // 1000)] if gradients else [],
+            all_ready[: len(gradients)],
+        ),
+        (
+            sync.sent,
+            sync.landed,
+            [(start // 1000, end // 1000) for start, end in sync.waits],
+            all_ready[len(gradients) :],
+        ),
+    )
+    for sent, landed, waits, ready in exchanges:
+        hook += sum((one.handed_over or 0) - one.ready for one in sent)
+        work = [(w.start, w.done) for one in landed for w in one.slices if not w.on_training_thread]
+        moving = [(at, one.done or 0) for one, at in zip(landed, ready, strict=True)]
+        for now in [now for start, end in waits for now in range(start, end)]:
+            if any(start <= now < end for start, end in work):
+                hook += 1
+            elif now >= max(ready, default=0) or any(start <= now < end for start, end in moving):
+                wire += 1
+            else:
+                wait += 1
+    return Split(hook, wait, wire)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_that_are_divided_together_come_out_as_each_alone_would(seed: int) -> None:
+    """And as looking at every microsecond says."""
+    chance = random.Random(seed)
+    steps, all_ready, now = [], [], 1_000_000
+    for number in range(1, 41):
+        step, ready = made_up_step(number, now, chance)
+        now = step.marks[-1] // 1000 + chance.randint(0, 10)
+        steps.append(step)
+        all_ready.append(ready)
+    found = splits(settled(*steps), [at for ready in all_ready for at in ready])
+    alone = [splits(settled(step), ready)[0] for step, ready in zip(steps, all_ready, strict=True)]
+    assert found == alone == [plainly(step, ready) for step, ready in zip(steps, all_ready, strict=True)]
+    assert any(split.wait_us for split in found)
+    assert any(split.wire_us for split in found)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_union_is_what_its_stretches_cover(seed: int) -> None:
+    """Microsecond by microsecond, on lines that know nothing of each other; also of stretches that end before
+    they start, and of none.
+    """
+    chance = np.random.default_rng(seed)
+    stretches = chance.integers(0, 60, (3, 12 * (seed > 0)))
+    stretches[0] %= 3
+    windows = np.sort(chance.integers(10, 50, (2, 9)), axis=0)
+    lines = chance.integers(0, 3, (1, 9))
+    covered = [
+        {at for on, start, end in stretches.T.tolist() if on == line for at in range(start, end)}
+        for line in range(3)
+    ]
+    expected = [
+        len(covered[line] & set(range(start, end)))
+        for line, start, end in zip(lines[0].tolist(), *windows.tolist(), strict=True)
+    ]
+    assert Union(stretches, 10, 50).within(np.vstack((lines, windows))).tolist() == expected

@@ -1,6 +1,9 @@
 """Who is late, since what and by how much: from made-up words of ranks whose answer is known."""
 
 import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -8,20 +11,59 @@ import torch
 from numpy.typing import NDArray
 
 from ddprun.telemetry.stragglers import Stragglers, _beyond
-from ddprun.telemetry.word import MOST_READY, Spent, Word, Words, spent_of, sync_ready_of, told_buckets
+from ddprun.telemetry.word import (
+    CHECKPOINT,
+    CODE_AT,
+    COMPARE_CLOCKS,
+    LOSS_AT,
+    MOST_READY,
+    READY_AT,
+    SAMPLES_AT,
+    SPENT,
+    SPENT_AT,
+    STOP,
+    SYNC_READY_AT,
+    WISHES_AT,
+    Heard,
+    Words,
+    blank,
+    spent_of,
+    sync_ready_of,
+    told_buckets,
+)
 
 RANKS, BUCKETS, STEP_US = 4, 3, 12_000.0
-NORMAL = Spent(
-    data_us=500,
-    forward_us=2000,
-    backward_us=4500,
-    hook_us=300,
-    optimizer_us=900,
-    sync_us=200,
-    other_us=100,
-)
+NORMAL = {
+    "data_us": 500.0,
+    "forward_us": 2000.0,
+    "backward_us": 4500.0,
+    "hook_us": 300.0,
+    "optimizer_us": 900.0,
+    "sync_us": 200.0,
+    "other_us": 100.0,
+}
 OFFSETS_US = (2500.0, 3500.0, 4800.0)  # of buckets from the start of backward
 PARAMS = [("3.weight",), ("1.weight", "1.bias"), ("0.weight",)]
+
+
+class Word(NamedTuple):
+    """What one rank tells."""
+
+    loss_sum: float = 1.0
+    samples: int = 1
+    wishes: int = 0
+    code: int = 0
+    sync_ready: float = 0.0
+    spent: Mapping[str, float] = MappingProxyType(dict.fromkeys(SPENT, 0.0))
+    ready: Sequence[float] = ()
+
+    def put_into(self, numbers: NDArray[np.float64]) -> None:
+        """Write it as it travels."""
+        numbers[LOSS_AT], numbers[SAMPLES_AT] = self.loss_sum, self.samples
+        numbers[SPENT_AT:WISHES_AT] = [self.spent[part] for part in SPENT]
+        numbers[WISHES_AT], numbers[CODE_AT] = self.wishes, self.code
+        numbers[SYNC_READY_AT] = self.sync_ready
+        numbers[READY_AT : READY_AT + len(self.ready)] = self.ready
 
 
 def word(step: int, late: dict[str, float], generator: torch.Generator, *, buckets: bool = True) -> Word:
@@ -29,28 +71,27 @@ def word(step: int, late: dict[str, float], generator: torch.Generator, *, bucke
 
     Args:
         step: which.
-        late: microseconds more in a part of `Spent`, in `bucket 1` …, or after the step before (`wire`).
+        late: microseconds more in a part of `SPENT`, in `bucket 1` …, or after the step before (`wire`).
         generator: of some noise.
         buckets: gradients are exchanged.
     """
-    noise = (100 * torch.rand(len(Spent._fields), generator=generator)).tolist()
-    parts = {name: us + more for (name, us), more in zip(NORMAL._asdict().items(), noise, strict=True)}
+    noise = (100 * torch.rand(len(SPENT), generator=generator)).tolist()
+    parts = {name: us + more for (name, us), more in zip(NORMAL.items(), noise, strict=True)}
     for name, us in late.items():
         if name in parts:
             parts[name] += us
         elif name.startswith("bucket"):
             parts["backward_us"] += us
-    spent = Spent(**parts)
     # Ranks leave the exchange before together, unless this one's took longer.
     start = step * STEP_US + 1e9 + late.get("wire", 0.0)
-    before = start + sum(spent) - spent.backward_us - spent.hook_us
+    before = start + sum(parts.values()) - parts["backward_us"] - parts["hook_us"]
     if not buckets:
-        return Word(1.0, 1, spent=spent, sync_ready=start + sum(spent))
+        return Word(spent=parts, sync_ready=start + sum(parts.values()))
     ready, behind = [], 0.0
     for bucket, offset in enumerate(OFFSETS_US):
         behind += late.get(f"bucket {bucket}", 0.0)
         ready.append(before + offset + behind + late.get("backward_us", 0.0) + late.get("hook_us", 0.0))
-    return Word(1.0, 1, spent=spent, ready=ready)
+    return Word(spent=parts, ready=ready)
 
 
 def found_in(
@@ -62,13 +103,20 @@ def found_in(
     it.begin_stage(PARAMS if buckets else [])
     for step in range(1, steps + 1):
         words = [word(step, late if r == rank else {}, generator, buckets=buckets) for r in range(ranks)]
-        it.add(step, words_of(words, BUCKETS if buckets else 0))
+        it.add(step, heard_of(words, BUCKETS if buckets else 0))
     return it
 
 
-def words_of(words: list[Word], buckets: int) -> Words:
-    numbers = np.array([[one.numbers(len(told_buckets(buckets))) for one in words]])
-    return Words.of(numbers)[0]
+def words_of(words: Sequence[Word], buckets: int) -> Words:
+    """What ranks tell about one step."""
+    numbers = np.stack([blank(1, len(told_buckets(buckets))) for _ in words], 1)
+    for rank, one in enumerate(words):
+        one.put_into(numbers[0, rank])
+    return Words(numbers)
+
+
+def heard_of(words: Sequence[Word], buckets: int) -> Heard:
+    return next(words_of(words, buckets).heard())
 
 
 @pytest.mark.parametrize(
@@ -128,7 +176,7 @@ def test_late_in_three_steps_of_five_is_no_straggler() -> None:
     for step in range(1, 61):
         late = {"forward_us": 5000.0} if step % 5 < 3 else {}
         words = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add(step, words_of(words, BUCKETS))
+        assert not it.add(step, heard_of(words, BUCKETS))
     assert it.spells == []
 
 
@@ -140,8 +188,8 @@ def test_steps_in_which_nobody_is_waited_for_do_not_count() -> None:
     for step in range(1, 31):
         late = [{"forward_us": 5000.0} if rank == 1 else {} for rank in range(RANKS)]
         words = [word(step, more, generator, buckets=False) for more in late]
-        it.add(2 * step, words_of(words, 0))
-        it.add(2 * step + 1, words_of([Word(1.0, 1) for _ in range(RANKS)], 0))
+        it.add(2 * step, heard_of(words, 0))
+        it.add(2 * step + 1, heard_of([Word() for _ in range(RANKS)], 0))
     assert it.now is not None
     assert (it.now.rank, it.now.cause) == (1, "forward")
 
@@ -154,7 +202,7 @@ def test_one_late_step_is_no_straggler() -> None:
     for step in range(1, 41):
         late = {"forward_us": 50_000.0} if step % 7 == 0 else {}
         words = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add(step, words_of(words, BUCKETS))
+        assert not it.add(step, heard_of(words, BUCKETS))
     assert it.now is None
 
 
@@ -166,7 +214,7 @@ def test_a_rank_that_is_late_for_a_while_is_no_straggler() -> None:
     for step in range(1, 41):
         late = {"forward_us": 5000.0} if 6 <= step <= 13 else {}
         words = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add(step, words_of(words, BUCKETS))
+        assert not it.add(step, heard_of(words, BUCKETS))
     assert it.spells == []
 
 
@@ -179,7 +227,7 @@ def test_a_spell_begins_and_ends() -> None:
     for step in range(1, 81):
         late = {"forward_us": 5000.0} if step <= 30 else {"data_us": 6000.0} if 50 < step <= 70 else {}
         words = [word(step, late if rank == 3 else {}, generator) for rank in range(RANKS)]
-        if it.add(step, words_of(words, BUCKETS)):
+        if it.add(step, heard_of(words, BUCKETS)):
             news.append(None if it.now is None else it.now.cause)
     assert news == ["forward", None, "data", None]
     assert [(one.cause, one.rank) for one in it.spells] == [("forward", 3), ("data", 3)]
@@ -199,7 +247,7 @@ def test_of_very_many_spells_the_shortest_go() -> None:
     for step in range(1, 1001):
         late = {"forward_us" if step // 2 % 2 else "data_us": 5000.0}
         words = [word(step, late if rank == 1 else {}, generator) for rank in range(3)]
-        it.add(step, words_of(words, BUCKETS))
+        it.add(step, heard_of(words, BUCKETS))
     assert len(it.spells) == 200
 
 
@@ -210,17 +258,24 @@ def test_one_rank_alone_is_never_late() -> None:
 
 def test_a_word_comes_back_as_it_was() -> None:
     """What all ranks read is what each has told."""
-    one = Word(6.0, 3, stop=True, code=7, sync_ready=5.0, spent=NORMAL, ready=(1.0, 2.0))
-    two = Word(4.0, 1, checkpoint=True, compare_clocks=True, ready=(3.0, 1.5))
-    words = words_of([one, two], 2)
-    assert words.mean_loss == 2.5
-    assert words.rank_losses == [2.0, 4.0]
-    assert (words.stop, words.checkpoint, words.compare_clocks) == (True, True, False)
-    assert words.codes == [7, 0]
-    assert sync_ready_of(words.numbers).tolist() == [[5.0], [0.0]]
-    assert Spent(*spent_of(words.numbers)[0].tolist()) == NORMAL
-    assert words.all_ready(2) == [3.0, 2.0]
-    assert words_of([Word(1.0, 1), Word(1.0, 1)], 2).all_ready(2) == []
+    one = Word(6.0, 3, wishes=STOP, code=7, sync_ready=5.0, spent=NORMAL, ready=(1.0, 2.0))
+    two = Word(4.0, 1, wishes=CHECKPOINT + COMPARE_CLOCKS, ready=(3.0, 1.5))
+    words, heard = words_of([one, two], 2), heard_of([one, two], 2)
+    assert words.mean_losses == [2.5]
+    assert (heard.mean_loss, heard.rank_losses, heard.samples) == (2.5, [2.0, 4.0], 4)
+    assert (heard.stop, heard.checkpoint, heard.met) == (True, True, True)
+    assert not heard.compare_clocks, "rank 0's wish alone counts"
+    assert heard.codes == [7, 0]
+    assert heard.apart_us == 5.0 + 0.5
+    assert heard_of([Word(sync_ready=5.0), Word(sync_ready=7.5)], 0).apart_us == 2.5
+    assert sync_ready_of(heard.numbers).tolist() == [[5.0], [0.0]]
+    assert dict(zip(SPENT, spent_of(heard.numbers)[0].tolist(), strict=True)) == NORMAL
+    assert words.all_ready(2).tolist() == [[3.0, 2.0]]
+    assert words.last_sync_ready().tolist() == [5.0]
+    assert heard_of([Word(wishes=STOP + COMPARE_CLOCKS), Word()], 2).compare_clocks
+    nothing = heard_of([Word(), Word()], 2)
+    assert (nothing.met, nothing.codes) == (False, [])
+    assert words_of([Word(), Word()], 2).all_ready(2).tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("buckets", [1, MOST_READY, MOST_READY + 1, 100, 1000])
@@ -230,9 +285,9 @@ def test_a_word_stays_small_however_many_buckets_there_are(buckets: int) -> None
     assert len(told) == min(buckets, MOST_READY)
     assert told == sorted(set(told))
     assert told[-1] == buckets - 1
-    none = Word(1.0, 1)  # a rank that has exchanged no gradients in the step
-    words = words_of([Word(1.0, 1, ready=[1.0 + bucket for bucket in told]), none], buckets)
-    ready = words.all_ready(buckets)
+    none = Word()  # of a rank that has exchanged no gradients in the step
+    words = words_of([Word(ready=[1.0 + bucket for bucket in told]), none], buckets)
+    ready = words.all_ready(buckets)[0].tolist()
     assert len(ready) == buckets
     assert all(bucket <= at - 1 < bucket + math.ceil(buckets / MOST_READY) for bucket, at in enumerate(ready))
 

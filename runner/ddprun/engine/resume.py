@@ -28,7 +28,7 @@ from ddprun.spec import AverageStage, BroadcastStage, PipelineError, StepStage
 from ddprun.spec.changes import changes, schedule_changed
 from ddprun.telemetry.cut import cut_records
 from ddprun.telemetry.records import Totals
-from ddprun.telemetry.settle import NOTHING_ADDED
+from ddprun.telemetry.round import NOTHING_ADDED
 
 _CHUNK_BYTES = 64 << 20
 

@@ -61,6 +61,11 @@ _GLOO_GUESSES = ". This is typically caused by"
 _LAUNCHER_NOTICES_S = 3.0
 _OTHERS_LOOK_S = 1.0
 _WATCH_ENDS_S = 10.0
+_DEFAULTS = (700, 2000)
+_YOUNG = 5_000
+"""Objects made and not freed before the youngest are looked through for cycles; Python's default is 700, or
+2000 since 3.13. What telemetry keeps of steps whose words are under way is some thousand.
+"""
 
 
 @dataclass(slots=True)
@@ -159,10 +164,14 @@ def _run(
 
 def _set_aside() -> None:
     """Spare the collector what has been imported and built, and stays: to walk that takes a rank 0.2 s, each
-    in another step, and the other ranks wait for it.
+    in another step, and the other ranks wait for it. What steps leave behind is looked through less often, so
+    that cycles are found some steps later; unless the pipeline's own code has set how often.
     """
     gc.collect()
     gc.freeze()
+    young, *older = gc.get_threshold()
+    if young in _DEFAULTS:
+        gc.set_threshold(_YOUNG, *older)
 
 
 def _run_stages(session: Session) -> Literal["done", "interrupted"]:

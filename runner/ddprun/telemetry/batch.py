@@ -1,44 +1,145 @@
 """Steps that are settled together, and their records."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from ddprun.telemetry.records import VERSION, Landed, bucket_record
-from ddprun.telemetry.settle import Settled
-from ddprun.telemetry.word import Word, Words
+import numpy as np
+
+from ddprun.telemetry.records import PARTS, VERSION
+from ddprun.telemetry.round import OwnWord
+from ddprun.telemetry.settle import Settled, mean
+from ddprun.telemetry.stretches import Ints
+from ddprun.telemetry.word import Numbers, Words
 from ddprun.telemetry.writer import Writer, dumps
 from ddprun_hooks.exchange import Posted
 from ddprun_hooks.flight import Flight
 
-
-@dataclass(slots=True)
-class Entry:
-    """A step that is settled, or steps that are together."""
-
-    step: int
-    settled: Settled | None
-    """None: the rest of a stage, whose steps are finished."""
-
-    word: Word | None = None
-    """What this rank tells of it; None: ranks have not met in it."""
-
-    finders: Sequence[Flight[int]] = ()
-    """Payloads in which something was found since the last word."""
+_LAPS = {part: part.removesuffix("_us") for part in PARTS} | {"": ""}
 
 
 @dataclass(slots=True)
 class Batch:
     """Steps that are settled together."""
 
-    entries: list[Entry] = field(default_factory=list)
-    posted: Posted | None = None
-    """Their words; None: none of them has one."""
+    settled: Settled | None
+    """None: there is none, but a word is told all the same."""
 
-    @property
-    def last(self) -> int:
-        """The newest step."""
-        return self.entries[-1].step
+    words: Sequence[OwnWord]
+    """What this rank tells of them."""
+
+    posted: Posted | None
+    """The words under way; None: there are none."""
+
+    last: int
+    """The newest step."""
+
+
+class Recorded(NamedTuple):
+    """A step whose time is divided."""
+
+    record: dict[str, Any]
+    gradients: Mapping[str, int]
+    """When the gradients were complete, by parameter; empty if nobody has looked."""
+
+    landed: Sequence[Flight[int]]
+    all_ready_us: Sequence[float]
+    """When the last rank had each payload that landed ready, on this rank's clock; 0: ranks have not told."""
+
+
+class Account:
+    """A batch whose words are heard, or will never be: what its records say, step by step.
+
+    Args:
+        batch: whose steps have been settled.
+        words: of all ranks about them; None: none of them has one.
+        buckets: gradient buckets of the stage.
+        offset_us: how far this rank's clock is ahead of rank 0's.
+        rank: this one.
+    """
+
+    def __init__(
+        self, batch: Batch, words: Words | None, *, buckets: int, offset_us: float, rank: int
+    ) -> None:
+        assert batch.settled is not None, "a batch without steps has no records"
+        self.settled = batch.settled
+        self._rank = rank
+        count = len(self.settled.steps)
+        self.all_ready_us: Numbers = np.zeros(len(self.settled.flights))
+        """When the last rank had each payload ready, on this rank's clock; 0: ranks have not told."""
+
+        self._mean_losses: list[float | None] = [None] * count
+        if words is not None:
+            word_of = np.full(count, -1)
+            for place, (own, loss) in enumerate(zip(batch.words, words.mean_losses, strict=True)):
+                if own.row is not None:
+                    word_of[own.row], self._mean_losses[own.row] = place, loss
+            self._match(words, word_of, buckets, offset_us)
+
+    def _match(self, words: Words, word_of: Ints, buckets: int, offset_us: float) -> None:
+        """Find the moments at which payloads were ready everywhere.
+
+        Args:
+            words: of all ranks.
+            word_of: the word about each step, -1: there is none; shape (steps,).
+            buckets: of the stage.
+            offset_us: added to moments that are told.
+        """
+        lines, bucket, _, _ = self.settled.landed
+        about, beside = word_of[lines // 2], lines % 2 > 0
+        ready = np.where(beside, words.last_sync_ready()[about], 0.0)
+        if buckets:
+            gradients = words.all_ready(buckets)[about, np.where(beside, 0, bucket)]
+            ready = np.where(beside, ready, gradients)
+        self.all_ready_us = np.where((about >= 0) & (ready > 0), ready + offset_us, 0.0)
+
+    def records(self, *, every: int, all_of_them: bool) -> Iterator[Recorded]:
+        """The records of steps, once their time is divided.
+
+        Args:
+            every: those of every n-th step are written.
+            all_of_them: the others are wanted, too.
+        """
+        settled = self.settled
+        count = len(settled.steps)
+        waits = settled.waits[1:].T.tolist()
+        rows = zip(
+            settled.steps,
+            settled.firsts,
+            settled.us.tolist(),
+            settled.step_us,
+            settled.samples,
+            settled.loss_sums,
+            self._mean_losses,
+            settled.gradients,
+            _slices(settled.landed[0], count),
+            _slices(settled.waits[0], count),
+            strict=False,
+        )
+        times, ready, rank = settled.times, self.all_ready_us.tolist(), self._rank
+        for step, first, us, step_us, samples, loss_sum, mean_loss, gradients, landed, waited in rows:
+            if step.number % every and not all_of_them:
+                continue
+            before, laps = times[first], []
+            for part, now in zip(step.parts, times[first : first + len(step.marks)], strict=True):
+                if now > before:
+                    laps.append((_LAPS[part], now - before))
+                before = now
+            record = {
+                "v": VERSION,
+                "rank": rank,
+                "stage": step.stage,
+                "step": step.number,
+                "samples": samples,
+                "loss": mean(loss_sum, samples),
+                "mean_loss": mean_loss,
+                "start_us": times[first],
+                **dict(zip(PARTS, us, strict=True)),
+                "step_us": step_us,
+                "laps": laps,
+                "waits": [wait for wait in waits[waited] if wait[1] > wait[0]],
+            }
+            yield Recorded(record, gradients, settled.flights[landed], ready[landed])
 
 
 class Unwritten:
@@ -53,13 +154,13 @@ class Unwritten:
         self._steps: list[bytes] = []
         self._payloads: list[bytes] = []
 
-    def add_step(self, settled: Settled, words: Words | None) -> None:
-        """The record of a step whose time is divided."""
-        self._steps.append(dumps(step_record(settled, words, self._rank)))
+    def add_step(self, record: dict[str, Any]) -> None:
+        """The record of a step."""
+        self._steps.append(dumps(record))
 
-    def add_payload(self, landed: Landed) -> None:
+    def add_payload(self, record: dict[str, Any]) -> None:
         """The record of a payload."""
-        self._payloads.append(dumps(bucket_record(landed, self._rank)))
+        self._payloads.append(dumps(record))
 
     def put(self, writer: Writer) -> None:
         """Have them written."""
@@ -68,26 +169,7 @@ class Unwritten:
                 writer.put(f"{kind}/rank-{self._rank:05}.jsonl", b"".join(lines), len(lines))
 
 
-def step_record(settled: Settled, words: Words | None, rank: int) -> dict[str, Any]:
-    """One line of `steps/rank-….jsonl`, once the step's time is divided.
-
-    Args:
-        settled: the step.
-        words: of all ranks about it; None: they have not met in it.
-        rank: this one.
-    """
-    step = settled.step
-    return {
-        "v": VERSION,
-        "rank": rank,
-        "stage": step.stage,
-        "step": step.number,
-        "samples": settled.samples,
-        "loss": settled.loss,
-        "mean_loss": None if words is None else words.mean_loss,
-        "start_us": settled.start_us,
-        **settled.us,
-        "step_us": settled.step_us,
-        "laps": [[part.removesuffix("_us"), us] for part, us in settled.laps if us],
-        "waits": [[start, end] for start, end in settled.waits if end > start],
-    }
+def _slices(lines: Ints, rows: int) -> list[slice]:
+    """Where the entries of each step lie, which stand in the order of steps."""
+    ends = lines.searchsorted(np.arange(2, 2 * rows + 2, 2)).tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,5 +1,6 @@
 """Clocks: marks that cost next to nothing in the step and become microseconds afterwards."""
 
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -21,8 +22,14 @@ class Clock(Protocol):
     def us(self, mark: Any) -> int:
         """A mark in microseconds of this rank's monotonic clock."""
 
-    def read(self, flights: Sequence[Flight[Any]]) -> list[Flight[int]]:
+    def times(self, marks: list[Any]) -> list[int]:
+        """Many marks in microseconds."""
+
+    def read(self, flights: Sequence[Flight[Any]]) -> Sequence[Flight[int]]:
         """Flights that have ended, their marks in microseconds."""
+
+    def in_hooks_us(self, flight: Flight[Any]) -> int:
+        """How long hooks ran on the training thread while a payload set out; it may not have landed yet."""
 
     def rebase(self, mark: Any) -> None:
         """Measure later marks from this one, which has been read."""
@@ -39,16 +46,25 @@ class HostClock:
 
     lag = 0
 
-    mark = staticmethod(now_us)
-    """Microseconds of the monotonic clock."""
+    mark = staticmethod(time.monotonic_ns)
+    """Nanoseconds of the monotonic clock: no code of our own runs in the step."""
 
     def us(self, mark: int) -> int:
-        """The mark itself."""
-        return mark
+        """Whole microseconds, as `now_us` gives them."""
+        return mark // 1000
 
-    def read(self, flights: Sequence[Flight[int]]) -> list[Flight[int]]:
+    def times(self, marks: list[int]) -> list[int]:
+        """Whole microseconds."""
+        return [mark // 1000 for mark in marks]
+
+    def read(self, flights: Sequence[Flight[int]]) -> Sequence[Flight[int]]:
         """The flights themselves."""
-        return list(flights)
+        return flights
+
+    def in_hooks_us(self, flight: Flight[int]) -> int:
+        """From the hook's call to its return."""
+        assert flight.handed_over is not None, "a payload that was sent has been handed over"
+        return flight.handed_over - flight.ready
 
     def rebase(self, mark: int) -> None:
         """Nothing to do: every mark is absolute."""
@@ -94,9 +110,17 @@ class StreamClock:
         """Waits until the device has passed the event."""
         return round(self._exact(mark))
 
-    def read(self, flights: Sequence[Flight[torch.cuda.Event]]) -> list[Flight[int]]:
+    def times(self, marks: list[torch.cuda.Event]) -> list[int]:
+        """Waits until the device has passed the last event."""
+        return [self.us(mark) for mark in marks]
+
+    def read(self, flights: Sequence[Flight[torch.cuda.Event]]) -> Sequence[Flight[int]]:
         """Waits until the device has passed the last event."""
         return [flight.mapped(self.us) for flight in flights]
+
+    def in_hooks_us(self, flight: Flight[torch.cuda.Event]) -> int:
+        """None of the device's: hooks work on a stream of their own."""
+        return 0
 
     def rebase(self, mark: torch.cuda.Event) -> None:
         """Measure later events from this one."""

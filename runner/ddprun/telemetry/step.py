@@ -6,46 +6,23 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.overflow import Overflow
-from ddprun.telemetry.records import Traffic
 from ddprun.telemetry.stragglers import Straggler
 from ddprun_hooks.flight import Flight
 
 
 @dataclass(slots=True)
-class Marks:
-    """Traffic of a step that runs, its times still marks."""
+class Traffic:
+    """What is exchanged beside backward: in a step that runs, or between steps."""
 
     sent: list[Flight[Any]] = field(default_factory=list)
+    """What set out; it may not have landed yet."""
+
     landed: list[Flight[Any]] = field(default_factory=list)
+    """What was waited for; it may have set out in an earlier step."""
+
     waits: list[tuple[Any, Any]] = field(default_factory=list)
-
-    @property
-    def used(self) -> bool:
-        """Whether there was any."""
-        return bool(self.sent or self.landed or self.waits)
-
-    def read(self, clock: Clock) -> Traffic:
-        """The traffic in microseconds."""
-        us = clock.us
-        landed = clock.read(self.landed)
-        # What has not landed yet is not complete; of it only the time inside its hooks is wanted.
-        sent = [_set_out(flight, clock) for flight in self.sent]
-        return Traffic(sent, landed, [(us(start), us(end)) for start, end in self.waits])
-
-
-def _set_out(flight: Flight[Any], clock: Clock) -> Flight[int]:
-    return Flight(
-        flight.kind,
-        flight.bucket,
-        flight.hooks,
-        flight.dtype,
-        flight.numel,
-        flight.bytes,
-        ready=clock.us(flight.ready),
-        handed_over=clock.us(flight.handed_over),
-    )
+    """When the training thread had nothing to do but wait: marks, from and to."""
 
 
 @dataclass(slots=True)
@@ -54,26 +31,30 @@ class Step:
 
     number: int
     stage: int
-    laps: list[tuple[str, Any]]
-    """(part that ended here, mark); the first entry only starts the time."""
+    parts: list[str]
+    """What ended at each mark (one of `records.PARTS`); the first entry only starts the time."""
+
+    marks: list[Any]
 
     flights: list[Flight[Any]] = field(default_factory=list)
     """Gradient buckets of the backward pass."""
 
-    gradients: Mapping[str, Any] = field(default_factory=dict)
-    """When the gradients were complete, by parameter; empty if nobody has looked."""
+    gradients: Mapping[str, Any] | None = None
+    """When the gradients were complete, by parameter; None: nobody has looked."""
 
-    sync: Marks = field(default_factory=Marks)
+    sync: Traffic | None = None
     """What else was exchanged: changes of parameters, buffers."""
 
     backward_end: Any = None
-    losses: list[tuple[Tensor, int]] = field(default_factory=list)
-    """(mean loss of a micro-batch, samples) of this rank."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Of this rank: the mean loss of each micro-batch."""
+
+    samples: list[int] = field(default_factory=list)
+    """Of each micro-batch."""
 
     synchronised: bool = True
-    stop: bool = False
-    checkpoint: bool = False
-    compare_clocks: bool = False
+    wishes: int = 0
+    """Of this rank (`word.STOP` …)."""
 
 
 class Agreed(NamedTuple):

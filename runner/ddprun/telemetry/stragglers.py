@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ddprun.telemetry.word import Numbers, Spent, Words, ready_of, spent_of, sync_ready_of, told_buckets
+from ddprun.telemetry.word import SPENT, Heard, Numbers, ready_of, spent_of, sync_ready_of, told_buckets
 
 Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]
 
@@ -78,7 +78,7 @@ class Stragglers:
 
     def __init__(self, window: int, over: float) -> None:
         self._window, self._over = window, over
-        self._steps: deque[tuple[int, Numbers]] = deque(maxlen=window)
+        self._steps: deque[tuple[int, Heard]] = deque(maxlen=window)
         self._since = 0
         self._params: Sequence[tuple[str, ...]] = ()
         self._suspect: Straggler | None = None  # what was found last
@@ -97,11 +97,11 @@ class Stragglers:
         self._steps.clear()
         self._since, self._params, self._suspect, self.now = 0, params, None, None
 
-    def add(self, step: int, words: Words) -> bool:
-        """Take the words of a step; whether `now` is newly known."""
-        if not words.met:
+    def add(self, step: int, heard: Heard) -> bool:
+        """Take what ranks have told about a step; whether `now` is newly known."""
+        if not heard.met:
             return False  # ranks have met, as for an audit, and none was waited for
-        self._steps.append((step, words.numbers))
+        self._steps.append((step, heard))
         self._since += 1
         if len(self._steps) < self._window or self._since < max(1, self._window // 2):
             return False
@@ -141,22 +141,26 @@ class Stragglers:
         return found
 
     def _look(self) -> Straggler | None:
-        told = np.stack([numbers for _, numbers in self._steps])  # (steps, ranks, numbers of a word)
-        if told.shape[1] < 2:
+        if len(self._steps[0][1].numbers) < 2:
             return None
+        # The usual case, and so the cheap one: no rank is later than the last one comes after the first.
+        apart = sorted(heard.apart_us for _, heard in self._steps)
+        if apart[(len(apart) - 1) // 2] <= _LEAST_US / _STAYS:
+            return None
+        told = np.stack([heard.numbers for _, heard in self._steps])  # (steps, ranks, numbers of a word)
         # Where ranks meet twice in a step, beside backward and in it, they wait for each other twice.
         places = (ready_of(told), sync_ready_of(told))
         meetings = [at[..., -1] for at in places if at.shape[2] and at.all()]
         if not meetings:
             return None
-        late = sum((_beyond(at) for at in meetings[1:]), _beyond(meetings[0]))  # (steps, ranks)
+        late: Numbers = np.sum([_beyond(at) for at in meetings], axis=0)  # (steps, ranks)
         typical = _median(late)  # (ranks,)
         rank = int(typical.argmax())
         late_us = float(typical[rank])
         before = self.now if self.now is not None and self.now.rank == rank else None
         stays = 1.0 if before is None else _STAYS
         if late_us <= _LEAST_US / stays:
-            return None  # the usual case, and so the cheap one
+            return None
         others = np.delete(late, rank, 1).ravel()
         spread = float(_median(abs(others - _median(others))))
         first, last = self._steps[0][0], self._steps[-1][0]
@@ -180,7 +184,7 @@ def _cause(rank: int, late_us: float, told: Numbers, before: Cause | None) -> tu
     """Where a rank spent more than the others, and which of the buckets told of shows it."""
     more = _median(_beyond(spent_of(told))[:, rank]).tolist()  # (parts,)
     parts: dict[Cause, float] = dict.fromkeys(get_args(Cause), 0.0)
-    for name, us in zip(Spent._fields, more, strict=True):
+    for name, us in zip(SPENT, more, strict=True):
         parts[_CAUSES[name]] += us
     parts["communication"] += late_us - sum(more)
     cause = max(parts, key=lambda part: parts[part] * (_STAYS if part == before else 1.0))

@@ -1,10 +1,12 @@
-"""The control word: the numbers that each rank tells all others about a step in which ranks synchronise."""
+"""The control word: the numbers that each rank tells all others about a step in which ranks synchronise.
+
+Words travel as rows of one array. In each, the numbers in `SUMS` are added up since the word before; then
+come wishes, what hooks have found, and moments, in microseconds of rank 0's clock; 0 stands for none.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import add
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,85 +14,28 @@ from numpy.typing import NDArray
 MOST_READY = 64
 """Ready times in a word at most; of more buckets they are those of every n-th, and of the last."""
 
-_CHECKPOINT = 2  # beside 1, the wish to stop
+STOP, CHECKPOINT, COMPARE_CLOCKS = 1, 2, 4
+"""Wishes; their sum is told."""
 
+SPENT = ("data_us", "forward_us", "backward_us", "hook_us", "optimizer_us", "sync_us", "other_us")
+"""Time of the training thread's own: without what it waited, and all parts but `hook_us` without hooks."""
 
-class Spent(NamedTuple):
-    """Time of a training thread's own since the word before, in microseconds: without what it waited."""
+SUMS = ("loss_sum", "samples", "steps", "us", *SPENT)
+"""`us`: how long the steps took."""
 
-    data_us: float = 0.0
-    forward_us: float = 0.0
-    backward_us: float = 0.0
-    hook_us: float = 0.0
-    """Hooks on the training thread; the other parts are without it."""
-
-    optimizer_us: float = 0.0
-    sync_us: float = 0.0
-    other_us: float = 0.0
-
-    def plus(self, other: "Spent") -> "Spent":
-        """Both together."""
-        return Spent(*map(add, self, other))
-
-
-NOTHING_SPENT = Spent()
-_CODE_AT, _SYNC_READY_AT, _STEPS_AT, _SPENT_AT = 4, 5, 6, 8
-_READY_AT = _SPENT_AT + len(Spent._fields)
+LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, SPENT_AT = range(5)
+WISHES_AT = len(SUMS)
+CODE_AT, SYNC_READY_AT, READY_AT = range(WISHES_AT + 1, WISHES_AT + 4)
+"""Where in a word are: the first payload that did not come back finite (`telemetry.overflow`); when the last
+payload beside backward was ready; when gradient buckets were ready, those that `told_buckets` names, zeros if
+this rank exchanged none.
+"""
 
 Numbers = NDArray[np.float64]
 
 
-class Word(NamedTuple):
-    """What one rank tells. Moments are microseconds of rank 0's clock; 0 stands for none."""
-
-    loss_sum: float
-    """Over the samples since the word before."""
-
-    samples: int
-    stop: bool = False
-    checkpoint: bool = False
-    compare_clocks: bool = False
-    code: int = 0
-    """The first payload that did not come back finite (`telemetry.overflow`)."""
-
-    sync_ready: float = 0.0
-    """When the last payload beside backward was ready."""
-
-    steps: int = 1
-    """Taken since the word before."""
-
-    us: float = 0.0
-    """How long these took, in microseconds."""
-
-    spent: Spent = NOTHING_SPENT
-    ready: Sequence[float] = ()
-    """When gradient buckets were ready: those that `told_buckets` names, or none at all."""
-
-    def numbers(self, places: int) -> list[float]:
-        """As they travel; equally many on all ranks.
-
-        Args:
-            places: how many ready times there are, zeros if this rank has none.
-        """
-        wishes = self.stop + _CHECKPOINT * self.checkpoint
-        ready = self.ready or [0.0] * places
-        return [
-            self.loss_sum,
-            self.samples,
-            wishes,
-            self.compare_clocks,
-            self.code,
-            self.sync_ready,
-            self.steps,
-            self.us,
-            *self.spent,
-            *ready,
-        ]
-
-
-@dataclass(slots=True)
-class Words:
-    """Every rank's word about one step."""
+class Heard(NamedTuple):
+    """What ranks have told about one step."""
 
     mean_loss: float
     """Over all samples of all ranks."""
@@ -111,89 +56,110 @@ class Words:
     """Rank 0 wants the clocks compared again."""
 
     codes: list[int]
-    """Each rank's `Word.code`."""
+    """What each rank's hooks have found first; empty: nothing on any rank."""
+
+    met: bool
+    """Some payload was exchanged in the step."""
+
+    apart_us: float
+    """From the first rank's having its last payload ready to the last one's: in backward, and beside it."""
 
     numbers: Numbers
     """Shape (ranks, numbers of a word)."""
 
-    latest: list[float]
-    """The largest of each of the numbers, over ranks."""
 
-    @classmethod
-    def of(cls, numbers: Numbers) -> "list[Words]":
-        """The words of several steps.
-
-        Args:
-            numbers: of shape (steps, ranks, numbers of a word).
-        """
-        sums, samples, wishes, compare, codes = numbers[..., : _CODE_AT + 1].transpose(2, 0, 1)
-        all_samples = samples.sum(1)
-        with np.errstate(invalid="ignore", divide="ignore"):  # without samples there is no mean
-            means, rank_means = sums.sum(1) / all_samples, sums / samples
-        columns: tuple[Any, ...] = (
-            means.tolist(),
-            rank_means.tolist(),
-            all_samples.astype(int).tolist(),
-            (wishes % _CHECKPOINT > 0).any(1).tolist(),
-            (wishes >= _CHECKPOINT).any(1).tolist(),
-            (compare[:, 0] > 0).tolist(),
-            codes.astype(int).tolist(),
-            numbers,
-            numbers.max(1).tolist(),
-        )
-        return [cls(*row) for row in zip(*columns, strict=True)]
-
-    @property
-    def met(self) -> bool:
-        """Some payload was exchanged in the step."""
-        return self.latest[_SYNC_READY_AT] != 0 or any(self.latest[_READY_AT:])
-
-    @property
-    def last_sync_ready(self) -> float:
-        """When the last rank had the last payload beside backward ready; 0: there was none."""
-        return self.latest[_SYNC_READY_AT]
-
-    def all_ready(self, buckets: int) -> list[float]:
-        """When the last rank had each gradient bucket ready; empty if no rank had one.
-
-        Backward fills buckets in order, so one that is not told of was ready when the next one was.
-        """
-        latest = self.latest[_READY_AT:]
-        if not any(latest):
-            return []
-        if buckets <= MOST_READY:
-            return latest
-        told = told_buckets(buckets)
-        found, place = [], 0
-        for bucket in range(buckets):
-            place += bucket > told[place]
-            found.append(latest[place])
-        return found
-
-
-def spent_of(numbers: Numbers) -> Numbers:
-    """The parts of `Spent`: shape (…, parts), of words of shape (…, numbers of a word)."""
-    return numbers[..., _SPENT_AT:_READY_AT]
-
-
-def ready_of(numbers: Numbers) -> Numbers:
-    """The ready times: shape (…, buckets told of), of words of shape (…, numbers of a word)."""
-    return numbers[..., _READY_AT:]
-
-
-def sync_ready_of(numbers: Numbers) -> Numbers:
-    """The ready time of what was exchanged beside backward: shape (…, 1)."""
-    return numbers[..., _SYNC_READY_AT : _SYNC_READY_AT + 1]
-
-
-def usual_step_us(numbers: Numbers) -> float:
-    """How long a step took, in the mean over ranks and over the steps that the words are about.
+class Words:
+    """Every rank's words about several steps.
 
     Args:
         numbers: of shape (words, ranks, numbers of a word).
     """
-    steps, us = numbers[..., _STEPS_AT:_SPENT_AT].sum((0, 1)).tolist()
-    return float(us / max(1.0, steps))
+
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers = numbers
+        self._latest: Numbers = numbers[..., SYNC_READY_AT:].max(1)
+        # The order of additions must not depend on how many words there are: `sum` would choose one.
+        self._totals: Numbers = np.add.accumulate(numbers[..., : SAMPLES_AT + 1], axis=1)[:, -1]
+        with np.errstate(invalid="ignore", divide="ignore"):  # without samples there is no mean
+            self._means = self._totals[:, LOSS_AT] / self._totals[:, SAMPLES_AT]
+
+    @property
+    def mean_losses(self) -> list[float]:
+        """Over all samples of all ranks; of each word."""
+        means: list[float] = self._means.tolist()
+        return means
+
+    @property
+    def usual_step_us(self) -> float:
+        """How long a step took, in the mean over ranks and over the steps that the words are about."""
+        steps, us = self._numbers[..., STEPS_AT : US_AT + 1].sum((0, 1)).tolist()
+        return float(us / max(1.0, steps))
+
+    def heard(self) -> Iterator[Heard]:
+        """Of each word, what it comes to."""
+        numbers = self._numbers
+        wishes, codes = numbers[..., WISHES_AT].astype(int), numbers[..., CODE_AT]
+        met: NDArray[np.bool_] = np.any(self._latest, axis=1)
+        meetings = numbers[..., sorted({SYNC_READY_AT, numbers.shape[2] - 1})]
+        of_any: list[int] = np.bitwise_or.reduce(wishes, axis=1).tolist()
+        with np.errstate(invalid="ignore", divide="ignore"):
+            rank_losses = numbers[..., LOSS_AT] / numbers[..., SAMPLES_AT]
+        return map(
+            Heard,
+            self.mean_losses,
+            rank_losses.tolist(),
+            self._totals[:, SAMPLES_AT].astype(int).tolist(),
+            [wish & STOP > 0 for wish in of_any],
+            [wish & CHECKPOINT > 0 for wish in of_any],
+            [wish & COMPARE_CLOCKS > 0 for wish in wishes[:, 0].tolist()],
+            codes.astype(int).tolist() if codes.any() else [[]] * len(numbers),
+            met.tolist(),
+            (meetings.max(1) - meetings.min(1)).sum(1).tolist(),
+            list(numbers),
+        )
+
+    def all_ready(self, buckets: int) -> Numbers:
+        """When the last rank had each gradient bucket ready; zeros where no rank had one.
+
+        Backward fills buckets in order, so one that is not told of was ready when the next one was.
+
+        Args:
+            buckets: how many there are.
+
+        Returns:
+            Shape (words, buckets).
+        """
+        ready: Numbers = self._latest[:, READY_AT - SYNC_READY_AT :][:, place_of(buckets)]
+        return ready
+
+    def last_sync_ready(self) -> Numbers:
+        """When the last rank had the last payload beside backward ready; 0: there was none.
+
+        Returns:
+            Shape (words,).
+        """
+        last: Numbers = self._latest[:, 0]
+        return last
+
+
+def spent_of(numbers: Numbers) -> Numbers:
+    """The parts in `SPENT`: shape (…, parts), of words of shape (…, numbers of a word)."""
+    return numbers[..., SPENT_AT:WISHES_AT]
+
+
+def ready_of(numbers: Numbers) -> Numbers:
+    """The ready times: shape (…, buckets told of), of words of shape (…, numbers of a word)."""
+    return numbers[..., READY_AT:]
+
+
+def sync_ready_of(numbers: Numbers) -> Numbers:
+    """The ready time of what was exchanged beside backward: shape (…, 1)."""
+    return numbers[..., SYNC_READY_AT : SYNC_READY_AT + 1]
+
+
+def blank(words: int, buckets: int) -> Numbers:
+    """Words that say nothing, with room for the ready times of so many buckets."""
+    return np.zeros((words, READY_AT + buckets))
 
 
 def told_buckets(buckets: int) -> list[int]:
@@ -201,3 +167,8 @@ def told_buckets(buckets: int) -> list[int]:
     if buckets <= MOST_READY:
         return list(range(buckets))
     return [math.ceil((place + 1) * buckets / MOST_READY) - 1 for place in range(MOST_READY)]
+
+
+def place_of(buckets: int) -> NDArray[np.int64]:
+    """For each gradient bucket, which of the ready times in a word is its own, or the next one's."""
+    return np.searchsorted(told_buckets(buckets), np.arange(buckets))

@@ -1,0 +1,172 @@
+"""What this rank adds up from one control word to the next, and the words that come of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ddprun.telemetry.overflow import first_finding
+from ddprun.telemetry.settle import Settled
+from ddprun.telemetry.word import (
+    CODE_AT,
+    LOSS_AT,
+    READY_AT,
+    SAMPLES_AT,
+    SPENT_AT,
+    STEPS_AT,
+    SUMS,
+    SYNC_READY_AT,
+    US_AT,
+    WISHES_AT,
+    Numbers,
+    blank,
+)
+from ddprun_hooks.flight import Flight
+
+
+@dataclass(slots=True)
+class OwnWord:
+    """A word of this rank's."""
+
+    step: int
+    row: int | None
+    """Of the settled step that it is about; None: the rest of a stage, whose steps are finished."""
+
+    finders: Sequence[Flight[int]]
+    """Payloads in which something was found since the word before."""
+
+
+@dataclass(slots=True)
+class Round:
+    """Since the last word."""
+
+    sums: Numbers = field(default_factory=lambda: np.zeros(len(SUMS)))
+    last_step: int = 0
+    code: int = 0
+    """What was found first (`telemetry.overflow`)."""
+
+    finders: list[Flight[int]] = field(default_factory=list)
+
+    def find(self, landed: Sequence[Flight[int]]) -> None:
+        """Keep the first finding."""
+        if found := [flight for flight in landed if flight.findings]:
+            self.code = self.code or first_finding(found)
+            self.finders += found
+
+    def plain(self) -> dict[str, Any]:
+        """As a checkpoint can hold it; `of` reads it back."""
+        loss_sum, samples, steps, us, *spent = self.sums.tolist()
+        return {
+            "loss_sum": loss_sum,
+            "samples": int(samples),
+            "steps": int(steps),
+            "us": int(us),
+            "last_step": self.last_step,
+            "code": self.code,
+            "spent": spent,
+        }
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> "Round":
+        """From what `plain` gave."""
+        sums = [plain["loss_sum"], plain["samples"], plain["steps"], plain["us"], *plain["spent"]]
+        return cls(np.array(sums, dtype=np.float64), plain["last_step"], plain["code"])
+
+    def tell(
+        self, settled: Settled, *, buckets: Sequence[int], offset_us: float
+    ) -> tuple[list[OwnWord], Numbers, "Round"]:
+        """The words about those steps in which ranks have synchronised, and what is left for the next one.
+
+        Args:
+            settled: steps after those of this round.
+            buckets: those whose ready times are told.
+            offset_us: how far this rank's clock is ahead of rank 0's.
+
+        Returns:
+            The words, their numbers, of shape (words, numbers of a word), and the round that has begun.
+        """
+        steps = settled.steps
+        rows = [row for row, step in enumerate(steps) if step.synchronised]
+        numbers = blank(len(rows), len(buckets))
+        left = self._add_up(settled, rows, numbers)
+        if rows:
+            numbers[:, WISHES_AT] = [steps[row].wishes for row in rows]
+            _put_moments(settled, rows, numbers, buckets, offset_us)
+        return self._find_in(settled, numbers, left), numbers, left
+
+    def rest(self, buckets: int) -> Numbers:
+        """A word about no step of its own: shape (1, numbers of a word), with room for ready times."""
+        numbers = blank(1, buckets)
+        numbers[0, :WISHES_AT] = self.sums
+        numbers[0, CODE_AT] = self.code
+        return numbers
+
+    def _add_up(self, settled: Settled, rows: Sequence[int], numbers: Numbers) -> "Round":
+        """Put the sums into the words."""
+        running = np.empty((1 + len(settled.steps), len(SUMS)))
+        running[0] = self.sums
+        running[1:, SAMPLES_AT] = settled.samples
+        running[1:, STEPS_AT] = 1.0
+        running[1:, US_AT] = settled.step_us
+        running[1:, SPENT_AT:] = settled.spent_us
+        # Losses are added in the order of their steps, whichever are settled together.
+        loss_sum, losses = float(self.sums[LOSS_AT]), []
+        for step, loss in zip(settled.steps, settled.loss_sums, strict=True):
+            loss_sum += loss
+            if step.synchronised:
+                losses.append(loss_sum)
+                loss_sum = 0.0
+        running[:, LOSS_AT] = 0.0
+        np.add.accumulate(running, axis=0, out=running)  # of whole numbers, so that differences are exact
+        left = running[-1].copy()
+        if rows:
+            at = running[1:][rows]
+            numbers[:, :WISHES_AT] = at
+            numbers[1:, :WISHES_AT] -= at[:-1]
+            numbers[:, LOSS_AT] = losses
+            left -= at[-1]
+        left[LOSS_AT] = loss_sum
+        return Round(left, settled.steps[-1].number)
+
+    def _find_in(self, settled: Settled, numbers: Numbers, left: "Round") -> list[OwnWord]:
+        """Put into each word what was found first; gives the words."""
+        found: dict[int, list[Flight[int]]] = {}
+        for row, flight in settled.found:
+            found.setdefault(row, []).append(flight)
+        words: list[OwnWord] = []
+        left.code, left.finders = self.code, list(self.finders)
+        for row, step in enumerate(settled.steps):
+            if row in found:
+                left.find(found[row])
+            if step.synchronised:
+                if left.code:
+                    numbers[len(words), CODE_AT] = left.code
+                words.append(OwnWord(step.number, row, left.finders))
+                left.code, left.finders = 0, []
+        return words
+
+
+def _put_moments(
+    settled: Settled, rows: Sequence[int], numbers: Numbers, told: Sequence[int], offset_us: float
+) -> None:
+    """Put into the words when this rank had its payloads ready."""
+    word_of = np.full(len(settled.steps), -1)
+    word_of[rows] = range(len(rows))
+    lines, buckets, ready, _ = settled.landed
+    words, beside = word_of[lines // 2], lines % 2 > 0
+    at = ready - offset_us
+    if told:
+        place = np.full(told[-1] + 1, -1)
+        place[told] = range(len(told))
+        mine = (words >= 0) & ~beside
+        mine &= place[np.where(mine, buckets, 0)] >= 0
+        numbers[words[mine], READY_AT + place[buckets[mine]]] = at[mine]
+    if beside.any():
+        mine = (words >= 0) & beside
+        np.maximum.at(numbers[:, SYNC_READY_AT], words[mine], at[mine])
+
+
+NOTHING_ADDED: Mapping[str, Any] = MappingProxyType(Round().plain())
+"""The part `round` of a ledger's state that has just met."""

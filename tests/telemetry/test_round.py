@@ -1,0 +1,165 @@
+"""What one rank tells: the same words, whichever steps are settled together."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from ddprun.telemetry.clock import HostClock
+from ddprun.telemetry.round import OwnWord, Round
+from ddprun.telemetry.settle import settle
+from ddprun.telemetry.step import Step, Traffic
+from ddprun.telemetry.word import (
+    CODE_AT,
+    LOSS_AT,
+    READY_AT,
+    SAMPLES_AT,
+    STEPS_AT,
+    STOP,
+    SYNC_READY_AT,
+    US_AT,
+    WISHES_AT,
+    told_buckets,
+)
+from ddprun_hooks.flight import Flight
+from ddprun_hooks.payload import Finding
+
+OFFSET_US = 1000.0
+
+
+def step_of(number: int, samples: int, *, met: bool = True) -> Step:
+    """A step of 10 µs that ends at number * 1000."""
+    end = 1000 * number
+    step = Step(number, 0, ["", "forward_us"], [1000 * (end - 10), 1000 * end], synchronised=met)
+    step.losses.append(torch.tensor(0.1 * number))
+    step.samples.append(samples)
+    return step
+
+
+def flight(bucket: int, ready: int, *codes: int, kind: str = "gradient") -> Flight[int]:
+    found = [Finding("fp16", "overflow", torch.tensor(code)) for code in codes]
+    return Flight(kind, bucket, (), "float32", 2, 8, ready, ready + 5, ready + 1, findings=found)  # type: ignore[arg-type]
+
+
+def words_of(
+    steps: Sequence[Step], lengths: Sequence[int], buckets: int = 3
+) -> tuple[list[OwnWord], NDArray[np.float64], Round]:
+    """The words about steps of which so many are settled together, and the round they leave."""
+    told = told_buckets(buckets)
+    words, numbers, now, first = list[OwnWord](), list[NDArray[np.float64]](), Round(), 0
+    for length in lengths:
+        settled = settle(steps[first : first + length], HostClock(), every=1)
+        more, found, now = now.tell(settled, buckets=told, offset_us=OFFSET_US)
+        words += more
+        numbers.append(found)
+        first += length
+    assert first == len(steps)
+    return words, np.concatenate(numbers), now
+
+
+def any_steps(count: int, chance: random.Random) -> list[Step]:
+    """Steps in some of which ranks meet, beside backward and in it."""
+    steps = []
+    for number in range(1, count + 1):
+        step = step_of(number, chance.choice((0, 1, 3)), met=chance.random() < 0.6)
+        step.wishes = chance.choice((0, 0, STOP))
+        now = 1000 * number
+        if chance.random() < 0.7:
+            step.flights = [
+                flight(bucket, now + bucket, *([1] if chance.random() < 0.2 else [])) for bucket in range(3)
+            ]
+            step.backward_end = 1000 * (now + 20)
+        if chance.random() < 0.3:
+            beside = [flight(0, now + 30, kind="delta"), flight(1, now + 40, 2, kind="delta")]
+            step.sync = Traffic(beside, beside, [(1000 * (now + 31), 1000 * (now + 50))])
+        steps.append(step)
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_words_are_the_same_whichever_steps_are_settled_together(seed: int) -> None:
+    """Bit for bit, though losses are sums of fractions."""
+    steps = any_steps(40, random.Random(seed))
+    words, numbers, left = words_of(steps, [1] * 40)
+    for lengths in ([40], [7, 1, 20, 12], [32, 8]):
+        other_words, other_numbers, other_left = words_of(steps, lengths)
+        assert np.array_equal(numbers, other_numbers)
+        assert other_left.plain() == left.plain()
+        assert [(told.step, told.finders) for told in words] == [
+            (told.step, told.finders) for told in other_words
+        ]
+    assert [told.step for told in words] == [step.number for step in steps if step.synchronised]
+
+
+def test_a_word_is_about_all_steps_since_the_one_before() -> None:
+    """Sums are over these; moments, wishes and findings are the step's own, and what was found before it."""
+    steps = [step_of(1, 2, met=False), step_of(2, 3), step_of(3, 1, met=False)]
+    steps[0].flights, steps[0].backward_end = [flight(1, 700, 1)], 720_000
+    steps[1].flights, steps[1].backward_end = [flight(0, 1995), flight(2, 1999)], 2_010_000
+    beside = [flight(0, 2005, kind="delta"), flight(1, 2003, kind="delta")]
+    steps[1].sync, steps[1].wishes = Traffic(beside, beside, []), STOP
+    (told,), (numbers,), left = words_of(steps, [3])
+    assert (told.step, told.row, list(told.finders)) == (2, 1, steps[0].flights)
+    assert numbers[LOSS_AT] == pytest.approx(0.1 * 2 + 0.2 * 3)
+    assert numbers[[SAMPLES_AT, STEPS_AT, US_AT, WISHES_AT]].tolist() == [5, 2, 20, STOP]
+    assert numbers[CODE_AT] != 0
+    assert numbers[SYNC_READY_AT] == 2005 - OFFSET_US
+    assert numbers[READY_AT:].tolist() == [1995 - OFFSET_US, 0, 1999 - OFFSET_US]
+    assert (left.last_step, left.code, left.finders) == (3, 0, [])
+    assert Round.of(left.plain()).plain() == left.plain()
+    (rest,) = left.rest(3)
+    assert rest[[SAMPLES_AT, STEPS_AT, US_AT, SYNC_READY_AT]].tolist() == [1, 1, 10, 0]
+
+
+def test_of_many_buckets_those_that_are_told_of_are() -> None:
+    """The others' ready times stay behind."""
+    step = step_of(1, 1)
+    step.flights, step.backward_end = [flight(bucket, 900 + bucket) for bucket in range(100)], 1_000_000
+    _, (numbers,), _ = words_of([step], [1], buckets=100)
+    assert numbers[READY_AT:].tolist() == [900 + bucket - OFFSET_US for bucket in told_buckets(100)]
+
+
+def test_a_loss_that_is_not_a_number_is_told_once() -> None:
+    """It does not spread to the words that come after it."""
+    steps = [step_of(number, 1) for number in range(1, 5)]
+    steps[1].losses = [torch.tensor(float("nan"))]
+    steps[2].losses = [torch.tensor(float("inf"))]
+    _, numbers, left = words_of(steps, [4])
+    losses = numbers[:, LOSS_AT]
+    assert np.isnan(losses[1])
+    assert losses[[0, 2, 3]].tolist() == [pytest.approx(0.1), float("inf"), pytest.approx(0.4)]
+    assert left.plain()["loss_sum"] == 0.0
+
+
+def test_what_an_older_checkpoint_holds_is_gone_on_from() -> None:
+    """A checkpoint's keys are these, whatever a word looks like."""
+    plain = {
+        "loss_sum": 0.5,
+        "samples": 2,
+        "steps": 1,
+        "us": 30,
+        "last_step": 9,
+        "code": 0,
+        "spent": [1, 2, 3, 4, 5, 6, 7],
+    }
+    before = Round.of(plain)
+    assert before.plain() == plain
+    words, (numbers,), _ = before.tell(
+        settle([step_of(10, 3)], HostClock(), every=1), buckets=[], offset_us=0.0
+    )
+    assert [own.step for own in words] == [10]
+    assert numbers[[SAMPLES_AT, STEPS_AT, US_AT]].tolist() == [5, 2, 40]
+    assert numbers[LOSS_AT] == 0.5 + 3 * float(torch.tensor(1.0))
+
+
+def test_micro_batches_of_a_step_are_added_up() -> None:
+    """Each by its samples; one without any counts nothing, whatever its loss is."""
+    step = step_of(1, 3)
+    step.losses += [torch.tensor(2.0), torch.tensor(float("nan"))]
+    step.samples += [1, 0]
+    _, (numbers,), _ = words_of([step], [1])
+    assert numbers[LOSS_AT] == pytest.approx(3 * 0.1 + 2.0)
+    assert numbers[SAMPLES_AT] == 4
