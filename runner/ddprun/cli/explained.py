@@ -4,14 +4,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddprun.cli.columns import capital, count, ends, labelled, named_steps, size, table, told
-from ddprun.insight.explained import Exchange, Explained, StageExplained, bucket_bytes
-from ddprun.insight.traffic import Among, Amount, Carried
+from ddprun.cli.exchanged import HEAD, RIGHT, named, ranks_of, summed, tables, thinned
+from ddprun.insight.explained import Exchange, Explained, StageExplained
 from ddprun.spec import Buffers, Choice, TrainSettings
 from ddprun.sync.buffers import Verdict
-from ddprun_hooks.buckets import BucketLayout
-
-_ROWS = 12
-"""Longer tables lose their middle; `--format json` has all."""
 
 
 def text(explained: Explained) -> str:
@@ -62,14 +58,14 @@ def _stage(stage: StageExplained, explained: Explained, known: dict[tuple[str, s
     hooks = ", ".join(map(_chosen, settings.hooks))
     yield f"{title} for {_length(stage, settings)}, sync: {_chosen(settings.sync)}, hooks: [{hooks}]"
     if stage.begin:
-        what = ", and ".join(map(_what, stage.begin))
+        what = ", and ".join(map(named, stage.begin))
         why = "Equal gradients keep ranks equal only if that is equal, too"
         yield from told("Begin", f"Once: {what}. {why}.")
     yield from said("Forward", _forward(stage, settings))
     yield from said("Buffers", _buffers(stage, settings.buffers, explained))
     if stage.kind == "train":
         yield from told("Backward", _backward(stage, settings))
-        yield from _tables(_at(stage, "backward"), stage.ranks)
+        yield from tables(_at(stage, "backward"), stage.ranks)
     yield from _after_steps(stage, settings)
     yield from _end(stage)
     yield from said("Control word", _control_word(stage))
@@ -151,7 +147,7 @@ def _drifts(settings: TrainSettings) -> bool:
 
 def _backward(stage: StageExplained, settings: TrainSettings) -> str:
     for exchange in _at(stage, "backward"):
-        said = f"Gradients are averaged over {_ranks(exchange)}, in every step"
+        said = f"Gradients are averaged over {ranks_of(exchange)}, in every step"
         if _drifts(settings):
             said = "Gradients go through the hooks in every step, but to no other rank"
         if settings.accumulate > 1:
@@ -173,7 +169,7 @@ def _after_steps(stage: StageExplained, settings: TrainSettings) -> Iterator[str
         steps.setdefault(tuple(sorted(step for places in of for step in places)), []).append(exchange)
     lines = []
     for places, together in steps.items():
-        lines.append(f"{_when(places, stage)}: {', and '.join(map(_what, together))}.")
+        lines.append(f"{_when(places, stage)}: {', and '.join(map(named, together))}.")
     idle = stage.cycle - len({step for places in steps for step in places})
     if not lines:
         lines.append("Nothing is sent.")
@@ -181,12 +177,12 @@ def _after_steps(stage: StageExplained, settings: TrainSettings) -> Iterator[str
         lines.append(
             f"the other {idle} of {'every ' if _repeats(stage) else ''}{stage.cycle} steps: nothing."
         )
-    for place, line in enumerate(_thinned(lines)):
+    for place, line in enumerate(thinned(lines)):
         yield from told("" if place else "After a step", capital(line))
     if overlap := settings.sync.options.get("overlap_steps"):
         said = f"An exchange goes on beside training, and is applied exactly {count(overlap, 'step')} later."
         yield from told("", said)
-    yield from _tables(exchanges, stage.ranks)
+    yield from tables(exchanges, stage.ranks)
 
 
 def _end(stage: StageExplained) -> Iterator[str]:
@@ -195,10 +191,10 @@ def _end(stage: StageExplained) -> Iterator[str]:
     elif stage.end is None:
         yield from told("End", "If the last step leaves ranks apart, they synchronise once more.")
     elif stage.end:
-        what = ", and ".join(map(_what, stage.end))
+        what = ", and ".join(map(named, stage.end))
         yield from told("End", f"The last step leaves ranks apart, so once more: {what}.")
         shown = {exchange.way for exchange in _at(stage, "after_step")}
-        yield from _tables([exchange for exchange in stage.end if exchange.way not in shown], stage.ranks)
+        yield from tables([exchange for exchange in stage.end if exchange.way not in shown], stage.ranks)
 
 
 def _control_word(stage: StageExplained) -> str:
@@ -233,12 +229,12 @@ def _loss(settings: TrainSettings) -> str:
 def _without_steps(stage: StageExplained, explained: Explained) -> Iterator[str]:
     parameters = stage.kind in ("average", "broadcast")
     if stage.end:
-        what = ", and ".join(map(_what, stage.end))
+        what = ", and ".join(map(named, stage.end))
         if not parameters:
             what = f"first, as far as they have changed: {what}"
         yield from told("", f"{capital(what)}.")
-        yield from _tables(stage.end, stage.ranks)
-        yield from labelled("Sent", table([_HEAD, _sum("once", stage.whole_amount)], _RIGHT))
+        yield from tables(stage.end, stage.ranks)
+        yield from labelled("Sent", table([HEAD, summed("once", stage.whole_amount)], RIGHT))
         return
     before = [one.settings for one in explained.stages[: stage.index] if one.settings is not None]
     setting = before[-1].buffers if before else explained.loaded.pipeline.buffers
@@ -246,130 +242,22 @@ def _without_steps(stage: StageExplained, explained: Explained) -> Iterator[str]
     yield from told("", "Nothing is sent before it" + (": each rank has buffers of its own." if own else "."))
 
 
-_HEAD = ("", "per rank", "all ranks", "between hosts")
-_RIGHT = "<>>>"
-
-
 def _sums(stage: StageExplained) -> Iterator[str]:
     rows = []
     for pattern in stage.patterns:
         rest = len(stage.patterns) > 1 and pattern is stage.patterns[-1]
-        rows.append(_sum(_when(pattern.steps, stage, rest=rest), pattern.amount))
-    rows = _thinned(rows, ("…", "", "", ""))
+        rows.append(summed(_when(pattern.steps, stage, rest=rest), pattern.amount))
+    rows = thinned(rows, ("…", "", "", ""))
     if len(stage.patterns) > 1:
-        rows.append(_sum("mean of all steps", stage.cycle_amount, stage.cycle))
-    rows.append(_sum("1,000 steps", stage.cycle_amount, stage.cycle, 1000))
+        rows.append(summed("mean of all steps", stage.cycle_amount, stage.cycle))
+    rows.append(summed("1,000 steps", stage.cycle_amount, stage.cycle, 1000))
     if stage.steps is not None:
-        rows.append(_sum(f"the stage: {count(stage.steps, 'step')}", stage.whole_amount))
-    yield from labelled("Sent", table([_HEAD, *rows], _RIGHT))
-
-
-def _sum(label: str, amount: Amount | None, steps: int = 1, wanted: int = 1) -> tuple[str, ...]:
-    if amount is None:
-        return (label, "unknown", "unknown", "unknown")
-    per_rank = amount.all_ranks / len(amount.by_rank)
-    return (
-        label,
-        *(size(sent * wanted / steps) for sent in (per_rank, amount.all_ranks, amount.leaves_hosts)),
-    )
-
-
-def _tables(exchanges: Sequence[Exchange], ranks: int) -> Iterator[str]:
-    """The buckets of exchanges, and how each travels; those together that travel alike."""
-    ways: dict[Any, list[Exchange]] = {}
-    for exchange in exchanges:
-        if exchange.buckets is None and exchange.way.kind != "gradient":
-            kind = {"delta": "changes", "optimizer": "optimizer's state"}.get(
-                exchange.way.kind, exchange.way.kind
-            )
-            yield from told("", f"The size of the {kind} cannot be known, as {exchange.unknown}.")
-        elif exchange.way.kind != "buffers" and exchange.buckets is not None:
-            ways.setdefault(exchange.way, []).append(exchange)
-    for alike in ways.values():
-        if len(ways) > 1:
-            yield from told("", f"{capital(_what(alike[0], numbered=False))}:")
-        rows = [row for exchange in alike for row in _rows(exchange, ranks)]
-        head = ("bucket", "dtype", "values", "bytes", "sent per rank", "parameters")
-        middle = ("…", "", "", "", "", "")
-        yield from labelled("", table([head, *_thinned(rows, middle)], "><>>><"))
-        carried = [one for exchange in alike for one in exchange.carried or ()]
-        unknown = next((exchange.unknown for exchange in alike if exchange.unknown), "")
-        yield from _legs(carried, unknown)
-
-
-def _rows(exchange: Exchange, ranks: int) -> Iterator[tuple[str, ...]]:
-    layouts: Sequence[BucketLayout] = exchange.buckets or ()
-    carried: Sequence[Carried | None] = exchange.carried or [None] * len(layouts)
-    for layout, one in zip(layouts, carried, strict=True):
-        sent = "unknown" if one is None else size(one.amount.all_ranks / ranks)
-        names = ends([param.name for param in layout.params])
-        yield str(layout.index), layout.dtype, f"{layout.numel:,}", size(bucket_bytes(layout)), sent, names
-
-
-def _legs(carried: Sequence[Carried], unknown: str) -> Iterator[str]:
-    """How buckets travel, those together that travel alike."""
-    if unknown:
-        yield from told("", f"How they travel cannot be known, as {unknown}.")
-    alike: dict[tuple[tuple[str, str, Among, int], ...], list[Carried]] = {}
-    for one in carried:
-        alike.setdefault(tuple((leg.op, leg.dtype, leg.among, leg.ranks) for leg in one.legs), []).append(one)
-    for ways, buckets in alike.items():
-        which = "Each bucket"
-        if len(alike) > 1:
-            which = f"Bucket {', '.join(str(one.layout.index) for one in buckets)}"
-        legs = []
-        for place, (op, dtype, among, ranks) in enumerate(ways):
-            together = sum(one.legs[place].bytes for one in buckets)
-            legs.append(f"{op} of {dtype} among {_team(ranks, among)} ({size(together)})")
-        if len(legs) <= 1:
-            yield from told("", f"{which}: {legs[0] if legs else 'nothing is sent'}.")
-            continue
-        yield from told("", f"{which}, one after the other:")
-        for leg in legs:
-            yield from told("", f"- {leg}")
+        rows.append(summed(f"the stage: {count(stage.steps, 'step')}", stage.whole_amount))
+    yield from labelled("Sent", table([HEAD, *rows], RIGHT))
 
 
 def _at(stage: StageExplained, moment: str) -> list[Exchange]:
     return [exchange for exchange in stage.exchanges if exchange.moment == moment]
-
-
-def _what(exchange: Exchange, *, numbered: bool = True) -> str:
-    """What an exchange is."""
-    way, ranks = exchange.way, _ranks(exchange)
-    if exchange.carried is not None and not any(one.legs for one in exchange.carried):
-        return "nothing, as noop gives each rank its own back"
-    match way.kind, way.through:
-        case "delta", _:
-            which = _numbers(exchange) if numbered else ""
-            return f"what parameters have changed by, averaged over {ranks}{which}"
-        case "parameters", "broadcast":
-            return f"the parameters of rank {way.source}, as they are, to {ranks}"
-        case "parameters", _:
-            return f"the parameters as they are, averaged over {ranks}"
-        case "optimizer", _:
-            return f"the optimizer's state as it is, averaged over {ranks}"
-        case "buffers", "broadcast":
-            return f"the buffers of rank {way.source}, to {ranks}"
-        case "buffers", _:
-            return f"the buffers, averaged over {ranks}"
-    return f"the gradients, averaged over {ranks}"
-
-
-def _ranks(exchange: Exchange) -> str:
-    return _team(exchange.ranks, "host" if exchange.way.inside else "all")
-
-
-def _team(ranks: int, among: Among) -> str:
-    if among == "all":
-        return {1: "the only rank", 2: "both ranks"}.get(ranks, f"all {ranks} ranks")
-    return f"the {count(ranks, 'rank')} of {'each host' if among == 'host' else 'one place on every host'}"
-
-
-def _numbers(exchange: Exchange) -> str:
-    if exchange.buckets is None:
-        return ""
-    first, last = exchange.buckets[0].index, exchange.buckets[-1].index
-    return f" (bucket {first})" if first == last else f" (buckets {first} to {last})"
 
 
 def _repeats(stage: StageExplained) -> bool:
@@ -382,11 +270,6 @@ def _when(steps: Sequence[int], stage: StageExplained, *, rest: bool = False) ->
         every = "every " if _repeats(stage) else ""
         return f"the other {len(steps)} of {every}{count(stage.cycle, 'step')}"
     return named_steps(steps, stage.cycle, stage.steps)
-
-
-def _thinned(rows: Sequence[Any], middle: Any = "…") -> list[Any]:
-    half = _ROWS // 2
-    return [*rows] if len(rows) <= _ROWS else [*rows[:half], middle, *rows[-half + 1 :]]
 
 
 def _chosen(choice: Choice) -> str:
