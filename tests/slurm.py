@@ -70,6 +70,17 @@ class Slurm:
 
     folder: Path
     hosts: list[Host]
+    controller: ExitStack
+    """Ends it when it is closed."""
+
+    @contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """Inside, no controller answers; jobs go on, and it knows of them when it is back."""
+        self.controller.close()
+        try:
+            yield
+        finally:
+            self.controller.enter_context(_daemon(self, self.hosts[0], "slurmctld", "-D"))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -128,7 +139,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        it = Slurm(folder, made)
+        it = Slurm(folder, made, stack.enter_context(ExitStack()))
         stack.enter_context(
             _daemon(
                 it,
@@ -143,7 +154,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
                 f"--seed-file={folder}/munged.seed",
             )
         )
-        stack.enter_context(_daemon(it, made[0], "slurmctld", "-D", "-c"))
+        it.controller.enter_context(_daemon(it, made[0], "slurmctld", "-D", "-c"))
         for host in made:
             stack.enter_context(_daemon(it, host, "slurmd", "-D", "-N", host.name))
         _wait_until_up(it)

@@ -1,9 +1,12 @@
 """Under a real Slurm: `srun ddprun` with a task for each rank, and one for each host; `ddprun submit`."""
 
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -142,20 +145,82 @@ class Slow(Dataset):
 """
 
 
-def test_a_signalled_job_goes_on_when_it_is_queued_again(cluster: Slurm, tmp_path: Path) -> None:
-    """`scancel --signal=USR1`: a checkpoint, back into the queue, and the loss of an unbroken run."""
-    (tmp_path / "slow.py").write_text(SLOW)
+def slow_pipeline(folder: Path) -> None:
+    """A pipeline that takes some 10 s, in the file `p.yaml`."""
+    (folder / "slow.py").write_text(SLOW)
     text = PIPELINE.replace("data: digits", "data: {train: slow.Slow}").replace("steps: 25", "steps: 150")
-    (tmp_path / "p.yaml").write_text(text.replace("  - evaluate: {metrics: [accuracy]}\n", ""))
-    code, job, told = submit(cluster, tmp_path, "--set", "slurm={nodes: 2, cpus: 2, time: 5}")
-    assert code == 0, told
-    run = tmp_path / "runs" / "p" / f"slurm-{job}"
-    output = run.parent / f"slurm-{job}.out"
+    (folder / "p.yaml").write_text(text.replace("  - evaluate: {metrics: [accuracy]}\n", ""))
+
+
+def wait_for_steps(folder: Path, job: str) -> Path:
+    """Wait until a job has taken some; gives its run's folder."""
+    run = folder / "runs" / "p" / f"slurm-{job}"
     steps = run / "steps" / "rank-00000.jsonl"
     until = time.monotonic() + 90
     while not (steps.exists() and steps.read_bytes().count(b"\n") > 20):
-        assert time.monotonic() < until, output.read_text()
+        assert time.monotonic() < until, (run.parent / f"slurm-{job}.out").read_text()
         time.sleep(0.2)
+    return run
+
+
+def test_a_job_is_followed_while_the_controller_is_away(cluster: Slurm, tmp_path: Path) -> None:
+    """It is started again while the job goes on: nothing of that is the job's end."""
+    slow_pipeline(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        followed = pool.submit(
+            submit, cluster, tmp_path, "--follow", "--set", "slurm={nodes: 1, cpus: 2, time: 5}"
+        )
+        until = time.monotonic() + 30
+        while not (jobs := cluster.call("squeue", "--noheader", "--format=%i", cwd=tmp_path).stdout.split()):
+            assert time.monotonic() < until
+            time.sleep(0.3)
+        wait_for_steps(tmp_path, jobs[0])
+        with cluster.without_controller():
+            time.sleep(4)
+            asked = cluster.call("scontrol", "show", "job", jobs[0], cwd=tmp_path)
+            assert asked.returncode, "nobody answers"
+        code, job, told = followed.result(150)
+    assert (code, job) == (0, jobs[0]), told
+    assert f"ddprun: job {job}: COMPLETED" in told
+    assert "| status" in told
+
+
+def test_ctrl_c_ends_following_and_not_the_job(cluster: Slurm, tmp_path: Path) -> None:
+    """It says so, and the job runs to its end."""
+    slow_pipeline(tmp_path)
+    command = [
+        *cluster.on(0),
+        DDPRUN,
+        "submit",
+        "p.yaml",
+        "--to",
+        "slurm",
+        "--follow",
+        "--set",
+        "slurm.cpus=2",
+    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, env=cluster.environment, text=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            job = process.stdout.readline().strip()
+            wait_for_steps(tmp_path, job)
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 130, told
+    assert told.splitlines()[-1] == f"ddprun: job {job} goes on, and is no longer followed"
+    assert cluster.state(job) == "RUNNING"
+    assert cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
+
+
+def test_a_signalled_job_goes_on_when_it_is_queued_again(cluster: Slurm, tmp_path: Path) -> None:
+    """`scancel --signal=USR1`: a checkpoint, back into the queue, and the loss of an unbroken run."""
+    slow_pipeline(tmp_path)
+    code, job, told = submit(cluster, tmp_path, "--set", "slurm={nodes: 2, cpus: 2, time: 5}")
+    assert code == 0, told
+    run = wait_for_steps(tmp_path, job)
+    output = run.parent / f"slurm-{job}.out"
     assert cluster.call("scancel", "--signal=USR1", job, cwd=tmp_path).returncode == 0
     ended = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", timeout_s=240)
     assert ended == "COMPLETED", output.read_text()

@@ -68,11 +68,18 @@ def submit(
     try:
         number = job.send()
         click.echo(number)
-        if not follow:
-            return 0
-        outcome = job.follow(number, lambda text: click.echo(text, nl=False, err=True))
+        return _follow(job, number) if follow else 0
     except ClusterError as error:
         raise click.ClickException(loaded.secrets.redact(str(error))) from None
+
+
+def _follow(job: "Job", number: str) -> int:
+    """Show a job's output until it is over; gives the exit code."""
+    try:
+        outcome = job.follow(number, lambda text: click.echo(text, nl=False, err=True))
+    except KeyboardInterrupt:
+        click.echo(f"\nddprun: job {number} goes on, and is no longer followed", err=True)
+        return 130
     click.echo(f"ddprun: job {number}: {outcome.state}", err=True)
     return 0 if outcome.good else 1
 

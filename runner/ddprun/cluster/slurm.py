@@ -20,6 +20,10 @@ from ddprun.spec import Loaded
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
 _POLL_S = 1.0
+_SILENT_S = 300.0
+"""How long Slurm may not answer: its controller is started again, or another host takes over; jobs go on."""
+
+_NO_SUCH_JOB = "Invalid job id"
 _NOT_OVER = frozenset(
     {
         *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"),
@@ -57,13 +61,19 @@ class SlurmJob:
         """Show the job's output as it comes, until the job is over.
 
         Raises:
-            ClusterError: Slurm does not answer.
+            ClusterError: Slurm has not answered for long, or knows no such job.
         """
         path = Path(str(self.output).replace("%j", number))
-        read, state = 0, ""
+        read, answered = 0, time.monotonic()
         while True:
-            found = _call(["scontrol", "show", "job", "--oneliner", number])
-            state = found.partition("JobState=")[2].partition(" ")[0]
+            state = "PENDING"
+            try:
+                found = _call(["scontrol", "show", "job", "--oneliner", number])
+            except ClusterError as error:
+                if _NO_SUCH_JOB in str(error) or time.monotonic() - answered > _SILENT_S:
+                    raise
+            else:
+                state, answered = found.partition("JobState=")[2].partition(" ")[0], time.monotonic()
             if path.exists():
                 with path.open("rb") as file:
                     file.seek(read)
