@@ -80,7 +80,7 @@ class SwitchedLedger(Ledger):
             super().start(number, stage)
         else:
             self._last_end = None
-            self._step = Step(number, stage, [], [])
+            self._step = Step(number, stage)
 
     def note_loss(self, mean: Any, samples: int) -> None:
         if self._full:
@@ -97,7 +97,7 @@ class SwitchedLedger(Ledger):
     def end(self, **settings: Any) -> list[Agreed]:
         number = self.current.number
         if not self._full:
-            self._step = None
+            self.cancel()
             return []
         agreed = super().end(**settings)
         return agreed + self.drain() if number % BLOCK == 0 else agreed

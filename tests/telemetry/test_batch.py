@@ -9,9 +9,9 @@ import torch
 
 from ddprun.telemetry.batch import Account, Batch
 from ddprun.telemetry.clock import HostClock
-from ddprun.telemetry.round import OwnWord
+from ddprun.telemetry.round import OwnWords
 from ddprun.telemetry.settle import settle
-from ddprun.telemetry.step import Step, Traffic
+from ddprun.telemetry.step import Traffic
 from ddprun.telemetry.word import (
     LOSS_AT,
     MOST_READY,
@@ -23,6 +23,7 @@ from ddprun.telemetry.word import (
     told_buckets,
 )
 from ddprun_hooks.flight import Flight
+from tests.telemetry.made import Made, page_of
 
 OFFSET_US = 500.0
 
@@ -31,11 +32,11 @@ def flight(bucket: int, ready: int, kind: Any = "gradient") -> Flight[int]:
     return Flight(kind, bucket, (), "float32", 2, 8, ready, ready + 5, ready + 1)
 
 
-def step_of(number: int, *, buckets: int = 0, beside: int = 0, met: bool = True) -> Step:
+def step_of(number: int, *, buckets: int = 0, beside: int = 0, met: bool = True) -> Made:
     """A step from number * 1000 to 900 µs later, with so many payloads in backward and beside it."""
     begin = 1000 * number
     parts = ["", "data_us", "backward_us", "sync_us"]
-    step = Step(number, 2, parts, [1000 * (begin + at) for at in (0, 0, 400, 900)], synchronised=met)
+    step = Made(number, 2, parts, [1000 * (begin + at) for at in (0, 0, 400, 900)], synchronised=met)
     step.losses, step.samples = [torch.tensor(float(number))], [1]
     if buckets:
         step.flights = [flight(bucket, begin + bucket) for bucket in range(buckets)]
@@ -47,7 +48,7 @@ def step_of(number: int, *, buckets: int = 0, beside: int = 0, met: bool = True)
 
 
 def account_of(
-    steps: list[Step], told: Mapping[int, tuple[float, Mapping[int, float]]], buckets: int
+    steps: list[Made], told: Mapping[int, tuple[float, Mapping[int, float]]], buckets: int
 ) -> Account:
     """The account of steps about which two ranks have told.
 
@@ -66,8 +67,8 @@ def account_of(
         for place, bucket in enumerate(places):
             numbers[word, place % 2, READY_AT + place] = ready.get(bucket, 0.0)
     rows = {step.number: row for row, step in enumerate(steps)}
-    words = [OwnWord(step, rows[step], ()) for step in told]
-    batch = Batch(settle(steps, HostClock(), every=1), words, None, steps[-1].number)
+    words = OwnWords(list(told), [rows[step] for step in told], {})
+    batch = Batch(settle(page_of(steps), HostClock(), every=1), words, None, steps[-1].number)
     return Account(batch, Words(numbers) if told else None, buckets=buckets, offset_us=OFFSET_US, rank=1)
 
 

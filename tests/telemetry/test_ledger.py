@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ddprun.telemetry import ledger as module
 from ddprun.telemetry.clock import clock_for
 from ddprun.telemetry.ledger import Ledger
+from ddprun.telemetry.step import Agreed
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.exchange import Control
 from ddprun_hooks.flight import Flight, now_us
@@ -63,11 +64,16 @@ def alone(tmp_path: Path) -> Iterator[Ledger]:
     writer.close()
 
 
+def heard_of(words: Sequence[Agreed]) -> list[int]:
+    """Of which steps that is."""
+    return [step for agreed in words for step in agreed.steps]
+
+
 def take(ledger: Ledger, step: int, *, met: bool = True) -> list[int]:
     """One step; the steps that are heard of at its end."""
     ledger.start(step, 0)
     ledger.note_loss(torch.tensor(float(step)), 1)
-    return [agreed.step for agreed in ledger.end(stop=False, compare_clocks=False, synchronised=met)]
+    return heard_of(ledger.end(stop=False, compare_clocks=False, synchronised=met))
 
 
 @pytest.mark.parametrize("patience", [1, 3])
@@ -81,7 +87,7 @@ def test_control_words_are_read_so_many_steps_after_the_last(
     alone.patience = patience
     heard = {number: step for step in range(1, 9) for number in take(alone, step, met=step % 2 == 0)}
     assert heard == {met: met + patience for met in (2, 4, 6, 8) if met + patience <= 8}
-    left = [agreed.step for agreed in alone.flush()]
+    left = heard_of(alone.flush())
     assert [*heard, *left] == [2, 4, 6, 8]
 
 
@@ -112,7 +118,7 @@ def test_words_wait_for_their_number_however_often_steps_without_any_are_settled
         take(alone, step, met=step in (101, 200))
         taken.append(alone.totals.steps)
         alone.together = 32
-    assert [agreed.step for agreed in alone.drain()] == []
+    assert heard_of(alone.drain()) == []
     assert len(set(taken)) > 60, "steps without words are counted at once when their time is over"
 
 
@@ -134,17 +140,17 @@ def test_no_step_waits_for_a_device(alone: Ledger, monkeypatch: pytest.MonkeyPat
     assert clock.waited == 0
     assert [number for found in heard.values() for number in found] == list(range(1, 67))
     assert max(map(len, heard.values())) == 64
-    assert [agreed.step for agreed in alone.flush()] == list(range(67, 100))
+    assert heard_of(alone.flush()) == list(range(67, 100))
 
 
 def test_a_stage_may_end_with_nothing_left_to_tell(alone: Ledger) -> None:
     """A word is posted all the same, since other ranks may have something; of nobody it says nothing."""
     take(alone, 1)
-    assert [agreed.step for agreed in alone.drain()] == [1]
+    assert heard_of(alone.drain()) == [1]
     assert alone.flush() == []
     take(alone, 2, met=False)
     (rest,) = alone.flush()
-    assert (rest.step, rest.mean_loss) == (2, 2.0)
+    assert (rest.steps, rest.mean_losses) == ([2], [2.0])
 
 
 def test_bookkeeping_is_done_in_between_and_comes_out_alike(
@@ -165,7 +171,7 @@ def test_bookkeeping_is_done_in_between_and_comes_out_alike(
         131: list(range(67, 131)),
         195: list(range(131, 195)),
     }
-    assert [agreed.step for agreed in alone.flush()] == list(range(195, 200))
+    assert heard_of(alone.flush()) == list(range(195, 200))
     assert alone.totals.steps == 199
     assert alone.totals.parts_us["step_us"] == sum(record["step_us"] for record in recorded(alone, tmp_path))
 
@@ -226,13 +232,15 @@ def test_wishes_of_a_step_come_back_with_its_word(alone: Ledger) -> None:
         {"compare_clocks": True},
         {"stop": True, "checkpoint": True},
     )
+    heard = []
     for step, wish in enumerate(wishes, start=1):
         alone.start(step, 0)
         alone.note_loss(torch.tensor(1.0), 1)
         alone.together = 64
-        alone.end(**{"stop": False, "compare_clocks": False, **wish})
-    heard = [(agreed.stop, agreed.checkpoint, agreed.compare_clocks) for agreed in alone.drain()]
-    assert heard == [
+        heard += alone.end(**{"stop": False, "compare_clocks": False, **wish})
+        heard += alone.drain()
+    assert [agreed.steps for agreed in heard] == [[1], [2], [3], [4], [5]]
+    assert [(agreed.stop, agreed.checkpoint, agreed.compare_clocks) for agreed in heard] == [
         (False, False, False),
         (True, False, False),
         (False, True, False),
@@ -269,6 +277,9 @@ def test_ranks_hear_each_other_at_the_same_steps_whenever_each_looks_at_its_own(
     heard: list[list[tuple[int, int, float]]] = [[] for _ in range(ranks)]
     settled: list[list[int]] = [[] for _ in range(ranks)]
 
+    def told(now: int, words: Sequence[Agreed]) -> list[tuple[int, int, float]]:
+        return [(now, *of) for one in words for of in zip(one.steps, one.mean_losses, strict=True)]
+
     def work(rank: int) -> None:
         group: Any = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=30))
         writer, clock = Writer(tmp_path), DeviceClock()
@@ -282,9 +293,9 @@ def test_ranks_hear_each_other_at_the_same_steps_whenever_each_looks_at_its_own(
             ledger.start(clock.step, 0)
             ledger.note_loss(torch.tensor(float(rank + clock.step)), 1)
             agreed = ledger.end(stop=False, compare_clocks=False, synchronised=clock.step in meetings)
-            heard[rank] += [(clock.step, one.step, one.mean_loss) for one in agreed]
-            settled[rank].append(len(ledger._closed))
-        heard[rank] += [(steps + 1, one.step, one.mean_loss) for one in ledger.flush()]
+            heard[rank] += told(clock.step, agreed)
+            settled[rank].append(len(ledger._page.steps))
+        heard[rank] += told(steps + 1, ledger.flush())
         writer.close()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]

@@ -10,9 +10,10 @@ import pytest
 from ddprun.telemetry.clock import HostClock
 from ddprun.telemetry.records import PARTS
 from ddprun.telemetry.settle import Settled, divide, settle, under_way_us
-from ddprun.telemetry.step import Step, Traffic
+from ddprun.telemetry.step import Traffic
 from ddprun.telemetry.stretches import Union
 from ddprun_hooks.flight import Flight, Leg, Slice
+from tests.telemetry.made import Made, page_of
 
 COLUMN = {part: place for place, part in enumerate(PARTS)}
 
@@ -30,17 +31,17 @@ def flight(ready: int, handed_over: int, done: int, *slices: Slice[int]) -> Flig
     return Flight("gradient", 0, (), "float32", 2, 8, ready, done, handed_over, [leg], list(slices))
 
 
-def step_of(*laps: tuple[str, int], number: int = 1) -> Step:
+def step_of(*laps: tuple[str, int], number: int = 1) -> Made:
     """A step whose parts end at these microseconds; the first one only starts it."""
-    return Step(number, 0, [part for part, _ in laps], [1000 * at for _, at in laps])
+    return Made(number, 0, [part for part, _ in laps], [1000 * at for _, at in laps])
 
 
 def traffic(sent: Sequence[Flight[int]], landed: Sequence[Flight[int]], *waits: tuple[int, int]) -> Traffic:
     return Traffic(list(sent), list(landed), [(1000 * start, 1000 * end) for start, end in waits])
 
 
-def settled(*steps: Step) -> Settled:
-    return settle(steps, HostClock(), every=1)
+def settled(*steps: Made) -> Settled:
+    return settle(page_of(steps), HostClock(), every=1)
 
 
 def splits(found: Settled, all_ready_us: Sequence[float]) -> list[Split]:
@@ -116,10 +117,10 @@ def test_overlapping_journeys_count_once() -> None:
     assert under_way_us(landed.T, 3).tolist() == [70, 25, 0]
 
 
-def made_up_step(number: int, start: int, chance: random.Random) -> tuple[Step, list[float]]:
+def made_up_step(number: int, start: int, chance: random.Random) -> tuple[Made, list[float]]:
     """Any step at all, and when what landed in it was ready on all ranks."""
     laps, now = [("", start)], start
-    step = Step(number, 0, [], [])
+    step = Made(number, 0, [], [])
     all_ready: list[float] = []
     for part in ("sync_us", "data_us", "forward_us", "backward_us", "optimizer_us", "sync_us", "other_us"):
         begin, now = now, now + chance.choice((0, 5, 200, 1000))
@@ -153,7 +154,7 @@ def made_up_step(number: int, start: int, chance: random.Random) -> tuple[Step, 
     return step, all_ready
 
 
-def plainly(step: Step, all_ready: Sequence[float]) -> Split:
+def plainly(step: Made, all_ready: Sequence[float]) -> Split:
     """Each microsecond of waiting looked at by itself."""
     hook = wait = wire = 0
     gradients = step.flights if step.backward_end is not None else []
@@ -163,7 +164,7 @@ def plainly(step: Step, all_ready: Sequence[float]) -> Split:
         (
             gradients,
             gradients,
-            [(last, step.backward_end // 1000)] if gradients else [],
+            [(last, step.backward_end // 1000)] if step.backward_end is not None and gradients else [],
             all_ready[: len(gradients)],
         ),
         (

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -9,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from ddprun.telemetry.clock import HostClock
-from ddprun.telemetry.round import OwnWord, Round
+from ddprun.telemetry.round import Round
 from ddprun.telemetry.settle import settle
-from ddprun.telemetry.step import Step, Traffic
+from ddprun.telemetry.step import Traffic
 from ddprun.telemetry.word import (
     CODE_AT,
     LOSS_AT,
@@ -26,14 +27,23 @@ from ddprun.telemetry.word import (
 )
 from ddprun_hooks.flight import Flight
 from ddprun_hooks.payload import Finding
+from tests.telemetry.made import Made, page_of
 
 OFFSET_US = 1000.0
 
 
-def step_of(number: int, samples: int, *, met: bool = True) -> Step:
+class Told(NamedTuple):
+    """One word."""
+
+    step: int
+    row: int
+    finders: Sequence[Flight[int]]
+
+
+def step_of(number: int, samples: int, *, met: bool = True) -> Made:
     """A step of 10 µs that ends at number * 1000."""
     end = 1000 * number
-    step = Step(number, 0, ["", "forward_us"], [1000 * (end - 10), 1000 * end], synchronised=met)
+    step = Made(number, 0, ["", "forward_us"], [1000 * (end - 10), 1000 * end], synchronised=met)
     step.losses.append(torch.tensor(0.1 * number))
     step.samples.append(samples)
     return step
@@ -45,22 +55,25 @@ def flight(bucket: int, ready: int, *codes: int, kind: str = "gradient") -> Flig
 
 
 def words_of(
-    steps: Sequence[Step], lengths: Sequence[int], buckets: int = 3
-) -> tuple[list[OwnWord], NDArray[np.float64], Round]:
+    steps: Sequence[Made], lengths: Sequence[int], buckets: int = 3
+) -> tuple[list[Told], NDArray[np.float64], Round]:
     """The words about steps of which so many are settled together, and the round they leave."""
     told = told_buckets(buckets)
-    words, numbers, now, first = list[OwnWord](), list[NDArray[np.float64]](), Round(), 0
+    words, numbers, now, first = list[Told](), list[NDArray[np.float64]](), Round(), 0
     for length in lengths:
-        settled = settle(steps[first : first + length], HostClock(), every=1)
+        settled = settle(page_of(steps[first : first + length]), HostClock(), every=1)
         more, found, now = now.tell(settled, buckets=told, offset_us=OFFSET_US)
-        words += more
+        words += [
+            Told(step, first + row, more.finders.get(place, ()))
+            for place, (step, row) in enumerate(zip(more.steps, more.rows, strict=True))
+        ]
         numbers.append(found)
         first += length
     assert first == len(steps)
     return words, np.concatenate(numbers), now
 
 
-def any_steps(count: int, chance: random.Random) -> list[Step]:
+def any_steps(count: int, chance: random.Random) -> list[Made]:
     """Steps in some of which ranks meet, beside backward and in it."""
     steps = []
     for number in range(1, count + 1):
@@ -71,7 +84,7 @@ def any_steps(count: int, chance: random.Random) -> list[Step]:
             step.flights = [
                 flight(bucket, now + bucket, *([1] if chance.random() < 0.2 else [])) for bucket in range(3)
             ]
-            step.backward_end = 1000 * (now + 20)
+            step.backward_end = step.marks[-1]
         if chance.random() < 0.3:
             beside = [flight(0, now + 30, kind="delta"), flight(1, now + 40, 2, kind="delta")]
             step.sync = Traffic(beside, beside, [(1000 * (now + 31), 1000 * (now + 50))])
@@ -88,17 +101,15 @@ def test_words_are_the_same_whichever_steps_are_settled_together(seed: int) -> N
         other_words, other_numbers, other_left = words_of(steps, lengths)
         assert np.array_equal(numbers, other_numbers)
         assert other_left.plain() == left.plain()
-        assert [(told.step, told.finders) for told in words] == [
-            (told.step, told.finders) for told in other_words
-        ]
+        assert words == other_words
     assert [told.step for told in words] == [step.number for step in steps if step.synchronised]
 
 
 def test_a_word_is_about_all_steps_since_the_one_before() -> None:
     """Sums are over these; moments, wishes and findings are the step's own, and what was found before it."""
     steps = [step_of(1, 2, met=False), step_of(2, 3), step_of(3, 1, met=False)]
-    steps[0].flights, steps[0].backward_end = [flight(1, 700, 1)], 720_000
-    steps[1].flights, steps[1].backward_end = [flight(0, 1995), flight(2, 1999)], 2_010_000
+    steps[0].flights, steps[0].backward_end = [flight(1, 700, 1)], steps[0].marks[-1]
+    steps[1].flights, steps[1].backward_end = [flight(0, 1995), flight(2, 1999)], steps[1].marks[-1]
     beside = [flight(0, 2005, kind="delta"), flight(1, 2003, kind="delta")]
     steps[1].sync, steps[1].wishes = Traffic(beside, beside, []), STOP
     (told,), (numbers,), left = words_of(steps, [3])
@@ -117,7 +128,7 @@ def test_a_word_is_about_all_steps_since_the_one_before() -> None:
 def test_of_many_buckets_those_that_are_told_of_are() -> None:
     """The others' ready times stay behind."""
     step = step_of(1, 1)
-    step.flights, step.backward_end = [flight(bucket, 900 + bucket) for bucket in range(100)], 1_000_000
+    step.flights, step.backward_end = [flight(bucket, 900 + bucket) for bucket in range(100)], step.marks[-1]
     _, (numbers,), _ = words_of([step], [1], buckets=100)
     assert numbers[READY_AT:].tolist() == [900 + bucket - OFFSET_US for bucket in told_buckets(100)]
 
@@ -148,9 +159,9 @@ def test_what_an_older_checkpoint_holds_is_gone_on_from() -> None:
     before = Round.of(plain)
     assert before.plain() == plain
     words, (numbers,), _ = before.tell(
-        settle([step_of(10, 3)], HostClock(), every=1), buckets=[], offset_us=0.0
+        settle(page_of([step_of(10, 3)]), HostClock(), every=1), buckets=[], offset_us=0.0
     )
-    assert [own.step for own in words] == [10]
+    assert words.steps == [10]
     assert numbers[[SAMPLES_AT, STEPS_AT, US_AT]].tolist() == [5, 2, 40]
     assert numbers[LOSS_AT] == 0.5 + 3 * float(torch.tensor(1.0))
 

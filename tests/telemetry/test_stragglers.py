@@ -24,7 +24,6 @@ from ddprun.telemetry.word import (
     STOP,
     SYNC_READY_AT,
     WISHES_AT,
-    Heard,
     Words,
     blank,
     spent_of,
@@ -103,7 +102,7 @@ def found_in(
     it.begin_stage(PARAMS if buckets else [])
     for step in range(1, steps + 1):
         words = [word(step, late if r == rank else {}, generator, buckets=buckets) for r in range(ranks)]
-        it.add(step, heard_of(words, BUCKETS if buckets else 0))
+        it.add([step], words_of(words, BUCKETS if buckets else 0))
     return it
 
 
@@ -113,10 +112,6 @@ def words_of(words: Sequence[Word], buckets: int) -> Words:
     for rank, one in enumerate(words):
         one.put_into(numbers[0, rank])
     return Words(numbers)
-
-
-def heard_of(words: Sequence[Word], buckets: int) -> Heard:
-    return next(words_of(words, buckets).heard())
 
 
 @pytest.mark.parametrize(
@@ -176,7 +171,7 @@ def test_late_in_three_steps_of_five_is_no_straggler() -> None:
     for step in range(1, 61):
         late = {"forward_us": 5000.0} if step % 5 < 3 else {}
         words = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add(step, heard_of(words, BUCKETS))
+        assert not it.add([step], words_of(words, BUCKETS))
     assert it.spells == []
 
 
@@ -188,8 +183,8 @@ def test_steps_in_which_nobody_is_waited_for_do_not_count() -> None:
     for step in range(1, 31):
         late = [{"forward_us": 5000.0} if rank == 1 else {} for rank in range(RANKS)]
         words = [word(step, more, generator, buckets=False) for more in late]
-        it.add(2 * step, heard_of(words, 0))
-        it.add(2 * step + 1, heard_of([Word() for _ in range(RANKS)], 0))
+        it.add([2 * step], words_of(words, 0))
+        it.add([2 * step + 1], words_of([Word() for _ in range(RANKS)], 0))
     assert it.now is not None
     assert (it.now.rank, it.now.cause) == (1, "forward")
 
@@ -202,7 +197,7 @@ def test_one_late_step_is_no_straggler() -> None:
     for step in range(1, 41):
         late = {"forward_us": 50_000.0} if step % 7 == 0 else {}
         words = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add(step, heard_of(words, BUCKETS))
+        assert not it.add([step], words_of(words, BUCKETS))
     assert it.now is None
 
 
@@ -214,7 +209,7 @@ def test_a_rank_that_is_late_for_a_while_is_no_straggler() -> None:
     for step in range(1, 41):
         late = {"forward_us": 5000.0} if 6 <= step <= 13 else {}
         words = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add(step, heard_of(words, BUCKETS))
+        assert not it.add([step], words_of(words, BUCKETS))
     assert it.spells == []
 
 
@@ -227,7 +222,7 @@ def test_a_spell_begins_and_ends() -> None:
     for step in range(1, 81):
         late = {"forward_us": 5000.0} if step <= 30 else {"data_us": 6000.0} if 50 < step <= 70 else {}
         words = [word(step, late if rank == 3 else {}, generator) for rank in range(RANKS)]
-        if it.add(step, heard_of(words, BUCKETS)):
+        if it.add([step], words_of(words, BUCKETS)):
             news.append(None if it.now is None else it.now.cause)
     assert news == ["forward", None, "data", None]
     assert [(one.cause, one.rank) for one in it.spells] == [("forward", 3), ("data", 3)]
@@ -239,6 +234,29 @@ def test_a_spell_begins_and_ends() -> None:
     assert other.spells == it.spells
 
 
+@pytest.mark.parametrize("lengths", [[80], [7, 1, 40, 32], [1] * 80])
+def test_words_that_come_together_are_looked_at_as_if_each_came_alone(lengths: Sequence[int]) -> None:
+    """The same spells, and the same news of the same steps."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = []
+    for step in range(1, 81):
+        late = {"forward_us": 5000.0} if step <= 30 else {"data_us": 6000.0} if 50 < step <= 70 else {}
+        words = [word(step, late if rank == 3 else {}, generator) for rank in range(RANKS)]
+        numbers.append(words_of(words if step % 9 else [Word()] * RANKS, BUCKETS).numbers)
+    it, news, first = Stragglers(window=10, over=0.1), [], 0
+    it.begin_stage(PARAMS)
+    for length in lengths:
+        end = first + length
+        found = it.add(range(first + 1, end + 1), Words(np.concatenate(numbers[first:end])))
+        news += [(step, None if late is None else late.cause) for step, late in found]
+        first = end
+    assert news == [(16, "forward"), (39, None), (67, "data"), (78, None)]
+    assert [(one.cause, one.first_step, one.last_step) for one in it.spells] == [
+        ("forward", 1, 33),
+        ("data", 51, 73),
+    ]
+
+
 def test_of_very_many_spells_the_shortest_go() -> None:
     """Memory is bounded however long a run is."""
     generator = torch.Generator().manual_seed(0)
@@ -247,7 +265,7 @@ def test_of_very_many_spells_the_shortest_go() -> None:
     for step in range(1, 1001):
         late = {"forward_us" if step // 2 % 2 else "data_us": 5000.0}
         words = [word(step, late if rank == 1 else {}, generator) for rank in range(3)]
-        it.add(step, heard_of(words, BUCKETS))
+        it.add([step], words_of(words, BUCKETS))
     assert len(it.spells) == 200
 
 
@@ -260,21 +278,20 @@ def test_a_word_comes_back_as_it_was() -> None:
     """What all ranks read is what each has told."""
     one = Word(6.0, 3, wishes=STOP, code=7, sync_ready=5.0, spent=NORMAL, ready=(1.0, 2.0))
     two = Word(4.0, 1, wishes=CHECKPOINT + COMPARE_CLOCKS, ready=(3.0, 1.5))
-    words, heard = words_of([one, two], 2), heard_of([one, two], 2)
-    assert words.mean_losses == [2.5]
-    assert (heard.mean_loss, heard.rank_losses, heard.samples) == (2.5, [2.0, 4.0], 4)
-    assert (heard.stop, heard.checkpoint, heard.met) == (True, True, True)
-    assert not heard.compare_clocks, "rank 0's wish alone counts"
-    assert heard.codes == [7, 0]
-    assert heard.apart_us == 5.0 + 0.5
-    assert heard_of([Word(sync_ready=5.0), Word(sync_ready=7.5)], 0).apart_us == 2.5
-    assert sync_ready_of(heard.numbers).tolist() == [[5.0], [0.0]]
-    assert dict(zip(SPENT, spent_of(heard.numbers)[0].tolist(), strict=True)) == NORMAL
+    words = words_of([one, two], 2)
+    assert (words.mean_losses, words.rank_losses(0), words.samples) == ([2.5], [2.0, 4.0], [4])
+    assert words.wishes == STOP + CHECKPOINT, "rank 0's wish alone to compare clocks counts"
+    assert words.met == [True]
+    assert words.codes == {0: [7, 0]}
+    assert words.apart_us == [5.0 + 0.5]
+    assert words_of([Word(sync_ready=5.0), Word(sync_ready=7.5)], 0).apart_us == [2.5]
+    assert sync_ready_of(words.numbers[0]).tolist() == [[5.0], [0.0]]
+    assert dict(zip(SPENT, spent_of(words.numbers[0])[0].tolist(), strict=True)) == NORMAL
     assert words.all_ready(2).tolist() == [[3.0, 2.0]]
     assert words.last_sync_ready().tolist() == [5.0]
-    assert heard_of([Word(wishes=STOP + COMPARE_CLOCKS), Word()], 2).compare_clocks
-    nothing = heard_of([Word(), Word()], 2)
-    assert (nothing.met, nothing.codes) == (False, [])
+    assert words_of([Word(wishes=STOP + COMPARE_CLOCKS), Word()], 2).wishes == STOP + COMPARE_CLOCKS
+    nothing = words_of([Word(), Word()], 2)
+    assert (nothing.met, nothing.codes, nothing.wishes) == ([False], {}, 0)
     assert words_of([Word(), Word()], 2).all_ready(2).tolist() == [[0.0, 0.0]]
 
 

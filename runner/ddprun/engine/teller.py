@@ -4,6 +4,7 @@ import time
 from dataclasses import asdict
 
 from ddprun.engine.session import Session
+from ddprun.telemetry.overflow import Overflow
 from ddprun.telemetry.step import Agreed
 from ddprun.telemetry.stragglers import Straggler
 
@@ -30,14 +31,14 @@ class Teller:
         """What ranks newly know alike."""
         for agreed in words:
             self._newest = agreed
-            self._session.loss = agreed.mean_loss
-            if agreed.overflow is not None:
+            self._session.loss = agreed.mean_losses[-1]
+            for step, found in agreed.overflows:
                 self._overflows += 1
-                self._tell_overflow(agreed)
-            if agreed.straggler_is_news:
-                self._tell_straggler(agreed)
+                self._tell_overflow(step, found)
+            for step, late in agreed.news:
+                self._tell_straggler(step, late)
         if words:
-            self._show(words[-1].step - self._first)
+            self._show(words[-1].steps[-1] - self._first)
 
     def skip(self, seconds: float) -> None:
         """So much time did not count."""
@@ -53,31 +54,28 @@ class Teller:
         rate = taken / (time.monotonic() - self._started)
         self._session.screen.step(done, self._newest, self._session.ledger.own_loss, rate)
 
-    def _tell_straggler(self, agreed: Agreed) -> None:
+    def _tell_straggler(self, step: int, now: Straggler | None) -> None:
         """A rank is late now, or no longer: the event each time, a line on the screen when one begins."""
-        now, before = agreed.straggler, self._late
-        self._late = now
+        before, self._late = self._late, now
         if now is None:
             assert before is not None
-            self._session.events.info("straggler_over", step=agreed.step, straggler=before.rank)
+            self._session.events.info("straggler_over", step=step, straggler=before.rank)
             return
         facts = {**asdict(now), "straggler": now.rank}
         del facts["rank"]
-        self._session.events.warning("straggler", step=agreed.step, **facts)
+        self._session.events.warning("straggler", step=step, **facts)
         share = f"{now.late_us / now.step_us:.0%} of the time between two synchronisations"
-        self._session.screen.note(f"step {agreed.step}: {now.words()}, {share}; the others wait for it")
+        self._session.screen.note(f"step {step}: {now.words()}, {share}; the others wait for it")
 
-    def _tell_overflow(self, agreed: Agreed) -> None:
+    def _tell_overflow(self, step: int, found: Overflow) -> None:
         """A cast has made a mean infinite: the event each time, a line on the screen the first time."""
-        found = agreed.overflow
-        assert found is not None
         names = list(found.params)
         self._session.events.warning(
-            "overflow", step=agreed.step, hook=found.hook, kind=found.kind, bucket=found.bucket, params=names
+            "overflow", step=step, hook=found.hook, kind=found.kind, bucket=found.bucket, params=names
         )
         if self._overflows == 1:
             self._session.screen.note(
-                f"step {agreed.step}: bucket {found.bucket} ({names[0]} … {names[-1]}) overflowed in "
+                f"step {step}: bucket {found.bucket} ({names[0]} … {names[-1]}) overflowed in "
                 f"{found.hook}: finite {found.kind} values came back as infinity; use bf16, or a smaller "
                 "loss (clip_norm comes too late)"
             )

@@ -60,7 +60,7 @@ def compute(course: Course, batches: StepBatches, step: int) -> None:
                 weighted = weighted * scale
             ledger.lap("forward_us")
             if dispatcher is not None:
-                dispatcher.flights = ledger.current.flights
+                dispatcher.flights = ledger.flights
             watch.turn(b"backward")
             _backward(dispatcher, weighted)
             watch.turn(b"data")

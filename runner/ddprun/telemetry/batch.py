@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ddprun.telemetry.records import PARTS, VERSION
-from ddprun.telemetry.round import OwnWord
+from ddprun.telemetry.round import OwnWords
 from ddprun.telemetry.settle import Settled, mean
 from ddprun.telemetry.stretches import Ints
 from ddprun.telemetry.word import Numbers, Words
@@ -25,7 +25,7 @@ class Batch:
     settled: Settled | None
     """None: there is none, but a word is told all the same."""
 
-    words: Sequence[OwnWord]
+    words: OwnWords
     """What this rank tells of them."""
 
     posted: Posted | None
@@ -65,15 +65,16 @@ class Account:
         self.settled = batch.settled
         self._rank = rank
         count = len(self.settled.steps)
-        self.all_ready_us: Numbers = np.zeros(len(self.settled.flights))
+        self.all_ready_us: Numbers = np.zeros(len(self.settled.journeys.flights))
         """When the last rank had each payload ready, on this rank's clock; 0: ranks have not told."""
 
         self._mean_losses: list[float | None] = [None] * count
         if words is not None:
+            rows = batch.words.rows
             word_of = np.full(count, -1)
-            for place, (own, loss) in enumerate(zip(batch.words, words.mean_losses, strict=True)):
-                if own.row is not None:
-                    word_of[own.row], self._mean_losses[own.row] = place, loss
+            word_of[rows] = np.arange(len(rows))
+            for row, loss in zip(rows, words.mean_losses, strict=False):
+                self._mean_losses[row] = loss
             self._match(words, word_of, buckets, offset_us)
 
     def _match(self, words: Words, word_of: Ints, buckets: int, offset_us: float) -> None:
@@ -85,7 +86,7 @@ class Account:
             buckets: of the stage.
             offset_us: added to moments that are told.
         """
-        lines, bucket, _, _ = self.settled.landed
+        lines, bucket, _, _ = self.settled.journeys.landed
         about, beside = word_of[lines // 2], lines % 2 > 0
         ready = np.where(beside, words.last_sync_ready()[about], 0.0)
         if buckets:
@@ -94,52 +95,47 @@ class Account:
         self.all_ready_us = np.where((about >= 0) & (ready > 0), ready + offset_us, 0.0)
 
     def records(self, *, every: int, all_of_them: bool) -> Iterator[Recorded]:
-        """The records of steps, once their time is divided.
+        """The records of steps, once their time is divided; can be asked for once.
 
         Args:
             every: those of every n-th step are written.
             all_of_them: the others are wanted, too.
         """
-        settled = self.settled
-        count = len(settled.steps)
-        waits = settled.waits[1:].T.tolist()
-        rows = zip(
-            settled.steps,
-            settled.firsts,
-            settled.us.tolist(),
-            settled.step_us,
-            settled.samples,
-            settled.loss_sums,
-            self._mean_losses,
-            settled.gradients,
-            _slices(settled.landed[0], count),
-            _slices(settled.waits[0], count),
-            strict=False,
-        )
-        times, ready, rank = settled.times, self.all_ready_us.tolist(), self._rank
-        for step, first, us, step_us, samples, loss_sum, mean_loss, gradients, landed, waited in rows:
+        settled, journeys = self.settled, self.settled.journeys
+        steps, times, parts = settled.steps, settled.times, settled.page.parts
+        us, ready = settled.us.tolist(), self.all_ready_us.tolist()
+        waits = journeys.waits[1:].T.tolist()
+        landed, waited = _bounds(journeys.landed[0], len(steps)), _bounds(journeys.waits[0], len(steps))
+        for row, step in enumerate(steps):
+            # What was looked at last is let go soonest, while it is in the processor's caches.
+            size = landed[row + 1] - landed[row]
+            flights = journeys.flights[:size]
+            del journeys.flights[:size]
             if step.number % every and not all_of_them:
                 continue
-            before, laps = times[first], []
-            for part, now in zip(step.parts, times[first : first + len(step.marks)], strict=True):
-                if now > before:
-                    laps.append((_LAPS[part], now - before))
-                before = now
+            first, end = settled.firsts[row], settled.firsts[row + 1]
+            laps = [
+                (_LAPS[part], now - before)
+                for part, before, now in zip(
+                    parts[first + 1 : end], times[first:end], times[first + 1 : end], strict=False
+                )
+                if now > before
+            ]
             record = {
                 "v": VERSION,
-                "rank": rank,
+                "rank": self._rank,
                 "stage": step.stage,
                 "step": step.number,
-                "samples": samples,
-                "loss": mean(loss_sum, samples),
-                "mean_loss": mean_loss,
+                "samples": settled.samples[row],
+                "loss": mean(settled.loss_sums[row], settled.samples[row]),
+                "mean_loss": self._mean_losses[row],
                 "start_us": times[first],
-                **dict(zip(PARTS, us, strict=True)),
-                "step_us": step_us,
+                **dict(zip(PARTS, us[row], strict=True)),
+                "step_us": settled.step_us[row],
                 "laps": laps,
-                "waits": [wait for wait in waits[waited] if wait[1] > wait[0]],
+                "waits": [wait for wait in waits[waited[row] : waited[row + 1]] if wait[1] > wait[0]],
             }
-            yield Recorded(record, gradients, settled.flights[landed], ready[landed])
+            yield Recorded(record, settled.gradients[row], flights, ready[landed[row] : landed[row + 1]])
 
 
 class Unwritten:
@@ -169,7 +165,7 @@ class Unwritten:
                 writer.put(f"{kind}/rank-{self._rank:05}.jsonl", b"".join(lines), len(lines))
 
 
-def _slices(lines: Ints, rows: int) -> list[slice]:
-    """Where the entries of each step lie, which stand in the order of steps."""
-    ends = lines.searchsorted(np.arange(2, 2 * rows + 2, 2)).tolist()
-    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+def _bounds(lines: Ints, rows: int) -> list[int]:
+    """Where the entries of each step, in whose order they stand, begin; and where the last one's end."""
+    bounds: list[int] = lines.searchsorted(np.arange(0, 2 * rows + 2, 2)).tolist()
+    return bounds

@@ -20,13 +20,13 @@ from torch import Tensor
 from ddprun.telemetry.batch import Account, Batch, Recorded, Unwritten
 from ddprun.telemetry.chores import Chores
 from ddprun.telemetry.clock import Clock
-from ddprun.telemetry.overflow import overflow
+from ddprun.telemetry.overflow import Overflow, overflow
 from ddprun.telemetry.records import PARTS, Totals, bucket_record
-from ddprun.telemetry.round import OwnWord, Round
-from ddprun.telemetry.settle import Journeys, divide, settle, under_way_us
-from ddprun.telemetry.step import Agreed, Step, Traffic
-from ddprun.telemetry.stragglers import Stragglers
-from ddprun.telemetry.word import CHECKPOINT, COMPARE_CLOCKS, STOP, Heard, Words, blank, told_buckets
+from ddprun.telemetry.round import OwnWords, Round
+from ddprun.telemetry.settle import beside, divide, settle, under_way_us
+from ddprun.telemetry.step import Agreed, Page, Step, Traffic
+from ddprun.telemetry.stragglers import Straggler, Stragglers
+from ddprun.telemetry.word import CHECKPOINT, COMPARE_CLOCKS, STOP, Words, blank, told_buckets
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.exchange import Control
 from ddprun_hooks.flight import Flight, now_us
@@ -96,7 +96,7 @@ class Ledger:
 
         self._buckets = 0  # gradient buckets of the stage
         self._told_buckets: list[int] = []  # those whose ready times are told
-        self._closed: deque[Step] = deque()  # ended, marks not read yet
+        self._page = Page()  # of the step that runs, and of those before it whose marks are not read yet
         self._untold = 0  # steps since words were posted
         self._settled_at = 0  # by this rank's own clock
         self._batches: deque[Batch] = deque()  # settled, their words under way
@@ -123,6 +123,11 @@ class Ledger:
         return self._step
 
     @property
+    def flights(self) -> list[Flight[Any]]:
+        """Takes the gradient buckets of the step that is running."""
+        return self._page.flights
+
+    @property
     def sync(self) -> Traffic:
         """Takes what is exchanged beside backward, in the step that is running or between steps."""
         if self._step is None:
@@ -133,35 +138,39 @@ class Ledger:
 
     def start(self, number: int, stage: int) -> None:
         """Start a step's time. What lies between two steps of a stage is the later one's `sync_us`."""
-        now, before = self.mark(), self._last_end
+        now, before, page = self.mark(), self._last_end, self._page
+        self._step = Step(number, stage)
         if before is None:
-            self._step = Step(number, stage, [""], [now])
+            page.parts.append("")
+            page.marks.append(now)
         else:
-            self._step = Step(number, stage, ["", "sync_us"], [before, now])
+            page.parts += ("", "sync_us")
+            page.marks += (before, now)
 
     def cancel(self) -> None:
         """Forget the step that was started: there is no data for it."""
         self._step = None
+        self._page.forget()
 
     def note_loss(self, mean: Tensor, samples: int) -> None:
         """Note a micro-batch's mean loss, shape (), and how many samples it is of.
 
         It is read some steps later: its memory must be its own.
         """
-        self.current.losses.append(self._clock.on_host(mean))
-        self.current.samples.append(samples)
+        self._page.losses.append(self._clock.on_host(mean))
+        self._page.samples.append(samples)
 
     def lap(self, part: str) -> None:
         """End a part of the step (one of `PARTS`); what follows belongs to the next."""
-        step = self._step
-        assert step is not None, "no step is running"
-        step.parts.append(part)
-        step.marks.append(self.mark())
+        assert self._step is not None, "no step is running"
+        page = self._page
+        page.parts.append(part)
+        page.marks.append(self.mark())
 
     def end_backward(self) -> None:
         """End the backward pass in which gradients were exchanged."""
+        self.current.backward_end = len(self._page.marks)
         self.lap("backward_us")
-        self.current.backward_end = self.current.marks[-1]
 
     def end(
         self, *, stop: bool, compare_clocks: bool, checkpoint: bool = False, synchronised: bool = True
@@ -175,14 +184,13 @@ class Ledger:
             synchronised: the ranks have exchanged in this step; on all of them alike.
         """
         step = self.current
-        step.parts.append("other_us")
-        step.marks.append(self.mark())
+        self.lap("other_us")
         if not synchronised:
             step.synchronised = False
         if stop or checkpoint or compare_clocks:
             step.wishes = STOP * stop + CHECKPOINT * checkpoint + COMPARE_CLOCKS * compare_clocks
-        self._last_end = step.marks[-1]
-        self._closed.append(step)
+        self._last_end = self._page.marks[-1]
+        self._page.close(step)
         self._untold += 1
         self._step = None
         due = 0
@@ -231,11 +239,11 @@ class Ledger:
 
     def write_aside(self, stage: int, step: int) -> None:
         """Write the records of what was exchanged between steps, and count it."""
-        journeys, traffic, self._aside = Journeys(), self._aside, Traffic()
-        journeys.add_beside(0, traffic, self._clock)
+        traffic, self._aside = self._aside, Traffic()
+        journeys = beside([(0, traffic)], self._clock)
         landed = journeys.flights
         self._round.find(landed)
-        self._count_traffic(landed, int(under_way_us(journeys.landed(), 1)[0]))
+        self._count_traffic(landed, int(under_way_us(journeys.landed, 1)[0]))
         records = Unwritten(self._control.rank)
         for flight in landed:
             records.add_payload(
@@ -250,10 +258,10 @@ class Ledger:
         That while is each rank's own. It decides of nothing that ranks do together: steps with a word are
         never settled by it, and `_untold` starts anew with words alone.
         """
-        readable = len(self._closed) - self._clock.lag  # of the newest, marks might have to be waited for
+        readable = len(self._page.steps) - self._clock.lag  # of the newest, marks might have to be waited for
         if readable < 1:
             return False
-        if any(step.synchronised for step in islice(self._closed, readable)):
+        if any(step.synchronised for step in islice(self._page.steps, readable)):
             return True
         return readable >= self._most_together or now_us() - self._settled_at >= _TOGETHER_US
 
@@ -266,12 +274,13 @@ class Ledger:
         """
         self.chores.do_all()
         self._settled_at = now_us()
-        steps = [self._closed.popleft() for _ in range(len(self._closed) - but)]
-        settled, words, last = None, list[OwnWord](), self._round.last_step
+        page = self._page
+        self._page = page.tear_off(len(page.steps) - but)
+        settled, words, last = None, OwnWords([], [], {}), self._round.last_step
         numbers = blank(0, len(self._told_buckets))
-        if steps:
-            last = steps[-1].number
-            settled = settle(steps, self._clock, every=self._every)
+        if page.steps:
+            last = page.steps[-1].number
+            settled = settle(page, self._clock, every=self._every)
             self.own_loss = settled.own_loss
             words, numbers, self._round = self._round.tell(
                 settled, buckets=self._told_buckets, offset_us=self.offset_us
@@ -279,14 +288,15 @@ class Ledger:
         if the_rest:
             # Also from a rank that has none: where ranks do not meet, others may have.
             rest, self._round = self._round, Round()
-            words.append(OwnWord(last, None, rest.finders))
+            words.finders[len(words.steps)] = rest.finders
+            words.steps.append(last)
             numbers = np.vstack((numbers, rest.rest(len(self._told_buckets))))
-        if words:
+        if words.steps:
             self._untold = but
-        if steps or words:
+        if settled is not None or words.steps:
             batch = Batch(settled, words, None, last)
             self._batches.append(batch)  # first, so that it is salvaged if nothing can be posted any more
-            if words:
+            if words.steps:
                 batch.posted = self._control.post(torch.from_numpy(numbers.ravel()))
 
     def _collect_all(self) -> list[Agreed]:
@@ -300,36 +310,42 @@ class Ledger:
         words = None
         if batch.posted is not None:
             told_by = batch.posted.wait().numpy()  # (ranks, numbers of all words)
-            words = Words(told_by.reshape(len(told_by), len(batch.words), -1).swapaxes(0, 1))
+            words = Words(told_by.reshape(len(told_by), len(batch.words.steps), -1).swapaxes(0, 1))
             together = round(_TOGETHER_US / max(1.0, words.usual_step_us))
             self.together = max(1, min(self._most_together, together))
         self._batches.popleft()
         if batch.settled is not None:
             self.chores.add(self._finish(batch, words))
-        if words is None:
-            return []
-        return [
-            self._agree(own, heard)
-            for own, heard in zip(batch.words, words.heard(), strict=True)
-            if own.row is not None or heard.samples
-        ]
+        return [] if words is None else self._agree(batch.words, words)
 
-    def _agree(self, own: OwnWord, heard: Heard) -> Agreed:
-        late, news = None, False
+    def _agree(self, own: OwnWords, words: Words) -> list[Agreed]:
+        count = len(own.steps)
+        if count > len(own.rows) and not words.samples[-1]:
+            count -= 1  # of the rest of a stage there is none on any rank
+        if not count:
+            return []
+        late, news, overflows = None, list[tuple[int, Straggler | None]](), list[tuple[int, Overflow]]()
         if self.stragglers is not None:
-            news = own.row is not None and self.stragglers.add(own.step, heard)
+            news = self.stragglers.add(own.steps[: len(own.rows)], words)
             late = self.stragglers.now
-        return Agreed(
-            step=own.step,
-            mean_loss=heard.mean_loss,
-            rank_losses=heard.rank_losses,
-            stop=heard.stop,
-            checkpoint=heard.checkpoint,
-            compare_clocks=heard.compare_clocks,
-            overflow=overflow(heard.codes, own.finders),
-            straggler=late,
-            straggler_is_news=news,
-        )
+        for place, codes in words.codes.items():
+            found = overflow(codes, own.finders.get(place, ()))
+            if found is not None and place < count:
+                overflows.append((own.steps[place], found))
+        wishes = words.wishes
+        return [
+            Agreed(
+                steps=own.steps[:count],
+                mean_losses=words.mean_losses[:count],
+                rank_losses=words.rank_losses(count - 1),
+                stop=wishes & STOP > 0,
+                checkpoint=wishes & CHECKPOINT > 0,
+                compare_clocks=wishes & COMPARE_CLOCKS > 0,
+                overflows=overflows,
+                straggler=late,
+                news=news,
+            )
+        ]
 
     def salvage(self) -> None:
         """Record the steps that are over, without what other ranks have told of them: the run has failed."""
@@ -337,9 +353,11 @@ class Ledger:
         if self._clock.lag:
             return  # the device may never come to an end
         batches, self._batches = list(self._batches), deque()
-        if self._closed:
-            steps, self._closed = list(self._closed), deque()
-            batches.append(Batch(settle(steps, self._clock, every=self._every), (), None, steps[-1].number))
+        page, self._page = self._page, Page()
+        page.forget()
+        if page.steps:
+            settled = settle(page, self._clock, every=self._every)
+            batches.append(Batch(settled, OwnWords([], [], {}), None, page.steps[-1].number))
         for batch in batches:
             if batch.settled is not None:
                 self.chores.add(self._finish(batch, None))
@@ -357,8 +375,8 @@ class Ledger:
         )
         settled = account.settled
         exposed = divide(settled, account.all_ready_us)
-        under_way = under_way_us(settled.landed, len(settled.steps))
-        self._count_traffic(settled.flights, int(np.maximum(under_way, exposed).sum()))
+        under_way = under_way_us(settled.journeys.landed, len(settled.steps))
+        self._count_traffic(settled.journeys.flights, int(np.maximum(under_way, exposed).sum()))
         totals = self.totals
         totals.steps += len(settled.steps)
         totals.samples += sum(settled.samples)

@@ -151,7 +151,7 @@ def losses(agreed: Agreed | None, own_loss: float) -> str:
     """The mean over ranks and rank 0's own loss, told apart; between two synchronisations only the latter."""
     if agreed is None:
         return f"rank 0's loss {own_loss:.4f}"
-    return f"mean loss {agreed.mean_loss:.4f} (rank 0: {agreed.rank_losses[0]:.4f})"
+    return f"mean loss {agreed.mean_losses[-1]:.4f} (rank 0: {agreed.rank_losses[0]:.4f})"
 
 
 def lateness(agreed: Agreed | None) -> str:

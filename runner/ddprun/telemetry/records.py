@@ -41,18 +41,28 @@ def bucket_record(
         step: in which.
         rank: this one.
     """
-    gradients: dict[str, Any] = {}
-    if flight.kind == "gradient" and gradients_us:
-        ready = {param.name: gradients_us.get(param.name) for param in flight.params}
-        known = {name: at for name, at in ready.items() if at is not None}
-        gradients["params_ready_us"] = list(ready.values())
-        gradients["completed_by"] = max(known, key=known.__getitem__, default=None)
-    fidelity = {"fidelity": asdict(flight.fidelity)} if flight.fidelity is not None else {}
-    worked = {"encode": 0, "decode": 0}
+    encode = decode = wire_bytes = between_hosts = 0
     for piece in flight.slices:
-        worked[piece.phase] += piece.done - piece.start
-    legs = flight.legs
-    return {
+        if piece.phase == "encode":
+            encode += piece.done - piece.start
+        else:
+            decode += piece.done - piece.start
+    legs, ready = [], flight.ready
+    for leg in flight.legs:
+        wire_bytes += leg.wire_bytes
+        between_hosts += leg.between_hosts_bytes
+        legs.append(
+            {
+                "op": leg.op,
+                "group": leg.group,
+                "dtype": leg.dtype,
+                "bytes": leg.bytes,
+                "wire_bytes": leg.wire_bytes,
+                "start_us": leg.start,
+                "done_us": leg.done,
+            }
+        )
+    record: dict[str, Any] = {
         "v": VERSION,
         "rank": rank,
         "stage": stage,
@@ -63,31 +73,26 @@ def bucket_record(
         "dtype": flight.dtype,
         "numel": flight.numel,
         "bytes": flight.bytes,
-        "wire_bytes": flight.wire_bytes,
-        "between_hosts_bytes": flight.between_hosts_bytes,
+        "wire_bytes": wire_bytes,
+        "between_hosts_bytes": between_hosts,
         "hooks": flight.hooks,
-        "ready_us": flight.ready,
+        "ready_us": ready,
         "all_ready_us": None if all_ready_us is None else round(all_ready_us),
         # What sends nothing starts when it is ready.
-        "launch_us": legs[0].start if legs else flight.ready,
+        "launch_us": legs[0]["start_us"] if legs else ready,
         "done_us": flight.done,
-        "encode_us": worked["encode"],
-        "decode_us": worked["decode"],
-        "legs": [
-            {
-                "op": leg.op,
-                "group": leg.group,
-                "dtype": leg.dtype,
-                "bytes": leg.bytes,
-                "wire_bytes": leg.wire_bytes,
-                "start_us": leg.start,
-                "done_us": leg.done,
-            }
-            for leg in legs
-        ],
-        **gradients,
-        **fidelity,
+        "encode_us": encode,
+        "decode_us": decode,
+        "legs": legs,
     }
+    if flight.kind == "gradient" and gradients_us:
+        of_params = {param.name: gradients_us.get(param.name) for param in flight.params}
+        known = {name: at for name, at in of_params.items() if at is not None}
+        record["params_ready_us"] = list(of_params.values())
+        record["completed_by"] = max(known, key=known.__getitem__, default=None)
+    if flight.fidelity is not None:
+        record["fidelity"] = asdict(flight.fidelity)
+    return record
 
 
 @dataclass(slots=True)

@@ -27,15 +27,18 @@ from ddprun_hooks.flight import Flight
 
 
 @dataclass(slots=True)
-class OwnWord:
-    """A word of this rank's."""
+class OwnWords:
+    """Words of this rank's."""
 
-    step: int
-    row: int | None
-    """Of the settled step that it is about; None: the rest of a stage, whose steps are finished."""
+    steps: list[int]
+    """About which they are; one more than `rows` if the last one tells the rest of a stage, whose steps are
+    finished."""
 
-    finders: Sequence[Flight[int]]
-    """Payloads in which something was found since the word before."""
+    rows: list[int]
+    """Of these steps, where they are settled."""
+
+    finders: dict[int, Sequence[Flight[int]]]
+    """By place, payloads in which something was found since the word before."""
 
 
 @dataclass(slots=True)
@@ -76,7 +79,7 @@ class Round:
 
     def tell(
         self, settled: Settled, *, buckets: Sequence[int], offset_us: float
-    ) -> tuple[list[OwnWord], Numbers, "Round"]:
+    ) -> tuple[OwnWords, Numbers, "Round"]:
         """The words about those steps in which ranks have synchronised, and what is left for the next one.
 
         Args:
@@ -94,7 +97,8 @@ class Round:
         if rows:
             numbers[:, WISHES_AT] = [steps[row].wishes for row in rows]
             _put_moments(settled, rows, numbers, buckets, offset_us)
-        return self._find_in(settled, numbers, left), numbers, left
+        finders = self._find_in(settled, rows, numbers, left)
+        return OwnWords([steps[row].number for row in rows], rows, finders), numbers, left
 
     def rest(self, buckets: int) -> Numbers:
         """A word about no step of its own: shape (1, numbers of a word), with room for ready times."""
@@ -130,22 +134,27 @@ class Round:
         left[LOSS_AT] = loss_sum
         return Round(left, settled.steps[-1].number)
 
-    def _find_in(self, settled: Settled, numbers: Numbers, left: "Round") -> list[OwnWord]:
-        """Put into each word what was found first; gives the words."""
+    def _find_in(
+        self, settled: Settled, rows: Sequence[int], numbers: Numbers, left: "Round"
+    ) -> dict[int, Sequence[Flight[int]]]:
+        """Put into each word what was found first; gives who found it, by place."""
         found: dict[int, list[Flight[int]]] = {}
         for row, flight in settled.found:
             found.setdefault(row, []).append(flight)
-        words: list[OwnWord] = []
         left.code, left.finders = self.code, list(self.finders)
-        for row, step in enumerate(settled.steps):
+        finders: dict[int, Sequence[Flight[int]]] = {}
+        if not found and not left.code:
+            return finders
+        word_of = {row: place for place, row in enumerate(rows)}
+        for row in range(len(settled.steps)):
             if row in found:
                 left.find(found[row])
-            if step.synchronised:
-                if left.code:
-                    numbers[len(words), CODE_AT] = left.code
-                words.append(OwnWord(step.number, row, left.finders))
+            place = word_of.get(row)
+            if place is not None and left.code:
+                numbers[place, CODE_AT], finders[place] = left.code, left.finders
+            if place is not None:
                 left.code, left.finders = 0, []
-        return words
+        return finders
 
 
 def _put_moments(
@@ -154,7 +163,7 @@ def _put_moments(
     """Put into the words when this rank had its payloads ready."""
     word_of = np.full(len(settled.steps), -1)
     word_of[rows] = range(len(rows))
-    lines, buckets, ready, _ = settled.landed
+    lines, buckets, ready, _ = settled.journeys.landed
     words, beside = word_of[lines // 2], lines % 2 > 0
     at = ready - offset_us
     if told:

@@ -9,7 +9,7 @@ that have a row for each step. A *line* is a step's backward pass (2 * row) or w
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.records import PARTS
-from ddprun.telemetry.step import Step, Traffic
+from ddprun.telemetry.step import Page, Step, Traffic
 from ddprun.telemetry.stretches import Ints, Union
 from ddprun.telemetry.word import SPENT
 from ddprun_hooks.flight import Flight
@@ -29,101 +29,110 @@ _HOOK, _WIRE = _COLUMN["exposed_hook_us"], _COLUMN["exposed_wire_us"]
 _SPENT = [_HOOK if part == "hook_us" else _COLUMN[part] for part in SPENT]
 
 
-class Journeys:
-    """Payloads that were sent or waited for on some lines, in microseconds of this rank's clock."""
-
-    def __init__(self) -> None:
-        self.flights: list[Flight[int]] = []
-        """That were waited for: complete."""
-
-        self.found: list[tuple[int, Flight[int]]] = []
-        """Lines, and the payloads on them in which hooks have found something."""
-
-        self._landed: list[int] = []  # line, bucket, ready, done
-        self._sent: list[int] = []  # line, microseconds in hooks on the training thread
-        self._work: list[int] = []  # line, start, end of hooks on other threads
-        self._waits: list[int] = []  # line, start, end
-
-    def add_backward(self, line: int, flights: Sequence[Flight[int]], end: int) -> None:
-        """A backward pass that ended at `end`: it only waited once its last bucket was handed over."""
-        last = 0
-        for flight in flights:
-            handed_over = flight.handed_over
-            assert handed_over is not None, "a finished flight has been handed over"
-            self._sent += (line, handed_over - flight.ready)
-            if handed_over > last:
-                last = handed_over
-            self._land(line, flight)
-        if flights:
-            self._waits += (line, last, end)
-
-    def add_beside(self, line: int, traffic: Traffic, clock: Clock) -> None:
-        """What was exchanged beside a backward pass."""
-        us = clock.us
-        for flight in traffic.sent:  # those that have not landed yet are not complete
-            self._sent += (line, clock.in_hooks_us(flight))
-        for landed in clock.read(traffic.landed):
-            self._land(line, landed)
-        for start, end in traffic.waits:
-            self._waits += (line, us(start), us(end))
-
-    def landed(self) -> Ints:
-        """Line, bucket, and when it was ready and done: of each payload that was waited for; shape (4, n)."""
-        return _table(self._landed, 4)
-
-    def sent(self) -> Ints:
-        """Line, and how long hooks ran on the training thread: of each that set out; shape (2, n)."""
-        return _table(self._sent, 2)
-
-    def work(self) -> Ints:
-        """Line, start and end of hooks' work on other threads; shape (3, n)."""
-        return _table(self._work, 3)
-
-    def waits(self) -> Ints:
-        """Line, start and end of time in which the training thread only waited; shape (3, n)."""
-        return _table(self._waits, 3)
-
-    def _land(self, line: int, flight: Flight[int]) -> None:
-        ready = flight.ready
-        self.flights.append(flight)
-        self._landed += (line, flight.bucket, ready, flight.done or ready)
-        for piece in flight.slices:
-            if not piece.on_training_thread:
-                self._work += (line, piece.start, piece.done)
-        if flight.findings:
-            self.found.append((line, flight))
-
-
 @dataclass(slots=True)
-class Settled:
-    """Steps that are over. Arrays have a row for each of them; times are microseconds."""
+class Journeys:
+    """Payloads that were sent or waited for, in the order of lines, in microseconds of this rank's clock."""
 
-    steps: Sequence[Step]
-    times: list[int]
-    """All marks, one step's behind another's."""
-
-    firsts: list[int]
-    """Where each step's begin in it; and where the last one's end."""
-
-    step_us: list[int]
-    us: Ints
-    """Of each part, shape (steps, parts). What of it was exposed communication is in the parts that were
-    exposed to it until `divide` has taken it out."""
-
-    flights: Sequence[Flight[int]]
-    """That were waited for."""
-
-    found: Sequence[tuple[int, Flight[int]]]
-    """Rows, and the payloads in which hooks have found something."""
+    flights: list[Flight[int]]
+    """That were waited for: complete."""
 
     landed: Ints
     """Line, bucket, and when it was ready and done: of each of them; shape (4, flights)."""
+
+    sent: Ints
+    """Line, and how long hooks ran on the training thread: of each that set out; shape (2, n)."""
 
     work: Ints
     """Line, start and end of hooks' work on other threads; shape (3, n)."""
 
     waits: Ints
     """Line, start and end of time in which the training thread only waited; shape (3, n)."""
+
+    def and_those(self, other: "Journeys") -> "Journeys":
+        """With others, on other lines."""
+        flights = [*self.flights, *other.flights]
+        landed, waits = np.hstack((self.landed, other.landed)), np.hstack((self.waits, other.waits))
+        order = landed[0].argsort(kind="stable")
+        return Journeys(
+            [flights[place] for place in order.tolist()],
+            landed[:, order],
+            np.hstack((self.sent, other.sent)),
+            np.hstack((self.work, other.work)),
+            waits[:, waits[0].argsort(kind="stable")],
+        )
+
+
+def in_backward(page: Page, times: Sequence[int], clock: Clock) -> Journeys:
+    """What steps exchanged in backward passes: each only waited once its last bucket was handed over.
+
+    Args:
+        page: with the steps.
+        times: of its marks.
+        clock: which took them.
+    """
+    flights, page.flights = list(clock.read(page.flights)), []
+    if not flights:
+        return Journeys([], *(np.zeros((rows, 0), dtype=np.int64) for rows in (4, 2, 3, 3)))
+    ends = np.array([0, *[step.flights_end for step in page.steps]])
+    rows = np.flatnonzero(ends[1:] > ends[:-1])
+    ends = ends[1:][rows]
+    firsts = np.concatenate(([0], ends[:-1]))
+    lines = np.repeat(2 * rows, ends - firsts)
+    landed = _landed(lines, flights)
+    handed_over = np.array([flight.handed_over for flight in flights])
+    passed = [page.steps[row].backward_end for row in rows.tolist()]
+    return Journeys(
+        flights,
+        landed,
+        np.array((lines, handed_over - landed[2])),
+        _work(lines.tolist(), flights),
+        np.array(
+            (
+                2 * rows,
+                np.maximum.reduceat(handed_over, firsts),
+                [times[end] for end in passed if end is not None],
+            )
+        ),
+    )
+
+
+def beside(traffic: Sequence[tuple[int, Traffic]], clock: Clock) -> Journeys:
+    """What was exchanged beside backward passes, and on which lines."""
+    us, lines = clock.us, list[int]()
+    flights, sent, waits = list[Flight[int]](), list[int](), list[int]()
+    for line, exchanged in traffic:
+        landed = clock.read(exchanged.landed)
+        lines += [line] * len(landed)
+        flights += landed
+        for flight in exchanged.sent:  # those that have not landed yet are not complete
+            sent += (line, clock.in_hooks_us(flight))
+        for start, end in exchanged.waits:
+            waits += (line, us(start), us(end))
+    on_lines = np.array(lines, dtype=np.int64)
+    return Journeys(
+        flights, _landed(on_lines, flights), _table(sent, 2), _work(lines, flights), _table(waits, 3)
+    )
+
+
+@dataclass(slots=True)
+class Settled:
+    """Steps that are over. Arrays have a row for each of them; times are microseconds."""
+
+    page: Page
+    """What they left behind."""
+
+    times: list[int]
+    """Of its marks."""
+
+    firsts: list[int]
+    """Where each step's marks begin; and where the last one's end."""
+
+    step_us: list[int]
+    us: Ints
+    """Of each part, shape (steps, parts). What of it was exposed communication is in the parts that were
+    exposed to it until `divide` has taken it out."""
+
+    journeys: Journeys
 
     waited_us: Ints
     """On each line, shape (2 * steps,)."""
@@ -135,8 +144,21 @@ class Settled:
     """Of this rank, over the step's samples."""
 
     samples: list[int]
-    gradients: list[Mapping[str, int]]
+    gradients: Sequence[Mapping[str, int]]
     """When the gradients were complete, by parameter; empty where nobody has looked."""
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """In the order in which they were taken."""
+        return self.page.steps
+
+    @property
+    def found(self) -> list[tuple[int, Flight[int]]]:
+        """Rows, and the payloads of them in which hooks have found something."""
+        if not any(flight.findings for flight in self.journeys.flights):
+            return []
+        rows = (self.journeys.landed[0] // 2).tolist()
+        return [(row, one) for row, one in zip(rows, self.journeys.flights, strict=True) if one.findings]
 
     @property
     def own_loss(self) -> float:
@@ -154,47 +176,39 @@ class Settled:
         return spent
 
 
-def settle(steps: Sequence[Step], clock: Clock, *, every: int) -> Settled:
+def settle(page: Page, clock: Clock, *, every: int) -> Settled:
     """Read the marks of steps that are over; waits for those that the device has not passed.
 
     Args:
-        steps: in the order in which they were taken, one at least.
+        page: with one step at least, and none that runs.
         clock: which took the marks; later ones are measured from the last step's end.
         every: single gradients are wanted of every n-th step.
     """
-    times: list[int] = []
-    columns: list[int] = []  # for each mark, of the part that ended there
-    journeys, gradients = Journeys(), list[Mapping[str, int]]()
-    for row, step in enumerate(steps):
-        times += clock.times(step.marks)
-        columns += [_COLUMN[part] for part in step.parts]
-        if step.backward_end is not None:
-            journeys.add_backward(2 * row, clock.read(step.flights), clock.us(step.backward_end))
-        if step.sync is not None:
-            journeys.add_beside(2 * row + 1, step.sync, clock)
-        gradients.append(
-            _complete(step.gradients, clock) if step.gradients and step.number % every == 0 else {}
-        )
-        clock.rebase(step.marks[-1])
-    count, lengths = len(steps), [len(step.marks) for step in steps]
-    firsts = [0, *accumulate(lengths)]
-    marks = np.array(times)
+    steps, count = page.steps, len(page.steps)
+    times = clock.times(page.marks)
+    firsts = [0, *[step.marks_end for step in steps]]
+    marks, ends = np.array(times), np.array(firsts)
     marks[1:] -= marks[:-1].copy()
-    cells = np.repeat(np.arange(0, count * len(_COLUMN), len(_COLUMN)), lengths) + columns
+    cells = np.repeat(np.arange(0, count * len(_COLUMN), len(_COLUMN)), ends[1:] - ends[:-1])
+    cells += [_COLUMN[part] for part in page.parts]
     us = _added_up(cells, marks, count * len(_COLUMN)).reshape(count, -1)
-    waits, sent = journeys.waits(), journeys.sent()
-    loss_sums, samples = _losses_of(steps)
+    journeys = in_backward(page, times, clock)
+    if traffic := [(2 * row + 1, step.sync) for row, step in enumerate(steps) if step.sync is not None]:
+        journeys = journeys.and_those(beside(traffic, clock))
+    gradients = [
+        _complete(step.gradients, clock) if step.gradients and step.number % every == 0 else {}
+        for step in steps
+    ]
+    waits, sent = journeys.waits, journeys.sent
+    loss_sums, samples = _losses_of(page)
+    clock.rebase(page.marks[-1])
     return Settled(
-        steps=steps,
+        page=page,
         times=times,
         firsts=firsts,
         step_us=[times[until - 1] - times[first] for first, until in pairwise(firsts)],
         us=us[:, : len(PARTS)],
-        flights=journeys.flights,
-        found=[(line // 2, flight) for line, flight in journeys.found],
-        landed=journeys.landed(),
-        work=journeys.work(),
-        waits=waits,
+        journeys=journeys,
         waited_us=_added_up(waits[0], waits[2] - waits[1], 2 * count),
         in_hooks_us=_added_up(sent[0], sent[1], 2 * count),
         loss_sums=loss_sums,
@@ -221,7 +235,7 @@ def divide(settled: Settled, all_ready_us: NDArray[np.float64]) -> Ints:
     lines = len(settled.in_hooks_us)
     exposed = np.zeros((3, lines), dtype=np.int64)  # hook, wait, wire
     exposed[0], exposed[1] = settled.in_hooks_us, settled.waited_us
-    if settled.waits.size:
+    if settled.journeys.waits.size:
         at_work, under_way = _while_waiting(settled, np.rint(all_ready_us).astype(np.int64))
         exposed[0] += at_work
         exposed[1] -= under_way
@@ -237,7 +251,8 @@ def _while_waiting(settled: Settled, all_ready: Ints) -> tuple[Ints, Ints]:
     """How long of its waiting on each line other threads were in hooks, and how long they were or something
     was on the wire; shape (lines,).
     """
-    waits, work, landed, lines = settled.waits, settled.work, settled.landed, len(settled.in_hooks_us)
+    journeys, lines = settled.journeys, len(settled.in_hooks_us)
+    waits, work, landed = journeys.waits, journeys.work, journeys.landed
     low, high = int(waits[1].min()), int(waits[2].max())
     at_work = np.zeros(lines, dtype=np.int64)
     if work.size:
@@ -287,20 +302,38 @@ def _added_up(places: Ints, values: Ints, count: int) -> Ints:
     return np.bincount(places, values, count).astype(np.int64)
 
 
-def _losses_of(steps: Sequence[Step]) -> tuple[list[float], list[int]]:
+def _landed(lines: Ints, flights: Sequence[Flight[int]]) -> Ints:
+    landed = np.empty((4, len(flights)), dtype=np.int64)
+    landed[0], landed[1] = lines, [flight.bucket for flight in flights]
+    landed[2] = [flight.ready for flight in flights]
+    landed[3] = [flight.done or flight.ready for flight in flights]
+    return landed
+
+
+def _work(lines: Sequence[int], flights: Sequence[Flight[int]]) -> Ints:
+    work: list[int] = []
+    for line, flight in zip(lines, flights, strict=True):
+        for piece in flight.slices:
+            if not piece.on_training_thread:
+                work += (line, piece.start, piece.done)
+    return _table(work, 3)
+
+
+def _losses_of(page: Page) -> tuple[list[float], list[int]]:
     """This rank's losses, summed over each step's samples, and how many these are."""
-    rows, losses, counts = [], [], []
-    for row, step in enumerate(steps):
-        for loss, count in zip(step.losses, step.samples, strict=True):
-            if count:
-                rows.append(row)
-                losses.append(loss)
-                counts.append(count)
-    loss_sums, samples = [0.0] * len(steps), [0] * len(steps)
-    if losses:
-        for row, loss, count in zip(rows, torch.stack(losses).tolist(), counts, strict=True):
-            loss_sums[row] += loss * count
-            samples[row] += count
+    means: list[float] = torch.stack(page.losses).tolist() if page.losses else []
+    page.losses.clear()
+    counts, first = page.samples, 0
+    loss_sums, samples = list[float](), list[int]()
+    for step in page.steps:
+        end, loss_sum, count = step.losses_end, 0.0, 0
+        for place in range(first, end):
+            if counts[place]:
+                loss_sum += means[place] * counts[place]
+                count += counts[place]
+        loss_sums.append(loss_sum)
+        samples.append(count)
+        first = end
     return loss_sums, samples
 
 

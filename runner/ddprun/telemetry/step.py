@@ -1,4 +1,4 @@
-"""One step: its marks while it runs, and what ranks agree about it afterwards."""
+"""Steps: what they leave behind while they run, and what ranks agree about them afterwards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,17 +27,17 @@ class Traffic:
 
 @dataclass(slots=True)
 class Step:
-    """One step while it runs."""
+    """One step; what it left behind is on a `Page`."""
 
     number: int
     stage: int
-    parts: list[str]
-    """What ended at each mark (one of `records.PARTS`); the first entry only starts the time."""
+    marks_end: int = 0
+    """Where its marks end on the page; they begin where those of the step before end."""
 
-    marks: list[Any]
-
-    flights: list[Flight[Any]] = field(default_factory=list)
-    """Gradient buckets of the backward pass."""
+    flights_end: int = 0
+    losses_end: int = 0
+    backward_end: int | None = None
+    """The place of the mark at which the backward pass ended, if it exchanged gradients."""
 
     gradients: Mapping[str, Any] | None = None
     """When the gradients were complete, by parameter; None: nobody has looked."""
@@ -45,30 +45,85 @@ class Step:
     sync: Traffic | None = None
     """What else was exchanged: changes of parameters, buffers."""
 
-    backward_end: Any = None
+    synchronised: bool = True
+    wishes: int = 0
+    """Of this rank (`word.STOP` …)."""
+
+
+@dataclass(slots=True)
+class Page:
+    """What steps leave behind, one behind another: as few objects as can be, for they are kept for a while.
+
+    Behind that of the steps which are over is that of the one which runs.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    """That are over."""
+
+    parts: list[str] = field(default_factory=list)
+    """What ended at each mark (one of `records.PARTS`); a step's first, which is "", only starts its time."""
+
+    marks: list[Any] = field(default_factory=list)
+    flights: list[Flight[Any]] = field(default_factory=list)
+    """Gradient buckets of the backward passes."""
+
     losses: list[Tensor] = field(default_factory=list)
     """Of this rank: the mean loss of each micro-batch."""
 
     samples: list[int] = field(default_factory=list)
     """Of each micro-batch."""
 
-    synchronised: bool = True
-    wishes: int = 0
-    """Of this rank (`word.STOP` …)."""
+    def close(self, step: Step) -> None:
+        """The step that ran is over."""
+        step.marks_end, step.flights_end = len(self.marks), len(self.flights)
+        step.losses_end = len(self.losses)
+        self.steps.append(step)
+
+    def forget(self) -> None:
+        """Forget the step that runs."""
+        self._cut(self.steps[-1] if self.steps else Step(0, 0))
+
+    def tear_off(self, count: int) -> "Page":
+        """Leave so many steps here; gives a page with those behind them."""
+        rest = Page()
+        if count == len(self.steps):
+            return rest
+        last = self.steps[count - 1] if count else Step(0, 0)
+        rest.steps, self.steps = self.steps[count:], self.steps[:count]
+        marks, flights, losses = last.marks_end, last.flights_end, last.losses_end
+        rest.parts, rest.marks = self.parts[marks:], self.marks[marks:]
+        rest.flights = self.flights[flights:]
+        rest.losses, rest.samples = self.losses[losses:], self.samples[losses:]
+        for step in rest.steps:
+            step.marks_end -= marks
+            step.flights_end -= flights
+            step.losses_end -= losses
+            if step.backward_end is not None:
+                step.backward_end -= marks
+        self._cut(last)
+        return rest
+
+    def _cut(self, last: Step) -> None:
+        """Nothing comes behind this step."""
+        del self.parts[last.marks_end :], self.marks[last.marks_end :]
+        del self.flights[last.flights_end :]
+        del self.losses[last.losses_end :], self.samples[last.losses_end :]
 
 
 class Agreed(NamedTuple):
-    """What all ranks know alike about one finished step, and about those since the last one like it."""
+    """What all ranks newly know alike about steps in which they synchronised, and about those before each."""
 
-    step: int
-    mean_loss: float
-    """Mean over all samples of all ranks since the ranks synchronised before."""
+    steps: Sequence[int]
+    """One at least, oldest first."""
+
+    mean_losses: Sequence[float]
+    """For each of them: the mean over all samples of all ranks since the ranks synchronised before."""
 
     rank_losses: Sequence[float]
-    """Each rank's own mean."""
+    """Each rank's own mean in the newest."""
 
     stop: bool
-    """Some rank wants to stop."""
+    """Some rank wanted to stop in one of them."""
 
     checkpoint: bool
     """Some rank was asked for a checkpoint."""
@@ -76,10 +131,11 @@ class Agreed(NamedTuple):
     compare_clocks: bool
     """Rank 0 wants the clocks compared again."""
 
-    overflow: Overflow | None = None
-    """The first that is known."""
+    overflows: Sequence[tuple[int, Overflow]] = ()
+    """In which step, and the first of it that is known."""
 
     straggler: Straggler | None = None
     """Who is late just now; known on rank 0 alone."""
 
-    straggler_is_news: bool = False
+    news: Sequence[tuple[int, Straggler | None]] = ()
+    """When it was found who is late from then on, or that nobody is any more; known on rank 0 alone."""

@@ -14,11 +14,11 @@ than theirs.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ddprun.telemetry.word import SPENT, Heard, Numbers, ready_of, spent_of, sync_ready_of, told_buckets
+from ddprun.telemetry.word import SPENT, Numbers, Words, ready_of, spent_of, sync_ready_of, told_buckets
 
 Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]
 
@@ -68,6 +68,17 @@ class Straggler:
         return f"rank {self.rank} is late by {self.late_us / 1000:.1f} ms ({self.cause}{where})"
 
 
+class _Told(NamedTuple):
+    """What ranks have told about a step."""
+
+    step: int
+    apart_us: float
+    """As of `Words`."""
+
+    numbers: Numbers
+    """Shape (ranks, numbers of a word)."""
+
+
 class Stragglers:
     """Looks for stragglers while training goes on; in bounded memory.
 
@@ -78,7 +89,7 @@ class Stragglers:
 
     def __init__(self, window: int, over: float) -> None:
         self._window, self._over = window, over
-        self._steps: deque[tuple[int, Heard]] = deque(maxlen=window)
+        self._steps: deque[_Told] = deque(maxlen=window)
         self._since = 0
         self._params: Sequence[tuple[str, ...]] = ()
         self._suspect: Straggler | None = None  # what was found last
@@ -97,14 +108,37 @@ class Stragglers:
         self._steps.clear()
         self._since, self._params, self._suspect, self.now = 0, params, None, None
 
-    def add(self, step: int, heard: Heard) -> bool:
-        """Take what ranks have told about a step; whether `now` is newly known."""
-        if not heard.met:
-            return False  # ranks have met, as for an audit, and none was waited for
-        self._steps.append((step, heard))
-        self._since += 1
-        if len(self._steps) < self._window or self._since < max(1, self._window // 2):
-            return False
+    def add(self, steps: Sequence[int], words: Words) -> list[tuple[int, Straggler | None]]:
+        """Take what ranks have told about steps.
+
+        Args:
+            steps: the first of those that the words are about.
+            words: of all ranks.
+
+        Returns:
+            Where `now` is newly known: the step, and who is late from then on, or that nobody is any more.
+        """
+        # In a step without `met` ranks were together, as for an audit, and none was waited for.
+        told = [
+            _Told(step, apart_us, numbers)
+            for step, met, apart_us, numbers in zip(
+                steps, words.met, words.apart_us, words.numbers, strict=False
+            )
+            if met
+        ]
+        news: list[tuple[int, Straggler | None]] = []
+        first, half = 0, max(1, self._window // 2)
+        while first < len(told):
+            more = told[first : first + max(1, self._window - len(self._steps), half - self._since)]
+            self._steps.extend(more)
+            self._since += len(more)
+            first += len(more)
+            if len(self._steps) == self._window and self._since >= half and self._look_again():
+                news.append((more[-1].step, self.now))
+        return news
+
+    def _look_again(self) -> bool:
+        """Look who is late; whether that is news."""
         self._since = 0
         found = self._again(self._look())
         before, self.now = self.now, found
@@ -141,13 +175,13 @@ class Stragglers:
         return found
 
     def _look(self) -> Straggler | None:
-        if len(self._steps[0][1].numbers) < 2:
+        if len(self._steps[0].numbers) < 2:
             return None
         # The usual case, and so the cheap one: no rank is later than the last one comes after the first.
-        apart = sorted(heard.apart_us for _, heard in self._steps)
+        apart = sorted([told.apart_us for told in self._steps])
         if apart[(len(apart) - 1) // 2] <= _LEAST_US / _STAYS:
             return None
-        told = np.stack([heard.numbers for _, heard in self._steps])  # (steps, ranks, numbers of a word)
+        told = np.stack([one.numbers for one in self._steps])  # (steps, ranks, numbers of a word)
         # Where ranks meet twice in a step, beside backward and in it, they wait for each other twice.
         places = (ready_of(told), sync_ready_of(told))
         meetings = [at[..., -1] for at in places if at.shape[2] and at.all()]
@@ -163,7 +197,7 @@ class Stragglers:
             return None
         others = np.delete(late, rank, 1).ravel()
         spread = float(_median(abs(others - _median(others))))
-        first, last = self._steps[0][0], self._steps[-1][0]
+        first, last = self._steps[0].step, self._steps[-1].step
         step_us = float(_median(meetings[0][-1] - meetings[0][0])) / max(1, len(told) - 1)
         least_us = max(self._over * step_us, _SPREADS * spread, _LEAST_US) / stays
         if late_us <= least_us:

@@ -5,8 +5,6 @@ come wishes, what hooks have found, and moments, in microseconds of rank 0's clo
 """
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,40 +32,6 @@ this rank exchanged none.
 Numbers = NDArray[np.float64]
 
 
-class Heard(NamedTuple):
-    """What ranks have told about one step."""
-
-    mean_loss: float
-    """Over all samples of all ranks."""
-
-    rank_losses: list[float]
-    """Each rank's own mean."""
-
-    samples: int
-    """Of all ranks."""
-
-    stop: bool
-    """Some rank wants to stop."""
-
-    checkpoint: bool
-    """Some rank was asked for a checkpoint."""
-
-    compare_clocks: bool
-    """Rank 0 wants the clocks compared again."""
-
-    codes: list[int]
-    """What each rank's hooks have found first; empty: nothing on any rank."""
-
-    met: bool
-    """Some payload was exchanged in the step."""
-
-    apart_us: float
-    """From the first rank's having its last payload ready to the last one's: in backward, and beside it."""
-
-    numbers: Numbers
-    """Shape (ranks, numbers of a word)."""
-
-
 class Words:
     """Every rank's words about several steps.
 
@@ -76,7 +40,7 @@ class Words:
     """
 
     def __init__(self, numbers: Numbers) -> None:
-        self._numbers = numbers
+        self.numbers = numbers
         self._latest: Numbers = numbers[..., SYNC_READY_AT:].max(1)
         # The order of additions must not depend on how many words there are: `sum` would choose one.
         self._totals: Numbers = np.add.accumulate(numbers[..., : SAMPLES_AT + 1], axis=1)[:, -1]
@@ -90,33 +54,60 @@ class Words:
         return means
 
     @property
+    def samples(self) -> list[int]:
+        """Of all ranks; of each word."""
+        samples: list[int] = self._totals[:, SAMPLES_AT].astype(int).tolist()
+        return samples
+
+    @property
     def usual_step_us(self) -> float:
         """How long a step took, in the mean over ranks and over the steps that the words are about."""
-        steps, us = self._numbers[..., STEPS_AT : US_AT + 1].sum((0, 1)).tolist()
+        steps, us = self.numbers[..., STEPS_AT : US_AT + 1].sum((0, 1)).tolist()
         return float(us / max(1.0, steps))
 
-    def heard(self) -> Iterator[Heard]:
-        """Of each word, what it comes to."""
-        numbers = self._numbers
-        wishes, codes = numbers[..., WISHES_AT].astype(int), numbers[..., CODE_AT]
-        met: NDArray[np.bool_] = np.any(self._latest, axis=1)
-        meetings = numbers[..., sorted({SYNC_READY_AT, numbers.shape[2] - 1})]
-        of_any: list[int] = np.bitwise_or.reduce(wishes, axis=1).tolist()
+    @property
+    def wishes(self) -> int:
+        """Of any rank in any word, but `COMPARE_CLOCKS` of rank 0 alone."""
+        wishes = self.numbers[..., WISHES_AT]
+        if not wishes.any():
+            return 0
+        of_ranks: list[int] = np.bitwise_or.reduce(wishes.astype(int), axis=0).tolist()
+        found = of_ranks[0] & COMPARE_CLOCKS
+        for of_rank in of_ranks:
+            found |= of_rank & (STOP | CHECKPOINT)
+        return found
+
+    @property
+    def codes(self) -> dict[int, list[int]]:
+        """What each rank's hooks have found first, by word; of words in which some have found anything."""
+        codes = self.numbers[..., CODE_AT]
+        if not codes.any():
+            return {}
+        found: list[list[int]] = codes.astype(int).tolist()
+        return {place: of_ranks for place, of_ranks in enumerate(found) if any(of_ranks)}
+
+    def rank_losses(self, word: int) -> list[float]:
+        """Each rank's own mean in one word."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            rank_losses = numbers[..., LOSS_AT] / numbers[..., SAMPLES_AT]
-        return map(
-            Heard,
-            self.mean_losses,
-            rank_losses.tolist(),
-            self._totals[:, SAMPLES_AT].astype(int).tolist(),
-            [wish & STOP > 0 for wish in of_any],
-            [wish & CHECKPOINT > 0 for wish in of_any],
-            [wish & COMPARE_CLOCKS > 0 for wish in wishes[:, 0].tolist()],
-            codes.astype(int).tolist() if codes.any() else [[]] * len(numbers),
-            met.tolist(),
-            (meetings.max(1) - meetings.min(1)).sum(1).tolist(),
-            list(numbers),
-        )
+            losses: list[float] = (
+                self.numbers[word, :, LOSS_AT] / self.numbers[word, :, SAMPLES_AT]
+            ).tolist()
+        return losses
+
+    @property
+    def met(self) -> list[bool]:
+        """Whether some payload was exchanged in the step; of each word."""
+        met: list[bool] = np.any(self._latest, axis=1).tolist()
+        return met
+
+    @property
+    def apart_us(self) -> list[float]:
+        """From the first rank's having its last payload ready to the last one's: in backward, and beside it;
+        of each word.
+        """
+        meetings = self.numbers[..., sorted({SYNC_READY_AT, self.numbers.shape[2] - 1})]
+        apart: list[float] = (meetings.max(1) - meetings.min(1)).sum(1).tolist()
+        return apart
 
     def all_ready(self, buckets: int) -> Numbers:
         """When the last rank had each gradient bucket ready; zeros where no rank had one.
