@@ -43,7 +43,7 @@ class Recorded(NamedTuple):
     """When the gradients were complete, by parameter; empty if nobody has looked."""
 
     landed: Sequence[Flight[int]]
-    all_ready_us: Sequence[float]
+    all_ready_us: Sequence[int]
     """When the last rank had each payload that landed ready, on this rank's clock; 0: ranks have not told."""
 
 
@@ -102,8 +102,9 @@ class Account:
             all_of_them: the others are wanted, too.
         """
         settled, journeys = self.settled, self.settled.journeys
-        steps, times, parts = settled.steps, settled.times, settled.page.parts
-        us, ready = settled.us.tolist(), self.all_ready_us.tolist()
+        steps, times, us = settled.steps, settled.times, settled.us.tolist()
+        ended, spans = [_LAPS[part] for part in settled.page.parts], settled.spans.tolist()
+        ready = np.rint(self.all_ready_us).astype(np.int64).tolist()
         waits = journeys.waits[1:].T.tolist()
         landed, waited = _bounds(journeys.landed[0], len(steps)), _bounds(journeys.waits[0], len(steps))
         for row, step in enumerate(steps):
@@ -114,13 +115,8 @@ class Account:
             if step.number % every and not all_of_them:
                 continue
             first, end = settled.firsts[row], settled.firsts[row + 1]
-            laps = [
-                (_LAPS[part], now - before)
-                for part, before, now in zip(
-                    parts[first + 1 : end], times[first:end], times[first + 1 : end], strict=False
-                )
-                if now > before
-            ]
+            laps = zip(ended[first + 1 : end], spans[first + 1 : end], strict=True)
+            data, forward, backward, hook, wait, wire, optimizer, sync, other = us[row]
             record = {
                 "v": VERSION,
                 "rank": self._rank,
@@ -130,9 +126,17 @@ class Account:
                 "loss": mean(settled.loss_sums[row], settled.samples[row]),
                 "mean_loss": self._mean_losses[row],
                 "start_us": times[first],
-                **dict(zip(PARTS, us[row], strict=True)),
+                "data_us": data,
+                "forward_us": forward,
+                "backward_us": backward,
+                "exposed_hook_us": hook,
+                "exposed_wait_us": wait,
+                "exposed_wire_us": wire,
+                "optimizer_us": optimizer,
+                "sync_us": sync,
+                "other_us": other,
                 "step_us": settled.step_us[row],
-                "laps": laps,
+                "laps": [lap for lap in laps if lap[1] > 0],
                 "waits": [wait for wait in waits[waited[row] : waited[row + 1]] if wait[1] > wait[0]],
             }
             yield Recorded(record, settled.gradients[row], flights, ready[landed[row] : landed[row + 1]])

@@ -24,7 +24,7 @@ PARTS = (
 
 def bucket_record(
     flight: Flight[int],
-    all_ready_us: float | None,
+    all_ready_us: int | None,
     gradients_us: Mapping[str, int],
     *,
     stage: int,
@@ -77,7 +77,7 @@ def bucket_record(
         "between_hosts_bytes": between_hosts,
         "hooks": flight.hooks,
         "ready_us": ready,
-        "all_ready_us": None if all_ready_us is None else round(all_ready_us),
+        "all_ready_us": all_ready_us,
         # What sends nothing starts when it is ready.
         "launch_us": legs[0]["start_us"] if legs else ready,
         "done_us": flight.done,

@@ -124,6 +124,9 @@ class Settled:
     times: list[int]
     """Of its marks."""
 
+    spans: Ints
+    """From the mark before to each."""
+
     firsts: list[int]
     """Where each step's marks begin; and where the last one's end."""
 
@@ -187,11 +190,11 @@ def settle(page: Page, clock: Clock, *, every: int) -> Settled:
     steps, count = page.steps, len(page.steps)
     times = clock.times(page.marks)
     firsts = [0, *[step.marks_end for step in steps]]
-    marks, ends = np.array(times), np.array(firsts)
-    marks[1:] -= marks[:-1].copy()
+    spans, ends = np.array(times), np.array(firsts)
+    spans[1:] -= spans[:-1].copy()
     cells = np.repeat(np.arange(0, count * len(_COLUMN), len(_COLUMN)), ends[1:] - ends[:-1])
     cells += [_COLUMN[part] for part in page.parts]
-    us = _added_up(cells, marks, count * len(_COLUMN)).reshape(count, -1)
+    us = _added_up(cells, spans, count * len(_COLUMN)).reshape(count, -1)
     journeys = in_backward(page, times, clock)
     if traffic := [(2 * row + 1, step.sync) for row, step in enumerate(steps) if step.sync is not None]:
         journeys = journeys.and_those(beside(traffic, clock))
@@ -205,6 +208,7 @@ def settle(page: Page, clock: Clock, *, every: int) -> Settled:
     return Settled(
         page=page,
         times=times,
+        spans=spans,
         firsts=firsts,
         step_us=[times[until - 1] - times[first] for first, until in pairwise(firsts)],
         us=us[:, : len(PARTS)],
