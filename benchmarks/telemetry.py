@@ -31,20 +31,23 @@ from ddprun.insight.compare import ratio_of
 from ddprun.telemetry.ledger import Ledger
 from ddprun.telemetry.step import Agreed, Step
 
-BLOCK = 160
-"""Steps; of each block the first three do not count. Words that travel together are fewer."""
-
 SIDES = ("full", "none", "none again")
 MOST = 0.03
 FOLDER, STARTS = "DDPRUN_BENCHMARK", "starts.json"
+BLOCK = "DDPRUN_BENCHMARK_BLOCK"
 
 MODELS = {
-    "tiny": "mlp: {inputs: 64, hidden: [64], outputs: 10}",
-    "quickstart": "mlp: {inputs: 64, hidden: [256, 256], outputs: 10}",
-    "medium": "mlp: {inputs: 64, hidden: [512, 512], outputs: 10}",
-    "buckets": "mlp: {inputs: 64, hidden: [512, 512, 512, 512, 512], outputs: 10}",
-    "cnn": "cnn: {channels: [32, 64, 64]}",
+    "tiny": (640, "mlp: {inputs: 64, hidden: [64], outputs: 10}"),
+    "quickstart": (480, "mlp: {inputs: 64, hidden: [256, 256], outputs: 10}"),
+    "medium": (320, "mlp: {inputs: 64, hidden: [512, 512], outputs: 10}"),
+    "buckets": (160, "mlp: {inputs: 64, hidden: [512, 512, 512, 512, 512], outputs: 10}"),
+    "cnn": (160, "cnn: {channels: [32, 64, 64]}"),
 }
+"""How many steps a block has, which take about two seconds, and what takes them. Of a block the first three do
+not count; its last one settles all of its own, so it must be long beside the quarter of a second after which
+telemetry would do so anyway.
+"""
+
 PIPELINE = """
 model: {{{model}}}
 data: digits
@@ -57,9 +60,9 @@ stages:
 """
 
 
-def side_of(step: int) -> str:
+def side_of(step: int, block: int) -> str:
     """Whose turn step `step`, which counts from 1, is; the same on all ranks."""
-    three, place = divmod((step - 1) // BLOCK, len(SIDES))
+    three, place = divmod((step - 1) // block, len(SIDES))
     return random.Random(three).sample(SIDES, len(SIDES))[place]
 
 
@@ -68,14 +71,14 @@ class SwitchedLedger(Ledger):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._full = True
+        self._full, self._block = True, int(os.environ[BLOCK])
         self._starts: list[tuple[float, float]] = []
         self._rank = settings["control"].rank
         self._mark, self.mark = self.mark, lambda: self._mark() if self._full else 0
 
     def start(self, number: int, stage: int) -> None:
         self._starts.append((time.perf_counter(), time.process_time()))
-        self._full = side_of(number) == "full"
+        self._full = side_of(number, self._block) == "full"
         if self._full:
             super().start(number, stage)
         else:
@@ -100,7 +103,7 @@ class SwitchedLedger(Ledger):
             self.cancel()
             return []
         agreed = super().end(**settings)
-        return agreed + self.drain() if number % BLOCK == 0 else agreed
+        return agreed + self.drain() if number % self._block == 0 else agreed
 
     def flush(self) -> list[Agreed]:
         if self._rank == 0:
@@ -121,10 +124,12 @@ def work(file: str) -> int:
 @contextmanager
 def running(folder: Path, model: str, steps: int, script: list[str]) -> Iterator[subprocess.Popen[str]]:
     """Such a run; it has ended when this is left."""
-    (folder / "telemetry.yaml").write_text(PIPELINE.format(model=MODELS[model], steps=steps))
+    block, text = MODELS[model]
+    (folder / "telemetry.yaml").write_text(PIPELINE.format(model=text, steps=steps))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*torchrun, *script, str(folder / "telemetry.yaml")]
-    environment = {**os.environ, FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, FOLDER: str(folder), BLOCK: str(block), "PYTHONPATH": path}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
@@ -139,16 +144,17 @@ def running(folder: Path, model: str, steps: int, script: list[str]) -> Iterator
 
 def cost(model: str, blocks: int) -> list[dict[str, list[float]]]:
     """Milliseconds of a step of every block, by side: on the clock, and of rank 0's processor."""
-    steps = BLOCK * len(SIDES) * (blocks + 1) + 1
+    block = MODELS[model][0]
+    steps = block * len(SIDES) * (blocks + 1) + 1
     with tempfile.TemporaryDirectory() as scratch:
         with running(Path(scratch), model, steps, ["-m", "benchmarks.telemetry", "--work"]):
             pass
         starts = json.loads((Path(scratch) / STARTS).read_text())
     found: list[dict[str, list[float]]] = [{side: [] for side in SIDES} for _ in range(2)]
-    for first in range(BLOCK * len(SIDES), steps - BLOCK, BLOCK):  # the first three blocks warm up
-        begin, end = starts[first + 3], starts[first + BLOCK]  # with what a block leaves to its end
+    for first in range(block * len(SIDES), steps - block, block):  # the first three blocks warm up
+        begin, end = starts[first + 3], starts[first + block]  # with what a block leaves to its end
         for kind, (before, after) in zip(found, zip(begin, end, strict=True), strict=True):
-            kind[side_of(first + 1)].append(1000 * (after - before) / (BLOCK - 3))
+            kind[side_of(first + 1, block)].append(1000 * (after - before) / (block - 3))
     return found
 
 
@@ -233,7 +239,8 @@ def main() -> None:
         return
     too_much = False
     for model in [asked.model] if asked.model else MODELS:
-        print(f"{model}: {MODELS[model]}")
+        block, text = MODELS[model]
+        print(f"{model}: {text}, {asked.blocks} blocks of {block} steps of each side")
         on_the_clock, of_processor = cost(model, asked.blocks)
         too_much = told(on_the_clock, "none")["full"] > 1 + MOST or too_much
         print("  processor time of rank 0, all its threads:")

@@ -36,7 +36,7 @@ _TOGETHER_US = 250_000.0
 their time. It is also how long a wish to stop may take to be heard.
 """
 
-_MOST_TOGETHER, _MOST_ON_A_DEVICE = 64, 32
+_MOST_TOGETHER, _MOST_ON_A_DEVICE = 128, 32
 """So many words at most, so that what is kept of steps is bounded. Marks of a device take longer to read, and
 the host gives it nothing to do meanwhile.
 """
