@@ -1,13 +1,15 @@
 """What ddprun's telemetry costs a step, and whether a step waits for a disk: on two ranks of this machine.
 
-    python -m benchmarks.telemetry [--blocks 60] [--model quickstart]
+    python -m benchmarks.telemetry [--blocks 600] [--model quickstart]
     python -m benchmarks.telemetry --stalled-disk    (as root: mounts a file system and freezes it)
 
-A run switches, every block of steps, between all of its telemetry (marks, control word, looking for
-stragglers, records to disk, progress) and none of it, behind the same dispatcher and hooks. The blocks of
-three sides, in an order drawn anew for each three of them, make the comparison: full, none, and none once
-more as its own control. Printed are ratios of step time to none's, with their 95 % intervals. Exits 1 if
-telemetry costs more than 3 %.
+A run switches, every few steps, between all of its telemetry (marks, control word, looking for stragglers,
+records to disk, progress) and none of it, behind the same dispatcher and hooks. What is left to do when it is
+switched off waits until it is switched on again: so all that it costs falls to its own steps, though blocks
+are short, and beside each other see the same of whatever else the machine does. The blocks of three sides, in
+an order drawn anew for each three of them, make the comparison: full, none, and none once more. Printed are
+ratios of step time, with their 95 % intervals: of full to the mean of both nones, and, as the control, of none
+once more to none. Exits 1 if telemetry costs more than 3 %.
 
 For the disk, the run's folder is on a file system of its own, which is frozen (fsfreeze) for one of three
 stretches of time, in an order drawn anew for each three: whoever writes there then hangs in the kernel. The
@@ -31,23 +33,23 @@ from ddprun.insight.compare import ratio_of
 from ddprun.telemetry.ledger import Ledger
 from ddprun.telemetry.step import Agreed, Step
 
+BLOCK = 32
+"""Steps. What one leaves to the next, as a file that is still being written, is little beside a block."""
+
 SIDES = ("full", "none", "none again")
 MOST = 0.03
+WARM = 15
+"""Blocks that do not count."""
+
 FOLDER, STARTS = "DDPRUN_BENCHMARK", "starts.json"
-BLOCK = "DDPRUN_BENCHMARK_BLOCK"
 
 MODELS = {
-    "tiny": (640, "mlp: {inputs: 64, hidden: [64], outputs: 10}"),
-    "quickstart": (480, "mlp: {inputs: 64, hidden: [256, 256], outputs: 10}"),
-    "medium": (320, "mlp: {inputs: 64, hidden: [512, 512], outputs: 10}"),
-    "buckets": (160, "mlp: {inputs: 64, hidden: [512, 512, 512, 512, 512], outputs: 10}"),
-    "cnn": (160, "cnn: {channels: [32, 64, 64]}"),
+    "tiny": "mlp: {inputs: 64, hidden: [64], outputs: 10}",
+    "quickstart": "mlp: {inputs: 64, hidden: [256, 256], outputs: 10}",
+    "medium": "mlp: {inputs: 64, hidden: [512, 512], outputs: 10}",
+    "buckets": "mlp: {inputs: 64, hidden: [512, 512, 512, 512, 512], outputs: 10}",
+    "cnn": "cnn: {channels: [32, 64, 64]}",
 }
-"""How many steps a block has, which take about two seconds, and what takes them. Of a block the first three do
-not count; its last one settles all of its own, so it must be long beside the quarter of a second after which
-telemetry would do so anyway.
-"""
-
 PIPELINE = """
 model: {{{model}}}
 data: digits
@@ -60,9 +62,9 @@ stages:
 """
 
 
-def side_of(step: int, block: int) -> str:
+def side_of(step: int) -> str:
     """Whose turn step `step`, which counts from 1, is; the same on all ranks."""
-    three, place = divmod((step - 1) // block, len(SIDES))
+    three, place = divmod((step - 1) // BLOCK, len(SIDES))
     return random.Random(three).sample(SIDES, len(SIDES))[place]
 
 
@@ -71,14 +73,16 @@ class SwitchedLedger(Ledger):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._full, self._block = True, int(os.environ[BLOCK])
+        self._full = True
         self._starts: list[tuple[float, float]] = []
         self._rank = settings["control"].rank
         self._mark, self.mark = self.mark, lambda: self._mark() if self._full else 0
+        do_some = self.chores.do_some
+        vars(self.chores)["do_some"] = lambda: do_some() if self._full else None
 
     def start(self, number: int, stage: int) -> None:
         self._starts.append((time.perf_counter(), time.process_time()))
-        self._full = side_of(number, self._block) == "full"
+        self._full = side_of(number) == "full"
         if self._full:
             super().start(number, stage)
         else:
@@ -98,12 +102,10 @@ class SwitchedLedger(Ledger):
             super().end_backward()
 
     def end(self, **settings: Any) -> list[Agreed]:
-        number = self.current.number
-        if not self._full:
-            self.cancel()
-            return []
-        agreed = super().end(**settings)
-        return agreed + self.drain() if number % self._block == 0 else agreed
+        if self._full:
+            return super().end(**settings)
+        self.cancel()
+        return []
 
     def flush(self) -> list[Agreed]:
         if self._rank == 0:
@@ -124,12 +126,10 @@ def work(file: str) -> int:
 @contextmanager
 def running(folder: Path, model: str, steps: int, script: list[str]) -> Iterator[subprocess.Popen[str]]:
     """Such a run; it has ended when this is left."""
-    block, text = MODELS[model]
-    (folder / "telemetry.yaml").write_text(PIPELINE.format(model=text, steps=steps))
+    (folder / "telemetry.yaml").write_text(PIPELINE.format(model=MODELS[model], steps=steps))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*torchrun, *script, str(folder / "telemetry.yaml")]
-    path = os.pathsep.join(filter(None, sys.path))
-    environment = {**os.environ, FOLDER: str(folder), BLOCK: str(block), "PYTHONPATH": path}
+    environment = {**os.environ, FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
@@ -144,17 +144,16 @@ def running(folder: Path, model: str, steps: int, script: list[str]) -> Iterator
 
 def cost(model: str, blocks: int) -> list[dict[str, list[float]]]:
     """Milliseconds of a step of every block, by side: on the clock, and of rank 0's processor."""
-    block = MODELS[model][0]
-    steps = block * len(SIDES) * (blocks + 1) + 1
+    steps = BLOCK * (WARM + len(SIDES) * blocks) + 1
     with tempfile.TemporaryDirectory() as scratch:
         with running(Path(scratch), model, steps, ["-m", "benchmarks.telemetry", "--work"]):
             pass
         starts = json.loads((Path(scratch) / STARTS).read_text())
     found: list[dict[str, list[float]]] = [{side: [] for side in SIDES} for _ in range(2)]
-    for first in range(block * len(SIDES), steps - block, block):  # the first three blocks warm up
-        begin, end = starts[first + 3], starts[first + block]  # with what a block leaves to its end
+    for first in range(WARM * BLOCK, steps - BLOCK, BLOCK):
+        begin, end = starts[first], starts[first + BLOCK]
         for kind, (before, after) in zip(found, zip(begin, end, strict=True), strict=True):
-            kind[side_of(first + 1, block)].append(1000 * (after - before) / (block - 3))
+            kind[side_of(first + 1)].append(1000 * (after - before) / BLOCK)
     return found
 
 
@@ -213,11 +212,12 @@ def _do(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
-def told(found: dict[str, list[float]], base: str) -> dict[str, float]:
-    """Print each side's ratio to the base; gives them."""
+def told(found: dict[str, list[float]], base: str, again: str) -> dict[str, float]:
+    """Print each side's ratio: the control's to the base, others' to the mean of these two; gives them."""
     factors = {}
+    both = [(one + other) / 2 for one, other in zip(found[base], found[again], strict=True)]
     for side, times in found.items():
-        one = ratio_of(list(zip(times, found[base], strict=True)))
+        one = ratio_of(list(zip(times, found[base] if side == again else both, strict=True)))
         factors[side] = one.mean
         interval = "" if side == base else f" x {one.mean:.4f} ({one.low:.4f} to {one.high:.4f})"
         print(f"  {side:12} {sum(times) / len(times):8.3f} ms a step{interval}", flush=True)
@@ -227,7 +227,7 @@ def told(found: dict[str, list[float]], base: str) -> dict[str, float]:
 def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=60, help="of each side")
+    parser.add_argument("--blocks", type=int, default=600, help="of each side")
     parser.add_argument("--model", choices=list(MODELS), help="one of them only")
     parser.add_argument("--stalled-disk", action="store_true")
     parser.add_argument("--work", metavar="PIPELINE", help=argparse.SUPPRESS)
@@ -235,16 +235,15 @@ def main() -> None:
     if asked.work:
         sys.exit(work(asked.work))
     if asked.stalled_disk:
-        told(stalled(max(2, asked.blocks // 6), 2.0), "not")
+        told(stalled(max(2, asked.blocks // 60), 2.0), "not", "not again")
         return
     too_much = False
     for model in [asked.model] if asked.model else MODELS:
-        block, text = MODELS[model]
-        print(f"{model}: {text}, {asked.blocks} blocks of {block} steps of each side")
+        print(f"{model}: {MODELS[model]}")
         on_the_clock, of_processor = cost(model, asked.blocks)
-        too_much = told(on_the_clock, "none")["full"] > 1 + MOST or too_much
+        too_much = told(on_the_clock, "none", "none again")["full"] > 1 + MOST or too_much
         print("  processor time of rank 0, all its threads:")
-        told(of_processor, "none")
+        told(of_processor, "none", "none again")
     sys.exit(too_much)
 
 

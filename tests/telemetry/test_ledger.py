@@ -19,6 +19,7 @@ from ddprun.telemetry.step import Agreed
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.exchange import Control
 from ddprun_hooks.flight import Flight, now_us
+from ddprun_hooks.payload import Finding
 
 
 class DeviceClock:
@@ -235,7 +236,6 @@ def test_wishes_of_a_step_come_back_with_its_word(alone: Ledger) -> None:
     for step, wish in enumerate(wishes, start=1):
         alone.start(step, 0)
         alone.note_loss(torch.tensor(1.0), 1)
-        alone.together = 64
         heard += alone.end(**{"stop": False, "compare_clocks": False, **wish})
         heard += alone.drain()
     assert [agreed.steps for agreed in heard] == [[1], [2], [3], [4], [5]]
@@ -245,6 +245,26 @@ def test_wishes_of_a_step_come_back_with_its_word(alone: Ledger) -> None:
         (False, True, False),
         (False, False, True),
         (True, True, False),
+    ]
+
+
+def test_an_overflow_is_told_with_its_own_step(alone: Ledger) -> None:
+    """Of several that are heard of at once; also of what was found since ranks met last, at a stage's end."""
+    alone.together = 64
+    heard = []
+    for step in range(1, 7):
+        alone.start(step, 0)
+        alone.note_loss(torch.tensor(1.0), 1)
+        found = [Finding("fp16", "overflow", torch.tensor(1))] if step in (3, 6) else []
+        now = now_us()
+        alone.flights.append(Flight("gradient", step, (), "float32", 2, 8, now, now, now, findings=found))
+        alone.end_backward()
+        heard += alone.end(stop=False, compare_clocks=False, synchronised=step != 6)
+    heard += alone.flush()
+    assert [agreed.steps for agreed in heard] == [[1, 2, 3, 4, 5, 6]]
+    assert [(step, one.hook, one.bucket) for step, one in heard[0].overflows] == [
+        (3, "fp16", 3),
+        (6, "fp16", 6),
     ]
 
 

@@ -133,6 +133,23 @@ def test_of_many_buckets_those_that_are_told_of_are() -> None:
     assert numbers[READY_AT:].tolist() == [900 + bucket - OFFSET_US for bucket in told_buckets(100)]
 
 
+def test_who_has_found_nothing_is_told_of_all_the_same() -> None:
+    """As on a device, where that is known later: another rank may have lost something of the same payload."""
+    steps = [step_of(1, 1), step_of(2, 1), step_of(3, 1)]
+    for step, code in zip(steps, (0, 1, 0), strict=True):
+        step.flights, step.backward_end = [flight(0, 1000 * step.number - 5, code)], step.marks[-1]
+    words, numbers, left = words_of(steps, [3])
+    assert [list(told.finders) for told in words] == [step.flights for step in steps]
+    assert [code > 0 for code in numbers[:, CODE_AT]] == [False, True, False]
+    assert left.finders == []
+    left.find(steps[0].flights)
+    told, _, after = left.tell(
+        settle(page_of([step_of(4, 1)]), HostClock(), every=1), buckets=[], offset_us=0.0
+    )
+    assert told.finders == {0: steps[0].flights}
+    assert after.finders == []
+
+
 def test_a_loss_that_is_not_a_number_is_told_once() -> None:
     """It does not spread to the words that come after it."""
     steps = [step_of(number, 1) for number in range(1, 5)]

@@ -290,6 +290,10 @@ def test_a_word_comes_back_as_it_was() -> None:
     assert words.all_ready(2).tolist() == [[3.0, 2.0]]
     assert words.last_sync_ready().tolist() == [5.0]
     assert words_of([Word(wishes=STOP + COMPARE_CLOCKS), Word()], 2).wishes == STOP + COMPARE_CLOCKS
+    one_after_another = [[Word(wishes=COMPARE_CLOCKS), Word()], [Word(), Word(wishes=STOP + COMPARE_CLOCKS)]]
+    several = Words(np.concatenate([words_of(one, 0).numbers for one in one_after_another]))
+    assert several.wishes == STOP + COMPARE_CLOCKS, "of any word"
+    assert Words(several.numbers[1:]).wishes == STOP
     nothing = words_of([Word(), Word()], 2)
     assert (nothing.met, nothing.codes, nothing.wishes) == ([False], {}, 0)
     assert words_of([Word(), Word()], 2).all_ready(2).tolist() == [[0.0, 0.0]]

@@ -1,7 +1,10 @@
 """What a stage tells while it runs: the progress line, and events."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from operator import itemgetter
 
 from ddprun.engine.session import Session
 from ddprun.telemetry.overflow import Overflow
@@ -32,11 +35,12 @@ class Teller:
         for agreed in words:
             self._newest = agreed
             self._session.loss = agreed.mean_losses[-1]
-            for step, found in agreed.overflows:
-                self._overflows += 1
-                self._tell_overflow(step, found)
-            for step, late in agreed.news:
-                self._tell_straggler(step, late)
+            events: list[tuple[int, Callable[[], None]]] = [
+                *((step, partial(self._tell_overflow, step, found)) for step, found in agreed.overflows),
+                *((step, partial(self._tell_straggler, step, late)) for step, late in agreed.news),
+            ]
+            for _, tell in sorted(events, key=itemgetter(0)):
+                tell()
         if words:
             self._show(words[-1].steps[-1] - self._first)
 
@@ -69,6 +73,7 @@ class Teller:
 
     def _tell_overflow(self, step: int, found: Overflow) -> None:
         """A cast has made a mean infinite: the event each time, a line on the screen the first time."""
+        self._overflows += 1
         names = list(found.params)
         self._session.events.warning(
             "overflow", step=step, hook=found.hook, kind=found.kind, bucket=found.bucket, params=names

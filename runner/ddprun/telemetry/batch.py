@@ -108,7 +108,7 @@ class Account:
         waits = journeys.waits[1:].T.tolist()
         landed, waited = _bounds(journeys.landed[0], len(steps)), _bounds(journeys.waits[0], len(steps))
         for row, step in enumerate(steps):
-            # What was looked at last is let go soonest, while it is in the processor's caches.
+            # Payloads are let go as soon as they are recorded, while the processor has them in its caches.
             size = landed[row + 1] - landed[row]
             flights = journeys.flights[:size]
             del journeys.flights[:size]
@@ -116,7 +116,7 @@ class Account:
                 continue
             first, end = settled.firsts[row], settled.firsts[row + 1]
             laps = zip(ended[first + 1 : end], spans[first + 1 : end], strict=True)
-            data, forward, backward, hook, wait, wire, optimizer, sync, other = us[row]
+            data, forward, backward, in_hook, waited_for, on_wire, optimizer, sync, other = us[row]
             record = {
                 "v": VERSION,
                 "rank": self._rank,
@@ -129,9 +129,9 @@ class Account:
                 "data_us": data,
                 "forward_us": forward,
                 "backward_us": backward,
-                "exposed_hook_us": hook,
-                "exposed_wait_us": wait,
-                "exposed_wire_us": wire,
+                "exposed_hook_us": in_hook,
+                "exposed_wait_us": waited_for,
+                "exposed_wire_us": on_wire,
                 "optimizer_us": optimizer,
                 "sync_us": sync,
                 "other_us": other,

@@ -81,8 +81,8 @@ class StreamClock:
     """Marks on a GPU's stream: CUDA events, so that nothing in the step waits for the device.
 
     An event is placed in time by its distance from the last base event. `cudaEventElapsedTime` gives
-    milliseconds as a 32-bit float, so bases are moved along with the steps, and tied to the host's clock anew
-    whenever `tie` is called.
+    milliseconds as a 32-bit float, so bases are moved along with the steps that are settled, and tied to the
+    host's clock anew whenever `tie` is called.
 
     Args:
         device: the GPU whose current stream the training thread works on.

@@ -157,6 +157,7 @@ class Ledger:
 
         It is read some steps later: its memory must be its own.
         """
+        assert self._step is not None, "no step is running"
         self._page.losses.append(self._clock.on_host(mean))
         self._page.samples.append(samples)
 

@@ -143,16 +143,17 @@ class Round:
             found.setdefault(row, []).append(flight)
         left.code, left.finders = self.code, list(self.finders)
         finders: dict[int, Sequence[Flight[int]]] = {}
-        if not found and not left.code:
+        if not found and not left.code and not left.finders:
             return finders
         word_of = {row: place for place, row in enumerate(rows)}
         for row in range(len(settled.steps)):
             if row in found:
                 left.find(found[row])
             place = word_of.get(row)
-            if place is not None and left.code:
-                numbers[place, CODE_AT], finders[place] = left.code, left.finders
             if place is not None:
+                numbers[place, CODE_AT] = left.code
+                if left.finders:  # also where another rank alone may have lost something
+                    finders[place] = left.finders
                 left.code, left.finders = 0, []
         return finders
 

@@ -80,7 +80,11 @@ def in_backward(page: Page, times: Sequence[int], clock: Clock) -> Journeys:
     lines = np.repeat(2 * rows, ends - firsts)
     landed = _landed(lines, flights)
     handed_over = np.array([flight.handed_over for flight in flights])
-    passed = [page.steps[row].backward_end for row in rows.tolist()]
+    backward_ends = list[int]()
+    for row in rows.tolist():
+        end = page.steps[row].backward_end
+        assert end is not None, "gradients were exchanged in a backward pass that ended"
+        backward_ends.append(times[end])
     return Journeys(
         flights,
         landed,
@@ -90,7 +94,7 @@ def in_backward(page: Page, times: Sequence[int], clock: Clock) -> Journeys:
             (
                 2 * rows,
                 np.maximum.reduceat(handed_over, firsts),
-                [times[end] for end in passed if end is not None],
+                backward_ends,
             )
         ),
     )

@@ -84,10 +84,8 @@ class Page:
         self._cut(self.steps[-1] if self.steps else Step(0, 0))
 
     def tear_off(self, count: int) -> "Page":
-        """Leave so many steps here; gives a page with those behind them."""
+        """Leave so many steps here; gives a page with all that is behind them."""
         rest = Page()
-        if count == len(self.steps):
-            return rest
         last = self.steps[count - 1] if count else Step(0, 0)
         rest.steps, self.steps = self.steps[count:], self.steps[:count]
         marks, flights, losses = last.marks_end, last.flights_end, last.losses_end
