@@ -8,8 +8,8 @@ records to disk, progress) and none of it, behind the same dispatcher and hooks.
 switched off waits until it is switched on again: so all that it costs falls to its own steps, though blocks
 are short, and beside each other see the same of whatever else the machine does. The blocks of three sides, in
 an order drawn anew for each three of them, make the comparison: full, none, and none once more. Printed are
-ratios of step time, with their 95 % intervals: of full to the mean of both nones, and, as the control, of none
-once more to none. Exits 1 if telemetry costs more than 3 %.
+ratios of step time, with their 95 % intervals: of full to the mean of both nones, and, as the control, of
+none once more to none. Exits 1 if telemetry costs more than 3 %.
 
 For the disk, the run's folder is on a file system of its own, which is frozen (fsfreeze) for one of three
 stretches of time, in an order drawn anew for each three: whoever writes there then hangs in the kernel. The

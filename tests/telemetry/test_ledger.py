@@ -93,16 +93,16 @@ def test_control_words_are_read_so_many_steps_after_the_last(
 
 
 def test_words_of_short_steps_travel_together(alone: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as their time is due, 128 at most; steps without a word count, and a stage begins anew."""
+    """As many as their time is due, 256 at most; steps without a word count, and a stage begins anew."""
     monkeypatch.setattr(module, "_TOGETHER_US", 1e12)
     assert [take(alone, step) for step in (1, 2)] == [[], [1]]
-    assert alone.together == 128
+    assert alone.together == 256
     assert take(alone, 3) == [2], "under way before that was known"
-    heard = {step: found for step in range(4, 260) if (found := take(alone, step, met=step % 20 == 0))}
-    assert heard == {131: [3, *range(20, 121, 20)], 259: list(range(140, 241, 20))}
+    heard = {step: found for step in range(4, 516) if (found := take(alone, step, met=step % 20 == 0))}
+    assert heard == {259: [3, *range(20, 259, 20)], 515: list(range(260, 515, 20))}
     assert alone.drain() == []
     alone.begin_stage([])
-    assert [take(alone, step) for step in (260, 261)] == [[], [260]], "after step 259, which has no word"
+    assert [take(alone, step) for step in (516, 517)] == [[], [516]], "after step 515, which has no word"
 
 
 def test_words_wait_for_their_number_however_often_steps_without_any_are_settled(
@@ -135,13 +135,13 @@ def test_no_step_waits_for_a_device(alone: Ledger, monkeypatch: pytest.MonkeyPat
     clock = alone._clock = DeviceClock()
     alone.mark = clock.mark
     heard = {}
-    for clock.step in range(1, 150):
+    for clock.step in range(1, 300):
         if found := take(alone, clock.step):
             heard[clock.step] = found
     assert clock.waited == 0
-    assert [number for found in heard.values() for number in found] == list(range(1, 131))
-    assert max(map(len, heard.values())) == 128
-    assert heard_of(alone.flush()) == list(range(131, 150))
+    assert [number for found in heard.values() for number in found] == list(range(1, 259))
+    assert max(map(len, heard.values())) == 256
+    assert heard_of(alone.flush()) == list(range(259, 300))
 
 
 def test_a_stage_may_end_with_nothing_left_to_tell(alone: Ledger) -> None:
@@ -168,8 +168,7 @@ def test_bookkeeping_is_done_in_between_and_comes_out_alike(
     assert heard == {
         2: [1],
         3: [2],
-        131: list(range(3, 131)),
-        259: list(range(131, 259)),
+        259: list(range(3, 259)),
     }
     assert heard_of(alone.flush()) == list(range(259, 300))
     assert alone.totals.steps == 299

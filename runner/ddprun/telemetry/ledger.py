@@ -1,10 +1,10 @@
 """The ledger of steps: marks in the step, agreement with the other ranks beside it, records after it.
 
 Each rank has a small control word about every step in which ranks synchronise (loss, samples, when its
-payloads were ready, what it did before, whether a stop is wanted). The words of a quarter of a second
-are posted together, and read a step later (`patience`), when they have long arrived. So all ranks learn the
-mean loss, divide their waiting alike and stop at the same step, and none of that costs a wait. Steps in which
-ranks do not synchronise have no word: their loss is in the next one.
+payloads were ready, what it did before, whether a stop is wanted). The words of half a second are posted
+together, and read a step later (`patience`), when they have long arrived. So all ranks learn the mean loss,
+divide their waiting alike and stop at the same step, and none of that costs a wait. Steps in which ranks do
+not synchronise have no word: their loss is in the next one.
 """
 
 import math
@@ -31,12 +31,13 @@ from ddprun.telemetry.writer import Writer
 from ddprun_hooks.exchange import Control
 from ddprun_hooks.flight import Flight, now_us
 
-_TOGETHER_US = 250_000.0
+_TOGETHER_US = 500_000.0
 """Words of about so much time are posted together: an exchange, however small, costs threads of all ranks
-their time. It is also how long a wish to stop may take to be heard.
+their time, and so does code that has not run for a while. It is also how long a wish to stop may take to be
+heard.
 """
 
-_MOST_TOGETHER, _MOST_ON_A_DEVICE = 128, 32
+_MOST_TOGETHER, _MOST_ON_A_DEVICE = 256, 32
 """So many words at most, so that what is kept of steps is bounded. Marks of a device take longer to read, and
 the host gives it nothing to do meanwhile.
 """
