@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.insight.compare import ratio_of
+from ddprun.telemetry.agreed import Agreed
 from ddprun.telemetry.ledger import Ledger
-from ddprun.telemetry.step import Agreed, Step
+from ddprun.telemetry.step import Step
 
 BLOCK = 32
 """Steps. What one leaves to the next, as a file that is still being written, is little beside a block."""

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ddprun.telemetry import ledger as module
+from ddprun.telemetry.agreed import Agreed
 from ddprun.telemetry.clock import clock_for
 from ddprun.telemetry.ledger import Ledger
-from ddprun.telemetry.step import Agreed
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.exchange import Control
 from ddprun_hooks.flight import Flight, now_us

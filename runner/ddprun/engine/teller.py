@@ -7,8 +7,8 @@ from functools import partial
 from operator import itemgetter
 
 from ddprun.engine.session import Session
+from ddprun.telemetry.agreed import Agreed
 from ddprun.telemetry.overflow import Overflow
-from ddprun.telemetry.step import Agreed
 from ddprun.telemetry.stragglers import Straggler
 
 

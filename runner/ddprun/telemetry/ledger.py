@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddprun.telemetry.agreed import Agreed, agree
 from ddprun.telemetry.batch import Account, Batch, Recorded, Unwritten
 from ddprun.telemetry.chores import Chores
 from ddprun.telemetry.clock import Clock
-from ddprun.telemetry.overflow import Overflow, overflow
 from ddprun.telemetry.records import PARTS, Totals, bucket_record
 from ddprun.telemetry.round import OwnWords, Round
 from ddprun.telemetry.settle import beside, divide, settle, under_way_us
-from ddprun.telemetry.step import Agreed, Page, Step, Traffic
-from ddprun.telemetry.stragglers import Straggler, Stragglers
+from ddprun.telemetry.step import Page, Step, Traffic
+from ddprun.telemetry.stragglers import Stragglers
 from ddprun.telemetry.word import CHECKPOINT, COMPARE_CLOCKS, STOP, Words, blank, told_buckets
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.exchange import Control
@@ -318,36 +318,7 @@ class Ledger:
         self._batches.popleft()
         if batch.settled is not None:
             self.chores.add(self._finish(batch, words))
-        return [] if words is None else self._agree(batch.words, words)
-
-    def _agree(self, own: OwnWords, words: Words) -> list[Agreed]:
-        count = len(own.steps)
-        if count > len(own.rows) and not words.samples[-1]:
-            count -= 1  # of the rest of a stage there is none on any rank
-        if not count:
-            return []
-        late, news, overflows = None, list[tuple[int, Straggler | None]](), list[tuple[int, Overflow]]()
-        if self.stragglers is not None:
-            news = self.stragglers.add(own.steps[: len(own.rows)], words)
-            late = self.stragglers.now
-        for place, codes in words.codes.items():
-            found = overflow(codes, own.finders.get(place, ()))
-            if found is not None and place < count:
-                overflows.append((own.steps[place], found))
-        wishes = words.wishes
-        return [
-            Agreed(
-                steps=own.steps[:count],
-                mean_losses=words.mean_losses[:count],
-                rank_losses=words.rank_losses(count - 1),
-                stop=wishes & STOP > 0,
-                checkpoint=wishes & CHECKPOINT > 0,
-                compare_clocks=wishes & COMPARE_CLOCKS > 0,
-                overflows=overflows,
-                straggler=late,
-                news=news,
-            )
-        ]
+        return [] if words is None else agree(batch.words, words, self.stragglers)
 
     def salvage(self) -> None:
         """Record the steps that are over, without what other ranks have told of them: the run has failed."""

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ddprun.telemetry.step import Agreed
+from ddprun.telemetry.agreed import Agreed
 
 _LINES_PER_STAGE = 10
 _LINE_EVERY_S = 30.0

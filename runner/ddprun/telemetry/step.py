@@ -1,13 +1,11 @@
-"""Steps: what they leave behind while they run, and what ranks agree about them afterwards."""
+"""Steps: what they leave behind while they run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from ddprun.telemetry.overflow import Overflow
-from ddprun.telemetry.stragglers import Straggler
 from ddprun_hooks.flight import Flight
 
 
@@ -106,34 +104,3 @@ class Page:
         del self.parts[last.marks_end :], self.marks[last.marks_end :]
         del self.flights[last.flights_end :]
         del self.losses[last.losses_end :], self.samples[last.losses_end :]
-
-
-class Agreed(NamedTuple):
-    """What all ranks newly know alike about steps in which they synchronised, and about those before each."""
-
-    steps: Sequence[int]
-    """One at least, oldest first."""
-
-    mean_losses: Sequence[float]
-    """For each of them: the mean over all samples of all ranks since the ranks synchronised before."""
-
-    rank_losses: Sequence[float]
-    """Each rank's own mean in the newest."""
-
-    stop: bool
-    """Some rank wanted to stop in one of them."""
-
-    checkpoint: bool
-    """Some rank was asked for a checkpoint."""
-
-    compare_clocks: bool
-    """Rank 0 wants the clocks compared again."""
-
-    overflows: Sequence[tuple[int, Overflow]] = ()
-    """In which step, and the first of it that is known."""
-
-    straggler: Straggler | None = None
-    """Who is late just now; known on rank 0 alone."""
-
-    news: Sequence[tuple[int, Straggler | None]] = ()
-    """When it was found who is late from then on, or that nobody is any more; known on rank 0 alone."""

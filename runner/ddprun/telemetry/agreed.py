@@ -1,0 +1,77 @@
+"""What all ranks come to know alike, from the words that they have told each other."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ddprun.telemetry.overflow import Overflow, overflow
+from ddprun.telemetry.round import OwnWords
+from ddprun.telemetry.stragglers import Straggler, Stragglers
+from ddprun.telemetry.word import CHECKPOINT, COMPARE_CLOCKS, STOP, Words
+
+
+class Agreed(NamedTuple):
+    """What all ranks newly know alike about steps in which they synchronised, and about those before each."""
+
+    steps: Sequence[int]
+    """One at least, oldest first."""
+
+    mean_losses: Sequence[float]
+    """For each of them: the mean over all samples of all ranks since the ranks synchronised before."""
+
+    rank_losses: Sequence[float]
+    """Each rank's own mean in the newest."""
+
+    stop: bool
+    """Some rank wanted to stop in one of them."""
+
+    checkpoint: bool
+    """Some rank was asked for a checkpoint."""
+
+    compare_clocks: bool
+    """Rank 0 wants the clocks compared again."""
+
+    overflows: Sequence[tuple[int, Overflow]] = ()
+    """In which step, and the first of it that is known."""
+
+    straggler: Straggler | None = None
+    """Who is late just now; known on rank 0 alone."""
+
+    news: Sequence[tuple[int, Straggler | None]] = ()
+    """When it was found who is late from then on, or that nobody is any more; known on rank 0 alone."""
+
+
+def agree(own: OwnWords, words: Words, stragglers: Stragglers | None) -> list[Agreed]:
+    """What several words come to; nothing if they are about no step of any rank.
+
+    Args:
+        own: of this rank.
+        words: of all ranks, about the same steps.
+        stragglers: looks for late ranks; on rank 0 alone.
+    """
+    count = len(own.steps)
+    if count > len(own.rows) and not words.samples[-1]:
+        count -= 1  # of the rest of a stage there is none on any rank
+    if not count:
+        return []
+    late, news, overflows = None, list[tuple[int, Straggler | None]](), list[tuple[int, Overflow]]()
+    if stragglers is not None:
+        news = stragglers.add(own.steps[: len(own.rows)], words)
+        late = stragglers.now
+    for place, codes in words.codes.items():
+        found = overflow(codes, own.finders.get(place, ()))
+        if found is not None and place < count:
+            overflows.append((own.steps[place], found))
+    wishes = words.wishes
+    return [
+        Agreed(
+            steps=own.steps[:count],
+            mean_losses=words.mean_losses[:count],
+            rank_losses=words.rank_losses(count - 1),
+            stop=wishes & STOP > 0,
+            checkpoint=wishes & CHECKPOINT > 0,
+            compare_clocks=wishes & COMPARE_CLOCKS > 0,
+            overflows=overflows,
+            straggler=late,
+            news=news,
+        )
+    ]
