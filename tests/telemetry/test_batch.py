@@ -81,11 +81,12 @@ def test_each_payload_gets_the_moment_of_its_own_step_and_bucket() -> None:
         step_of(4, buckets=2, beside=3),
         step_of(5, beside=1),
         step_of(6, beside=1, met=False),
+        step_of(7, buckets=1, met=False),
     ]
     told = {2: (0.0, {0: 21.0, 1: 22.0}), 3: (0.0, {}), 4: (45.0, {0: 41.0, 1: 42.0}), 5: (55.0, {})}
     found = list(account_of(steps, told, 2).records(every=1, all_of_them=False))
-    assert [one.record["step"] for one in found] == [1, 2, 3, 4, 5, 6]
-    assert [one.record["mean_loss"] for one in found] == [None, 2.0, 3.0, 4.0, 5.0, None]
+    assert [one.record["step"] for one in found] == [1, 2, 3, 4, 5, 6, 7]
+    assert [one.record["mean_loss"] for one in found] == [None, 2.0, 3.0, 4.0, 5.0, None, None]
     assert [list(one.landed) for one in found] == [
         [*step.flights, *(step.sync.landed if step.sync else [])] for step in steps
     ]
@@ -97,8 +98,14 @@ def test_each_payload_gets_the_moment_of_its_own_step_and_bucket() -> None:
         [41.0 + OFFSET_US, 42.0 + OFFSET_US, beside, beside, beside],
         [55.0 + OFFSET_US],
         [0.0],
+        [0.0],
     ]
-    assert [one.record["waits"] for one in found][3] == [[4002, 4400], [4600, 4700]]
+    assert [one.record["waits"] for one in found][3:] == [
+        [[4002, 4400], [4600, 4700]],
+        [[5600, 5700]],
+        [[6600, 6700]],
+        [[7001, 7400]],
+    ]
     assert found[3].record["laps"] == [("backward", 400), ("sync", 500)]
     assert (found[3].record["start_us"], found[3].record["step_us"]) == (4000, 900)
 

@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -190,6 +191,8 @@ def test_steps_of_a_run_that_fails_are_recorded(alone: Ledger, tmp_path: Path) -
     for step in range(6, 10):
         take(alone, step)
     assert alone._batches, "words are under way"
+    alone.start(10, 0)
+    alone.lap("data_us")
     alone.salvage()
     records = recorded(alone, tmp_path)
     assert [record["step"] for record in records] == list(range(1, 10))
@@ -212,6 +215,29 @@ def test_steps_are_recorded_whose_words_cannot_be_posted_any_more(
         take(alone, 3)
     alone.salvage()
     assert [record["step"] for record in recorded(alone, tmp_path)] == [1, 2, 3]
+
+
+def test_a_rank_waits_from_its_last_bucket_to_the_end_of_backward(alone: Ledger, tmp_path: Path) -> None:
+    """Which is a moment of its own, amid the step's others."""
+    for step in (1, 2):
+        alone.start(step, 0)
+        time.sleep(0.002)
+        alone.lap("forward_us")
+        ready = now_us()
+        time.sleep(0.002)
+        done = now_us()
+        alone.flights.append(Flight("gradient", 0, (), "float32", 2, 8, ready, done, ready + 1))
+        alone.end_backward()
+        time.sleep(0.002)
+        alone.lap("optimizer_us")
+        alone.end(stop=False, compare_clocks=False)
+    alone.flush()
+    for record in recorded(alone, tmp_path):
+        ((start, end),) = record["waits"]
+        laps = dict(record["laps"])
+        until = ("sync", "forward", "backward")
+        assert end == record["start_us"] + sum(laps.get(part, 0) for part in until)
+        assert 1000 < end - start < laps["backward"]
 
 
 def test_records_stand_in_the_order_of_steps(alone: Ledger, tmp_path: Path) -> None:
@@ -253,7 +279,7 @@ def test_an_overflow_is_told_with_its_own_step(alone: Ledger) -> None:
     heard = []
     for step in range(1, 7):
         alone.start(step, 0)
-        alone.note_loss(torch.tensor(1.0), 1)
+        alone.note_loss(torch.tensor(float(step)), 1)
         found = [Finding("fp16", "overflow", torch.tensor(1))] if step in (3, 6) else []
         now = now_us()
         alone.flights.append(Flight("gradient", step, (), "float32", 2, 8, now, now, now, findings=found))
@@ -261,6 +287,7 @@ def test_an_overflow_is_told_with_its_own_step(alone: Ledger) -> None:
         heard += alone.end(stop=False, compare_clocks=False, synchronised=step != 6)
     heard += alone.flush()
     assert [agreed.steps for agreed in heard] == [[1, 2, 3, 4, 5, 6]]
+    assert heard[0].rank_losses == [6.0], "of the newest"
     assert [(step, one.hook, one.bucket) for step, one in heard[0].overflows] == [
         (3, "fp16", 3),
         (6, "fp16", 6),
