@@ -43,7 +43,7 @@ def page_of(steps: Iterable[Made]) -> Page:
         if made.backward_end is not None:
             step.backward_end = page.marks.index(made.backward_end, first)
         page.flights += made.flights
-        page.losses += made.losses
+        page.losses += [float(loss) for loss in made.losses]
         page.samples += made.samples
         page.close(step)
     return page

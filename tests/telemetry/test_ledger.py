@@ -56,6 +56,9 @@ class DeviceClock:
     def on_host(self, number: torch.Tensor) -> torch.Tensor:
         return number
 
+    def numbers(self, on_host: list[torch.Tensor]) -> list[float]:
+        return [float(number) for number in on_host]
+
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Ledger]:

@@ -81,7 +81,7 @@ def test_a_step_that_does_not_end_leaves_nothing() -> None:
     page.parts += ("", "data_us")
     page.marks += (9, 10)
     page.flights.append(page.flights[0])
-    page.losses.append(torch.tensor(7.0))
+    page.losses.append(7.0)
     page.samples.append(3)
     page.forget()
     assert told(settle(page, HostClock(), every=1)) == whole

@@ -156,7 +156,7 @@ class Ledger:
     def note_loss(self, mean: Tensor, samples: int) -> None:
         """Note a micro-batch's mean loss, shape (), and how many samples it is of.
 
-        It is read some steps later: its memory must be its own.
+        On a device it is read some steps later: its memory must be its own.
         """
         assert self._step is not None, "no step is running"
         self._page.losses.append(self._clock.on_host(mean))

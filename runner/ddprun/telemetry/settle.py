@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ddprun.telemetry.clock import Clock
@@ -207,7 +206,7 @@ def settle(page: Page, clock: Clock, *, every: int) -> Settled:
         for step in steps
     ]
     waits, sent = journeys.waits, journeys.sent
-    loss_sums, samples = _losses_of(page)
+    loss_sums, samples = _losses_of(page, clock)
     clock.rebase(page.marks[-1])
     return Settled(
         page=page,
@@ -327,11 +326,9 @@ def _work(lines: Sequence[int], flights: Sequence[Flight[int]]) -> Ints:
     return _table(work, 3)
 
 
-def _losses_of(page: Page) -> tuple[list[float], list[int]]:
+def _losses_of(page: Page, clock: Clock) -> tuple[list[float], list[int]]:
     """This rank's losses, summed over each step's samples, and how many these are."""
-    means: list[float] = torch.stack(page.losses).tolist() if page.losses else []
-    page.losses.clear()
-    counts, first = page.samples, 0
+    means, counts, first = clock.numbers(page.losses), page.samples, 0
     loss_sums, samples = list[float](), list[int]()
     for step in page.steps:
         end, loss_sum, count = step.losses_end, 0.0, 0

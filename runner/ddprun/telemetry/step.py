@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from ddprun_hooks.flight import Flight
 
 
@@ -65,8 +63,8 @@ class Page:
     flights: list[Flight[Any]] = field(default_factory=list)
     """Gradient buckets of the backward passes."""
 
-    losses: list[Tensor] = field(default_factory=list)
-    """Of this rank: the mean loss of each micro-batch."""
+    losses: list[Any] = field(default_factory=list)
+    """Of this rank: the mean loss of each micro-batch, as `Clock.on_host` gives it."""
 
     samples: list[int] = field(default_factory=list)
     """Of each micro-batch."""
