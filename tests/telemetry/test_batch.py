@@ -9,6 +9,7 @@ import torch
 
 from ddprun.telemetry.batch import Account, Batch
 from ddprun.telemetry.clock import HostClock
+from ddprun.telemetry.records import PARTS
 from ddprun.telemetry.round import OwnWords
 from ddprun.telemetry.settle import settle
 from ddprun.telemetry.step import Traffic
@@ -84,7 +85,10 @@ def test_each_payload_gets_the_moment_of_its_own_step_and_bucket() -> None:
         step_of(7, buckets=1, met=False),
     ]
     told = {2: (0.0, {0: 21.0, 1: 22.0}), 3: (0.0, {}), 4: (45.0, {0: 41.0, 1: 42.0}), 5: (55.0, {})}
-    found = list(account_of(steps, told, 2).records(every=1, all_of_them=False))
+    account = account_of(steps, told, 2)
+    account.settled.us[:] = np.arange(account.settled.us.size).reshape(account.settled.us.shape)
+    found = list(account.records(every=1, all_of_them=False))
+    assert [[one.record[part] for part in PARTS] for one in found] == account.settled.us.tolist()
     assert [one.record["step"] for one in found] == [1, 2, 3, 4, 5, 6, 7]
     assert [one.record["mean_loss"] for one in found] == [None, 2.0, 3.0, 4.0, 5.0, None, None]
     assert [list(one.landed) for one in found] == [

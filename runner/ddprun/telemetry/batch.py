@@ -116,6 +116,7 @@ class Account:
                 continue
             first, end = settled.firsts[row], settled.firsts[row + 1]
             laps = zip(ended[first + 1 : end], spans[first + 1 : end], strict=True)
+            # In the order of `PARTS`; written out, since this is made for every step.
             data, forward, backward, in_hook, waited_for, on_wire, optimizer, sync, other = us[row]
             record = {
                 "v": VERSION,

@@ -76,9 +76,7 @@ class HostClock:
         """Nothing to do: every operation has ended when it returns."""
 
     def on_host(self, number: Tensor) -> float:
-        """Read at once. Small tensors that are kept lie in between the large ones of later steps, and made
-        steps of convolutions 1 % longer.
-        """
+        """Read at once: steps were shorter than when the tensors were kept for a while."""
         return float(number.item())
 
     def numbers(self, on_host: list[float]) -> list[float]:
