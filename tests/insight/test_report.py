@@ -105,6 +105,36 @@ def test_three_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path)
     )
 
 
+def test_spells_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
+    """In words and in a table, the single ones behind it; one that cost little is not what to try first."""
+    run = make(tmp_path / "run", ranks=4, late=1)
+    summary = json.loads((run / "summary.json").read_text())
+    (whole,) = summary["stragglers"]
+
+    def told(*spells: dict[str, Any]) -> tuple[list[str], str]:
+        (run / "summary.json").write_text(json.dumps({**summary, "stragglers": spells}))
+        found = digest(Run(run))
+        return sentences(found), words(report([found]))
+
+    parts = [{**whole, "first_step": first, "last_step": first + 3} for first in (1, 11)]
+    other = {**whole, "rank": 0, "cause": "data", "bucket": None, "params": []}
+    some, page = told(*parts, {**other, "last_step": 2})
+    assert some[1] == (
+        "Rank 1 was late by 3.0 ms in backward, before bucket 1 (1.weight, 1.bias), in 8 steps (2 spells), "
+        "and the others waited; 1 more spell of a late rank below."
+    )
+    assert some[2].startswith("Try a look at the layers of that bucket")
+    assert (
+        "rank late by, ms of a step cause bucket parameters steps from step to step 1 3 30% backward" in page
+    )
+    assert "1.weight, 1.bias 8 1 14 0 3 30% data" in page
+    assert "Each of 3 spells" in page
+    assert "Each of" not in told(whole, other)[1], "there is nothing to sum up"
+    assert told({**whole, "last_step": 4})[0][2].startswith("Try to synchronise less often"), (
+        "one step in five"
+    )
+
+
 def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     """Means over ranks and steps, bytes by stack, the steps whose timeline is shown."""
     found = digest(Run(make(tmp_path / "run", late=1, hooks=("fp16",), steps=50, every=5)))

@@ -1,12 +1,16 @@
 """Three sentences: where a run's time went, who was late, and what to try."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ddprun.insight.digest import Digest
+from ddprun.insight.late import stragglers
+from ddprun.telemetry.spells import Lateness, totals
 
 _MUCH = 0.15
 """A share of a step's time that is worth a change."""
+
+_GOOD_PART = 0.25
+"""Of all waiting: one late rank that accounts for less is not what to begin with."""
 
 _WINDOW = 20
 
@@ -73,22 +77,24 @@ def _who(digest: Digest) -> str:
         return "Ranks synchronised too seldom, or in too few steps, to tell whether one was late."
     if not spells:
         return "No rank was late for long."
-    worst = _worst(spells)
-    bucket = ""
-    if worst["bucket"] is not None:
-        bucket = f", before bucket {worst['bucket']} ({_some(worst['params'])})"
-    more = len(spells) - 1
+    worst, *rest = totals(spells)
+    bucket = "" if worst.bucket is None else f", before bucket {worst.bucket} ({_some(worst.params)})"
+    more = sum(one.spells for one in rest)
     others = f"; {more} more {'spell' if more == 1 else 'spells'} of a late rank below" if more else ""
     return (
-        f"Rank {worst['rank']} was late by {worst['late_us'] / 1000:.1f} ms in {worst['cause']}{bucket}, in "
-        f"steps {worst['first_step']:,} to {worst['last_step']:,}, and the others waited{others}."
+        f"Rank {worst.rank} was late by {worst.late_us / 1000:.1f} ms in {worst.cause}{bucket}, "
+        f"{worst.when()}, and the others waited{others}."
     )
 
 
 def _what(digest: Digest, shares: Mapping[str, float]) -> str:
-    spells = stragglers(digest)
-    if shares["wait"] > _MUCH and spells:
-        return f"Try {_AT_CAUSE[_worst(spells)['cause']]}."
+    worst = next(iter(totals(stragglers(digest))), None)
+    if (
+        shares["wait"] > _MUCH
+        and worst is not None
+        and _waited_for(digest, worst) > _GOOD_PART * shares["wait"]
+    ):
+        return f"Try {_AT_CAUSE[worst.cause]}."
     if shares["data"] > _MUCH:
         return "Try more `loader.workers`: the training thread waits for its data."
     if shares["hook"] > _MUCH:
@@ -134,18 +140,10 @@ def _less_often(digest: Digest) -> str:
     return "Try to synchronise less often: `accumulate: 2`, or `sync: {local_sgd: {every: 8}}`"
 
 
-def stragglers(digest: Digest) -> list[dict[str, Any]]:
-    """Each spell in which a rank was late."""
-    summary = digest.run.summary
-    if summary is not None and "stragglers" in summary:
-        found: list[dict[str, Any]] = summary["stragglers"]
-        return found
-    return [{**event, "rank": event["straggler"]} for event in digest.run.all("straggler")]
-
-
-def _worst(spells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The one that has cost most."""
-    return max(spells, key=lambda one: one["late_us"] * (one["last_step"] - one["first_step"] + 1))
+def _waited_for(digest: Digest, late: Lateness) -> float:
+    """Which share of the run's time the mean rank waited for one that was late."""
+    steps = max(late.steps, digest.recorded[-1] - digest.recorded[0] + 1)
+    return late.cost_us / steps / digest.step_us * (digest.ranks - 1) / digest.ranks
 
 
 def _could_be_judged(digest: Digest) -> bool:

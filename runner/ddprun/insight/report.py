@@ -10,7 +10,8 @@ from typing import Any
 from ddprun import __version__
 from ddprun.insight import charts
 from ddprun.insight.digest import Curve, Digest
-from ddprun.insight.findings import sentences, stragglers
+from ddprun.insight.findings import sentences
+from ddprun.insight.late import late_ranks
 from ddprun.insight.pieces import Page, shown, table
 from ddprun.telemetry.progress import data_size
 from ddprun.telemetry.records import PARTS
@@ -22,7 +23,6 @@ _FAULTS = {
     "checkpoint_passed_by": "checkpoint passed by",
     "overflow": "overflow",
     "step_skipped": "step skipped",
-    "straggler": "straggler",
 }
 _MOST_FAULTS = 50
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
@@ -296,28 +296,6 @@ def _fidelity(page: Page) -> str:
     return page.each(own)
 
 
-def _late(page: Page) -> str:
-    heads = ["rank", "late by, ms", "of a step", "cause", "bucket", "parameters", "from step", "to step"]
-
-    def own(digest: Digest) -> str:
-        rows = [
-            [
-                one["rank"],
-                one["late_us"] / 1000,
-                f"{one['late_us'] / one['step_us']:.0%}" if one.get("step_us") else None,
-                one["cause"],
-                one["bucket"],
-                ", ".join(one["params"][:4]) + (" …" if len(one["params"]) > 4 else ""),
-                one["first_step"],
-                one["last_step"],
-            ]
-            for one in stragglers(digest)
-        ]
-        return table(heads, rows) if rows else "<p>No straggler.</p>"
-
-    return page.each(own)
-
-
 def _buffers(page: Page) -> str:
     def own(digest: Digest) -> str:
         event = digest.run.first("buffers")
@@ -381,7 +359,7 @@ _SECTIONS: dict[str, Callable[[Page], str]] = {
     "Gradients": _gradients,
     "Communication": _communication,
     "Fidelity": _fidelity,
-    "Stragglers": _late,
+    "Stragglers": late_ranks,
     "Stages": _stages,
     "Buffers": _buffers,
     "Faults and restarts": _faults,

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ddprun.telemetry.agreed import Agreed
+from ddprun.telemetry.spells import totals
 
 _LINES_PER_STAGE = 10
 _LINE_EVERY_S = 30.0
@@ -186,16 +187,13 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _stragglers(found: Sequence[Mapping[str, Any]]) -> str:
-    if not found:
+def _stragglers(spells: Sequence[Mapping[str, Any]]) -> str:
+    if not spells:
         return "none"
-    worst = max(found, key=lambda one: one["late_us"] * (one["last_step"] - one["first_step"] + 1))
-    where = "" if worst["bucket"] is None else f", bucket {worst['bucket']}"
-    more = f"; and {len(found) - 1} more" if len(found) > 1 else ""
-    return (
-        f"rank {worst['rank']} by {worst['late_us'] / 1000:.1f} ms ({worst['cause']}{where}) in steps "
-        f"{worst['first_step']} to {worst['last_step']}{more}"
-    )
+    worst, *rest = totals(spells)
+    where = "" if worst.bucket is None else f", bucket {worst.bucket}"
+    more = f"; and {sum(one.spells for one in rest)} more" if rest else ""
+    return f"rank {worst.rank} by {worst.late_us / 1000:.1f} ms ({worst.cause}{where}) {worst.when()}{more}"
 
 
 def _audit_rows(audit: Mapping[str, Any] | None) -> list[tuple[str, str]]:

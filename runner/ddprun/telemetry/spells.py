@@ -1,0 +1,63 @@
+"""What a run's spells of late ranks come to, by rank, cause and bucket."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """All spells in which a rank was late for one cause, and before one bucket."""
+
+    rank: int
+    cause: str
+    bucket: int | None
+    params: tuple[str, ...]
+    late_us: float
+    """By how much in a step: the mean over `steps`."""
+
+    step_us: float
+    """How long such a step took: the mean over `steps`."""
+
+    steps: int
+    """In how many."""
+
+    spells: int
+    first_step: int
+    last_step: int
+
+    @property
+    def cost_us(self) -> float:
+        """What another rank waited for it in all."""
+        return self.late_us * self.steps
+
+    def when(self) -> str:
+        """In which steps, or in how many."""
+        if self.spells == 1:
+            return f"in steps {self.first_step:,} to {self.last_step:,}"
+        return f"in {self.steps:,} steps ({self.spells} spells)"
+
+
+def totals(spells: Iterable[Mapping[str, Any]]) -> list[Lateness]:
+    """What cost most comes first.
+
+    Args:
+        spells: as `summary.json` has them.
+    """
+    alike: dict[tuple[int, str, int | None, tuple[str, ...]], list[Mapping[str, Any]]] = {}
+    for one in spells:
+        alike.setdefault((one["rank"], one["cause"], one["bucket"], tuple(one["params"])), []).append(one)
+    found = [_total(who, some) for who, some in alike.items()]
+    return sorted(found, key=lambda one: one.cost_us, reverse=True)
+
+
+def _total(
+    who: tuple[int, str, int | None, tuple[str, ...]], spells: Iterable[Mapping[str, Any]]
+) -> Lateness:
+    lengths = [(one["last_step"] - one["first_step"] + 1, one) for one in spells]
+    steps = sum(length for length, _ in lengths)
+    late_us, step_us = (
+        sum(one[name] * length for length, one in lengths) / steps for name in ("late_us", "step_us")
+    )
+    first, last = min(one["first_step"] for _, one in lengths), max(one["last_step"] for _, one in lengths)
+    return Lateness(*who, late_us, step_us, steps, len(lengths), first, last)
