@@ -208,8 +208,8 @@ def _control_word(stage: StageExplained) -> str:
         listed = [step for step in whole if stage.steps is None or step <= stage.steps]
         when = f"steps {', '.join(map(str, listed[:4]))}{' …' if len(listed) > 4 else ''}"
     return (
-        f"In {when} each rank tells the others its loss, and whether it is to stop: a few "
-        "numbers, which are not among the bytes below."
+        f"For {when} each rank tells the others its loss, and whether it is to stop: a few numbers, for all "
+        "steps of half a second at once, which are not among the bytes below."
     )
 
 

@@ -6,9 +6,9 @@ control word has that, and what each rank's training thread did before.
 
 A rank is late by the distance of its last ready time to the median of the others'. It is a straggler if it is
 late by more than a share of the step in the median over a window of steps, and by more than what the other
-ranks scatter by; and if it was so when it was looked for last, too. Its cause is where it spent more than the
-median of the others: of what is left when all parts are taken off, its communication came to an end later
-than theirs.
+ranks scatter by; and if it was so whenever it was looked for in half a second. Its cause is where it spent
+more than the median of the others: of what is left when all parts are taken off, its communication came to an
+end later than theirs.
 """
 
 from collections import deque
@@ -18,7 +18,16 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ddprun.telemetry.word import SPENT, Numbers, Words, ready_of, spent_of, sync_ready_of, told_buckets
+from ddprun.telemetry.word import (
+    SPENT,
+    SYNC_READY_AT,
+    Numbers,
+    Words,
+    ready_of,
+    spent_of,
+    sync_ready_of,
+    told_buckets,
+)
 
 Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]
 
@@ -37,6 +46,9 @@ _LEAST_US = 1000.0
 _SPREADS = 3.0
 _STAYS = 2.0
 """What was found stays so until it is less than half of what it takes to be found: nothing flickers."""
+
+_A_WHILE_US = 500_000.0
+"""What is over sooner is what a busy machine does, and nobody could look into it."""
 
 _MOST_SPELLS = 200
 
@@ -92,7 +104,8 @@ class Stragglers:
         self._steps: deque[_Told] = deque(maxlen=window)
         self._since = 0
         self._params: Sequence[tuple[str, ...]] = ()
-        self._suspect: Straggler | None = None  # what was found last
+        self._suspect: Straggler | None = None  # what was found last, be it for a while or not
+        self._suspect_since_us = 0.0
         self.now: Straggler | None = None
         """In the steps that were looked at last."""
 
@@ -164,14 +177,19 @@ class Stragglers:
         self.spells = [Straggler(**{**spell, "params": tuple(spell["params"])}) for spell in state]
 
     def _again(self, found: Straggler | None) -> Straggler | None:
-        """A straggler if its rank was late when it was looked for last, too: a busy machine makes a rank late
-        for a while.
+        """A straggler if its rank was late whenever it was looked for of late, too: a busy machine makes a
+        rank late for a while.
         """
         before, self._suspect = self._suspect, found
-        if found is None or before is None or before.rank != found.rank:
+        if found is None:
+            return None
+        if before is None or before.rank != found.rank:
+            self._suspect_since_us = _latest(self._steps[0])
             return None
         if self.now is None:
             found.first_step = before.first_step
+            if _latest(self._steps[-1]) - self._suspect_since_us < _A_WHILE_US:
+                return None
         return found
 
     def _look(self) -> Straggler | None:
@@ -247,6 +265,11 @@ def _median(values: Numbers) -> Numbers:
     """Over the first dimension; of an even number the lower one."""
     middle: Numbers = np.sort(values, 0)[(len(values) - 1) // 2]
     return middle
+
+
+def _latest(told: _Told) -> float:
+    """When the last rank had its last payload ready."""
+    return float(told.numbers[:, SYNC_READY_AT:].max())
 
 
 def _kind(one: Straggler) -> tuple[int, Cause, int | None]:
