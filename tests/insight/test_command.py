@@ -206,7 +206,7 @@ def test_control_words_where_exchanges_go_on_beside_training(file: Path, capsys:
     stages = f"stages=[{{train: {{steps: 40, sync: {sync}}}}}]"
     (stage,) = as_object(file, capsys, "--set", stages)["stages"]
     assert (stage["cycle"], stage["control_words"]) == (8, [6, 10])
-    assert folded(said(file, capsys, "--set", stages)).count("In steps 6, 10, 14, 18 … each rank") == 1
+    assert folded(said(file, capsys, "--set", stages)).count("For steps 6, 10, 14, 18 … each rank") == 1
     (stage,) = as_object(file, capsys, "--set", stages.replace("40", "9"))["stages"]
     assert stage["control_words"] == [6]
 
