@@ -26,12 +26,20 @@ def test_spells_of_a_kind_are_one() -> None:
     some = [spell(1, "forward", 3000.0, 1, 100), spell(1, "forward", 6000.0, 201, 280)]
     first, second, third = totals([longest, some[0], latest, some[1]])
     assert (first.rank, first.cause, first.spells, first.steps) == (1, "forward", 2, 180)
-    assert first.cost_us == 3000.0 * 100 + 6000.0 * 80
-    assert first.late_us == first.cost_us / 180
+    assert first.late_us == (3000.0 * 100 + 6000.0 * 80) / 180
+    assert first.lost_steps == 78.0
     assert (first.first_step, first.last_step) == (1, 280)
     assert first.when() == "in 180 steps (2 spells)"
     assert (second.rank, second.spells, second.when()) == (0, 1, "in steps 101 to 200")
     assert third.rank == 2
+
+
+def test_where_ranks_meet_seldom_a_late_one_costs_less() -> None:
+    """Late by 8 ms in every eighth step is less than by 2 ms in every step."""
+    seldom = spell(0, "data", 8000.0, 1, 100, step_us=80_000.0)
+    first, second = totals([seldom, spell(1, "data", 2000.0, 101, 200)])
+    assert (first.rank, first.lost_steps) == (1, 20.0)
+    assert (second.rank, second.lost_steps) == (0, 10.0)
 
 
 def test_another_cause_or_bucket_is_of_another_kind() -> None:
@@ -61,26 +69,9 @@ def test_the_closing_table_names_the_dearest() -> None:
 
 def _said(spells: list[dict[str, Any]]) -> str:
     facts: dict[str, Any] = dict.fromkeys(
-        (
-            "status",
-            "world_size",
-            "device",
-            "backend",
-            "loss",
-            "audit",
-            "run_dir",
-        )
+        ("status", "world_size", "device", "backend", "loss", "audit", "run_dir")
     )
-    numbers: dict[str, Any] = dict.fromkeys(
-        (
-            "seconds_in_steps",
-            "exposed_communication_s",
-            "steps",
-            "steps_per_s",
-            "wire_bytes",
-            "communication_s",
-        ),
-        1,
-    )
+    counted = ("steps", "steps_per_s", "seconds_in_steps", "communication_s")
+    numbers = dict.fromkeys((*counted, "exposed_communication_s", "wire_bytes"), 1)
     rows = summary_rows({**facts, **numbers, "metrics": {}, "straggler_wait_s": [], "stragglers": spells})
     return dict(rows)["stragglers"]

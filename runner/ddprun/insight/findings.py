@@ -143,7 +143,7 @@ def _less_often(digest: Digest) -> str:
 def _waited_for(digest: Digest, late: Lateness) -> float:
     """Which share of the run's time the mean rank waited for one that was late."""
     steps = max(late.steps, digest.recorded[-1] - digest.recorded[0] + 1)
-    return late.cost_us / steps / digest.step_us * (digest.ranks - 1) / digest.ranks
+    return late.lost_steps / steps * (digest.ranks - 1) / digest.ranks
 
 
 def _could_be_judged(digest: Digest) -> bool:

@@ -14,10 +14,12 @@ class Lateness:
     bucket: int | None
     params: tuple[str, ...]
     late_us: float
-    """By how much in a step: the mean over `steps`."""
+    """By how much whenever ranks met: the mean over `steps`."""
 
     step_us: float
-    """How long such a step took: the mean over `steps`."""
+    """The time between two meetings, which is that of several steps where ranks do not meet in each: the mean
+    over `steps`.
+    """
 
     steps: int
     """In how many."""
@@ -27,9 +29,9 @@ class Lateness:
     last_step: int
 
     @property
-    def cost_us(self) -> float:
-        """What another rank waited for it in all."""
-        return self.late_us * self.steps
+    def lost_steps(self) -> float:
+        """How many steps would have taken as long as another rank waited for this one."""
+        return self.steps * self.late_us / self.step_us
 
     def when(self) -> str:
         """In which steps, or in how many."""
@@ -48,7 +50,7 @@ def totals(spells: Iterable[Mapping[str, Any]]) -> list[Lateness]:
     for one in spells:
         alike.setdefault((one["rank"], one["cause"], one["bucket"], tuple(one["params"])), []).append(one)
     found = [_total(who, some) for who, some in alike.items()]
-    return sorted(found, key=lambda one: one.cost_us, reverse=True)
+    return sorted(found, key=lambda one: one.lost_steps, reverse=True)
 
 
 def _total(
