@@ -1,9 +1,12 @@
 """How the ranks of one host come by memory that they share, and by links to each other."""
 
+import hashlib
+import hmac
 import itertools
 import mmap
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
@@ -16,9 +19,12 @@ from ddprun_hooks.arena import LINE_BYTES, SLOT_BYTES, Arena, Link, round_up
 from ddprun_hooks.errors import ExchangeError
 
 _HERE: Final = b"\1"
-_NOBODY: Final = b"-"  # shared in place of a name when rank 0 could make none
+_NOBODY: Final = b"-"  # shared in place of a secret when rank 0 cannot listen
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED
-_RANK: Final = struct.Struct("I")
+_SECRET_BYTES: Final = 32
+_HELLO: Final = struct.Struct(f"={_SECRET_BYTES}sI")  # the secret, and this rank's place
+_BACKLOG: Final = 4096  # connections of strangers may wait beside those of ranks
+_AGAIN_S: Final = 2e-3  # between two attempts to connect when even that many wait
 
 
 def open_arenas(
@@ -89,37 +95,91 @@ class _Setup:
         self, size: int, count: int, nbytes: int, share: Callable[[bytes], bytes]
     ) -> list[list[int]]:
         """Make everything, and give every other rank its own."""
-        # Whoever knows the name can connect, so it cannot be guessed; others of this user could do worse.
-        name = secrets.token_hex(16).encode()
+        secret = secrets.token_hex(_SECRET_BYTES // 2).encode()
         peers: dict[int, socket.socket] = {}
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            try:
-                listener.bind(_address(name))
-                listener.listen(size)
-            except OSError as error:
-                share(_NOBODY)
-                raise ExchangeError(f"rank {self._names[0]} cannot listen: {error}") from error
-            share(name)
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                try:
+                    listener.bind(_address(secret))
+                    listener.listen(_BACKLOG)
+                except OSError as error:
+                    share(_NOBODY)
+                    raise ExchangeError(f"rank {self._names[0]} cannot listen: {error}") from error
+                share(secret)
+                self._admit(listener, secret, size, peers)
+            for _ in range(count):
+                self._hand_out_one(peers, size, nbytes)
+        except OSError as error:
+            self._give_up()
+            late = ", ".join(str(self._names[rank]) for rank in range(1, size) if rank not in peers)
+            what = f"rank {late} did not arrive" if late else "no memory could be shared"
+            raise ExchangeError(f"{what}: {error}") from error
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            for peer in peers.values():
+                peer.close()
+        return self._mine
+
+    def _admit(
+        self, listener: socket.socket, secret: bytes, size: int, peers: dict[int, socket.socket]
+    ) -> None:
+        """Accept connections until every other rank has one.
+
+        Every user of the host can connect. A connection of another user, or one that does not begin with the
+        secret, is closed; one that says nothing keeps nobody waiting.
+
+        Args:
+            listener: where ranks connect.
+            secret: that ranks know.
+            size: of the arena.
+            peers: takes the connection to each other rank.
+
+        Raises:
+            TimeoutError: some rank has not come.
+        """
+        refused: set[int] = set()
+        listener.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
             try:
                 while len(peers) < size - 1:
-                    peer, _ = self._in_time(listener).accept()
-                    self._refuse_strangers(peer)
-                    (rank,) = _RANK.unpack(self._in_time(peer).recv(_RANK.size))
-                    peers[rank] = peer
-                for _ in range(count):
-                    self._hand_out_one(peers, size, nbytes)
-            except (OSError, struct.error) as error:
-                self._give_up()
-                late = ", ".join(str(self._names[rank]) for rank in range(1, size) if rank not in peers)
-                what = f"rank {late} did not arrive" if late else "no memory could be shared"
-                raise ExchangeError(f"{what}: {error}") from error
-            except BaseException:
-                self._give_up()
-                raise
+                    ready = selector.select(self._left_s())
+                    if not ready and time.monotonic() >= self._deadline:
+                        others = ", ".join(map(str, sorted(refused)))
+                        because = f"; {_refusal(others)}" if refused else ""
+                        raise TimeoutError(f"timed out{because}")
+                    for key, _ in ready:
+                        if key.fileobj is listener:
+                            self._accept(listener, selector, refused)
+                            continue
+                        peer = key.fileobj
+                        assert isinstance(peer, socket.socket)
+                        selector.unregister(peer)
+                        rank = _rank_of(peer, secret, size)
+                        if rank is None or rank in peers:
+                            peer.close()
+                        else:
+                            peers[rank] = peer
             finally:
-                for peer in peers.values():
-                    peer.close()
-        return self._mine
+                for key in list(selector.get_map().values()):
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not listener:
+                        key.fileobj.close()
+
+    def _accept(self, listener: socket.socket, selector: selectors.BaseSelector, refused: set[int]) -> None:
+        """Accept one connection, and listen to it if it is of this user."""
+        try:
+            peer, _ = listener.accept()
+        except OSError:  # it has gone already
+            return
+        user = _user_of(peer)
+        if user == os.geteuid():
+            peer.setblocking(False)
+            selector.register(peer, selectors.EVENT_READ)
+        else:
+            refused.add(user)
+            peer.close()
 
     def _hand_out_one(self, peers: dict[int, socket.socket], size: int, nbytes: int) -> None:
         def give(rank: int, descriptor: int) -> None:
@@ -143,15 +203,17 @@ class _Setup:
             give(low, ends[0])
             give(high, ends[1])
 
-    def collect(self, rank: int, size: int, count: int, name: bytes) -> list[list[int]]:
+    def collect(self, rank: int, size: int, count: int, secret: bytes) -> list[list[int]]:
         """Take what rank 0 hands out."""
-        if name == _NOBODY:
+        if secret == _NOBODY:
             raise ExchangeError(f"rank {self._names[0]} cannot listen")
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as host:
-                self._in_time(host).connect(_address(name))
-                self._refuse_strangers(host)
-                host.send(_RANK.pack(rank))
+                self._connect(host, _address(secret))
+                user = _user_of(host)
+                if user != os.geteuid():
+                    raise ExchangeError(_refusal(str(user)))
+                self._in_time(host).send(_HELLO.pack(secret, rank))
                 for _ in range(count):
                     self._mine.append([])
                     for _ in range(size):
@@ -167,26 +229,54 @@ class _Setup:
             raise
         return self._mine
 
+    def _connect(self, host: socket.socket, address: bytes) -> None:
+        """Connect, also while strangers keep rank 0 busy."""
+        while True:
+            try:
+                return self._in_time(host).connect(address)
+            except BlockingIOError:  # as many connections wait as may
+                if time.monotonic() >= self._deadline:
+                    raise
+                time.sleep(_AGAIN_S)
+
+    def _left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 1e-3)
+
     def _in_time(self, waiting: socket.socket) -> socket.socket:
         """`waiting`, with what is left of the time."""
-        waiting.settimeout(max(self._deadline - time.monotonic(), 1e-3))
+        waiting.settimeout(self._left_s())
         return waiting
-
-    def _refuse_strangers(self, peer: socket.socket) -> None:
-        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, uid, _ = _CREDENTIALS.unpack(credentials)
-        if uid != os.geteuid():
-            peer.close()
-            raise ExchangeError(
-                f"refused to share memory with user {uid}: all ranks of a host must run as one user, "
-                f"and this one runs as {os.geteuid()}"
-            )
 
     def _give_up(self) -> None:
         for descriptor in [descriptor for descriptors in self._mine for descriptor in descriptors]:
             os.close(descriptor)
 
 
-def _address(name: bytes) -> bytes:
-    """Of the abstract socket `name`, which is in no folder."""
-    return b"\0ddprun-" + name
+def _address(secret: bytes) -> bytes:
+    """Of an abstract socket, which is in no folder. All users can read its name, which tells no secret."""
+    return b"\0ddprun-" + hashlib.sha256(secret).hexdigest()[:32].encode()
+
+
+def _user_of(peer: socket.socket) -> int:
+    """Whose process the other end is."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    return int(uid)
+
+
+def _rank_of(peer: socket.socket, secret: bytes, size: int) -> int | None:
+    """The place that a connection says it has; None if it does not know the secret, or there is no such
+    place.
+    """
+    try:
+        told, rank = _HELLO.unpack(peer.recv(_HELLO.size + 1))
+    except (OSError, struct.error):
+        return None
+    return rank if hmac.compare_digest(told, secret) and 0 < rank < size else None
+
+
+def _refusal(users: str) -> str:
+    return (
+        f"refused to share memory with user {users}: all ranks of a host must run as one user, and this one "
+        f"runs as {os.geteuid()}"
+    )

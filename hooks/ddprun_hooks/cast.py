@@ -49,6 +49,12 @@ def note_overflow(name: str, payload: Payload, total: Tensor) -> None:
         total: the sum over ranks, in 16 bits, shape (numel,).
     """
     lost = ~torch.isfinite(total.sum(dtype=torch.float32))  # a sum of 16-bit values does not overflow fp32
-    if lost.is_cuda or bool(lost):
+    if lost.is_cuda or bool(lost):  # on a GPU to look would be to wait for it
         own = ~torch.isfinite(payload.tensor.sum(dtype=torch.float64))
-        payload.findings.append(Finding(name, "overflow", lost.int() * (1 + own.int())))
+        code = lost.int() * (1 + own.int())
+        payload.findings.append(Finding(name, "overflow", _to_host(code) if code.is_cuda else code))
+
+
+def _to_host(number: Tensor) -> Tensor:
+    """A copy in page-locked memory, there when the current stream has come so far; nothing waits for it."""
+    return torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)

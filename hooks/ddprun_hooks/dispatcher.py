@@ -60,6 +60,7 @@ class Dispatcher:
         self._frozen = False
         self._scale: Tensor | None = None
         self._samples: list[_Sample] | None = None
+        self._sent: set[int] = set()  # buckets, since the step began
         self.team: Team = lane.world
         """The ranks whose gradients are averaged."""
 
@@ -98,9 +99,16 @@ class Dispatcher:
             fidelity: keep each bucket's input for `measure_fidelity`.
         """
         self._scale = scale
+        self._sent.clear()
         self._samples = [] if fidelity else None
         if scale is not None:
             self.stack.guard()
+
+    @property
+    def unsent(self) -> tuple[str, ...]:
+        """After a backward pass that exchanges gradients: parameters of buckets that it has not filled."""
+        left = (bucket for bucket in self.layout if bucket.index not in self._sent)
+        return tuple(param.name for bucket in left for param in bucket.params)
 
     def measure_fidelity(self, exact_sum: Callable[[Tensor], tuple[Tensor, int]]) -> None:
         """Compare each bucket of the backward pass with the exact mean; the flights take what comes out.
@@ -141,6 +149,7 @@ class Dispatcher:
             )
             self._lane.error = self._lane.error or error
             return _failed(error)
+        self._sent.add(index)
         future = self._send(buffer, layout, self.stack)
         if self.meanwhile is not None and bucket.is_last():
             self.meanwhile()

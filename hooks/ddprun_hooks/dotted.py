@@ -2,11 +2,10 @@
 
 import difflib
 import importlib
-from types import ModuleType
 from typing import Any
 
 from ddprun_hooks.errors import DottedNameError
-from ddprun_hooks.trust import Trust, UntrustedError, Wanted, trust
+from ddprun_hooks.trust import Trust, Wanted, trust
 
 
 def import_dotted(name: str, wanted: Wanted | None = None) -> Any:
@@ -25,7 +24,7 @@ def import_dotted(name: str, wanted: Wanted | None = None) -> Any:
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise DottedNameError(f'"{name}" is not a dotted name such as package.module.Name')
     limit = trust()
-    limit.admit_name(name)
+    limit.admit_name(name, wanted.kind if wanted is not None else "")
     for length in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:length])
         try:
@@ -48,10 +47,7 @@ def import_dotted(name: str, wanted: Wanted | None = None) -> Any:
 
 def _attribute(found: Any, where: str, path: list[str], limit: Trust) -> Any:
     for part in path:
-        # A module under another name than its own is an alias, and looking into it may run its code.
-        alias = isinstance(found, ModuleType) and found.__name__ != where
-        if alias and (reason := limit.refusal(found.__name__)):
-            raise UntrustedError(f'"{where}" is the module {found.__name__}: {reason}', limit.allowed())
+        limit.admit_step(found, where, part)
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=1)
             hint = f' (did you mean "{near[0]}"?)' if near else ""

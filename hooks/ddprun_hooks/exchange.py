@@ -1,6 +1,7 @@
 """The one owner of what ranks exchange: process groups, lanes, and the small control word."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -112,28 +113,45 @@ class Control:
     def clock_offset(self, rounds: int = 12) -> tuple[float, float]:
         """How far this rank's monotonic clock is ahead of rank 0's, and the error bound, in microseconds.
 
-        Cristian's algorithm (Distributed Computing 3, 1989): rank 0 answers each rank in turn; of `rounds`
-        exchanges the one with the shortest round trip counts, and half of it is the error bound.
+        Cristian's algorithm (Distributed Computing 3, 1989) along a binomial tree: at each of its levels
+        every rank that knows its offset answers one that does not, all of these pairs at the same time, so
+        that n ranks take as long as log2 n pairs. Of `rounds` exchanges of a pair the one with the shortest
+        round trip counts. Half of it, and what whole microseconds leave out, is the pair's error bound; the
+        bounds on the way to rank 0 add up.
         """
-        if self.rank == 0:
-            for peer in range(1, self.size):
-                with waiting(self._letters, "receive", "comparing clocks", [peer]):
-                    for _ in range(rounds):
-                        self._receive(peer)
-                        self._send(now_us(), peer)
-            return 0.0, 0.0
-        best: tuple[float, float] | None = None
-        with waiting(self._letters, "receive", "comparing clocks", [0]):
+        offset = bound = 0.0
+        step = 1 << (self.size - 1).bit_length()
+        while step > 1:
+            apart, step = step, step // 2
+            if self.rank % apart == step:
+                offset, bound = self._ask_for_time(self.rank - step, rounds)
+            elif self.rank % apart == 0 and self.rank + step < self.size:
+                self._tell_time(self.rank + step, rounds, offset, bound)
+        return offset, bound
+
+    def _ask_for_time(self, peer: int, rounds: int) -> tuple[float, float]:
+        """Offset and bound, of a rank that knows its own."""
+        best = 0.0, math.inf
+        answer = torch.empty(2, dtype=torch.float64)
+        with waiting(self._letters, "receive", "comparing clocks", [peer]):
             for _ in range(rounds):
                 sent = now_us()
-                self._send(sent, 0)
-                theirs = self._receive(0)
+                self._send(sent, peer)
+                self._group.recv([answer], peer, 0).wait()
                 received = now_us()
-                bound = (received - sent) / 2
-                if best is None or bound < best[1]:
-                    best = (sent + bound - theirs, bound)
-        assert best is not None
+                theirs, their_bound = answer.tolist()
+                half = (received - sent) / 2
+                if half + 1.0 + their_bound < best[1]:
+                    best = sent + half - theirs, half + 1.0 + their_bound
         return best
+
+    def _tell_time(self, peer: int, rounds: int, offset: float, bound: float) -> None:
+        """Answer by rank 0's clock, as far as this rank knows it."""
+        with waiting(self._letters, "receive", "comparing clocks", [peer]):
+            for _ in range(rounds):
+                self._receive(peer)
+                answer = torch.tensor([now_us() - offset, bound], dtype=torch.float64)
+                self._group.send([answer], peer, 0).wait()
 
     def send_bytes(self, data: bytes, target: int) -> None:
         """Send bytes to one rank, which has to call `receive_bytes`."""

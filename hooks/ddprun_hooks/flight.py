@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from ddprun_hooks.fidelity import Fidelity
 from ddprun_hooks.payload import Finding, Kind, ParamSlice
+from ddprun_hooks.uncounted import Uncounted
 
 Mark = TypeVar("Mark")
 """A moment: microseconds of this rank's monotonic clock, or a CUDA event that becomes one later."""
@@ -75,6 +77,9 @@ class Flight(Generic[Mark]):
     findings: Sequence[Finding] = ()
     """What hooks found out on the way; complete when the flight is."""
 
+    uncounted: list[Uncounted] = field(default_factory=list)
+    """Collectives that hooks have issued by themselves: not in `legs`."""
+
     params: Sequence[ParamSlice] = ()
     """The parameters in it."""
 
@@ -109,6 +114,7 @@ class Flight(Generic[Mark]):
             ],
             slices=[Slice(us(s.start), us(s.done), s.phase, s.on_training_thread) for s in self.slices],
             findings=self.findings,
+            uncounted=self.uncounted,
             fidelity=self.fidelity,
         )
 
@@ -121,6 +127,24 @@ class Flight(Generic[Mark]):
     def between_hosts_bytes(self) -> int:
         """The part of `wire_bytes` that left this host."""
         return sum(leg.between_hosts_bytes for leg in self.legs)
+
+
+def read_findings(flights: Sequence[Flight[Any]]) -> None:
+    """Make numbers of the codes of what hooks have found, in one reading.
+
+    Args:
+        flights: that are complete, so that nothing is waited for.
+    """
+    unread = [
+        (finding, finding.code)
+        for flight in flights
+        for finding in flight.findings
+        if isinstance(finding.code, Tensor)
+    ]
+    if unread:
+        codes = torch.stack([code for _, code in unread]).tolist()
+        for (finding, _), code in zip(unread, codes, strict=True):
+            finding.code = code
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -43,8 +43,8 @@ class Hierarchical(Hook):
     def __init__(
         self, within: Sequence[HookSpec] = (), across: Sequence[HookSpec] = (), hosts: int | None = None
     ) -> None:
-        self.within = make_stack(within)
-        self.across = make_stack(across)
+        self.within = make_stack(within, "hierarchical.within")
+        self.across = make_stack(across, "hierarchical.across")
         self.hosts = hosts
         self._shared = "shared_memory" in self.within.names
         self._narrow = next((name for name in self.within.names if name in DTYPES), None)

@@ -95,7 +95,15 @@ class FunctionHook(Hook):
     """A hook that is a plain `async def hook(payload, link)`."""
 
     def __init__(self, function: Callable[[Payload, Link], Awaitable[Tensor]]) -> None:
-        self._function = function
+        self.function = function
 
     async def __call__(self, payload: Payload, link: Link) -> Tensor:
-        return await self._function(payload, link)
+        return await self.function(payload, link)
+
+
+def not_async(name: str, because: str) -> str:
+    """What is said of a hook that is not written with `async`."""
+    return (
+        f'hook "{name}" is not async: {because}; write "async def", and "await" before link.hand_on and '
+        "every collective of link.world"
+    )

@@ -15,6 +15,7 @@ so a coroutine is run through at once.
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from ddprun_hooks.flight import Flight, Leg, Slice, dtype_name, now_us
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.stack import Stack
 from ddprun_hooks.team import SharedWork, Team, nbytes
+from ddprun_hooks.uncounted import noting
 
 Route = Generator[Collective, Tensor | None, Tensor]
 
@@ -105,7 +107,7 @@ class HostLane:
             return
         start = now_us()
         try:
-            wanted = journey.route.send(result)
+            wanted = next_collective(journey.route, result, journey.stack, journey.flight)
         except StopIteration as stop:
             self._finish(journey, cast(Tensor, stop.value), start)
         except BaseException as error:  # a hook may raise anything, and nobody may be left waiting
@@ -247,7 +249,7 @@ class StreamLane:
         start = self._mark(self._stream)
         while True:
             try:
-                wanted = route.send(result)
+                wanted = next_collective(route, result, stack, flight)
             except StopIteration as stop:
                 put_back(cast(Tensor, stop.value), payload, stack)
                 flight.slices.append(Slice(start, self._mark(self._stream), "decode", False))
@@ -321,6 +323,32 @@ def launch(wanted: Collective, round_index: int, stack: Stack) -> dist.Work | Sh
 def route_of(payload: Payload, stack: Stack, world: Team) -> Route:
     """The coroutine of one payload, seen as what it is: a generator of collectives."""
     return cast(Route, stack.run(payload, Channel(world)))
+
+
+def next_collective(route: Route, result: Tensor | None, stack: Stack, flight: Flight[Any]) -> Collective:
+    """Run a payload's hooks up to their next collective.
+
+    Args:
+        route: of the payload.
+        result: of the collective before.
+        stack: the hooks.
+        flight: takes note of collectives that hooks issue by themselves.
+
+    Raises:
+        StopIteration: they are through; its value is the mean.
+        ExchangeError: a hook awaits something that is no collective.
+    """
+    if stack.foreign:
+        wanted = noting(partial(route.send, result), stack.foreign, flight.uncounted)
+    else:
+        wanted = route.send(result)
+    if not isinstance(wanted, Collective):
+        names = ", ".join(name for name, _ in stack.foreign)
+        raise ExchangeError(
+            f'hook "{names}" awaits {type(wanted).__name__}, which is no collective; '
+            "a hook awaits link.hand_on and the collectives of link.world only"
+        )
+    return wanted
 
 
 def put_back(mean: Tensor, payload: Payload, stack: Stack) -> None:

@@ -5,10 +5,13 @@ Nothing here imports torch, so `ddprun check` and `ddprun catalog` can read it i
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from ddprun_hooks.wording import described, listing, option_fault, sentence, suggest
 
 Role = Literal["codec", "reducer", "alone"]
 """`codec`: changes the payload and hands it on. `reducer`: carries the payload over the ranks and ends the
@@ -31,30 +34,80 @@ def read_stack(value: Any) -> tuple[HookSpec, ...]:
     """Read the hooks of one leg, options of built-in ones checked.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValidationError: each fault with its place in the leg.
+        PydanticCustomError: it is no list.
     """
     if not isinstance(value, list | tuple):
-        raise PydanticCustomError("stack", "a list of hooks is wanted")
-    for spec in value:
-        name, options = parse_spec(spec)
-        if name in BUILT_IN:
-            BUILT_IN[name].model_validate(options)
+        raise PydanticCustomError("stack", "expected a list, got {got}", {"got": described(value)})
+    faults: list[InitErrorDetails] = []
+    for place, spec in enumerate(value):
+        try:
+            name, options = parse_spec(spec)
+            if name in BUILT_IN:
+                BUILT_IN[name].model_validate(options)
+            elif "." not in name and name not in installed_names():
+                raise SpecError(unknown_hook(name))
+        except ValidationError as error:
+            faults += [
+                InitErrorDetails(
+                    type=PydanticCustomError(
+                        item["type"], "{message}", {"message": item["msg"], **item.get("ctx", {})}
+                    ),
+                    loc=(place, name, *item["loc"]),
+                    input=item["input"],
+                )
+                for item in error.errors(include_url=False)
+            ]
+        except SpecError as error:
+            wrong = PydanticCustomError("stack", "{message}", {"message": str(error)})
+            faults.append(InitErrorDetails(type=wrong, loc=(place, *error.path), input=spec))
+    if faults:
+        raise ValidationError.from_exception_data("hooks", faults)
     return tuple(value)
+
+
+class SpecError(ValueError):
+    """What should name a hook does not.
+
+    Args:
+        text: what is wrong.
+        path: where below the hook.
+    """
+
+    def __init__(self, text: str, *path: str) -> None:
+        self.path = path
+        super().__init__(text)
 
 
 def parse_spec(spec: Any) -> tuple[str, dict[str, Any]]:
     """Name and options of `name` or `{name: options}`.
 
     Raises:
-        ValueError: it is neither.
+        SpecError: it is neither.
     """
     if isinstance(spec, str):
         return spec, {}
-    if isinstance(spec, Mapping) and len(spec) == 1:
-        ((name, options),) = spec.items()
-        if isinstance(name, str) and (options is None or isinstance(options, Mapping)):
-            return name, dict(options or {})
-    raise ValueError(f"a hook is a name or {{name: {{options}}}}, got {spec!r}")
+    if not isinstance(spec, Mapping) or not spec or not all(isinstance(name, str) for name in spec):
+        raise SpecError(f"expected a name, or `name: {{options}}`, got {described(spec)}")
+    if len(spec) > 1:
+        listed = ", ".join(f'"{name}"' for name in spec)
+        raise SpecError(f"expected one hook, got {len(spec)}: {listed}; keep one", list(spec)[1])
+    ((name, options),) = spec.items()
+    if options is not None and not isinstance(options, Mapping):
+        raise SpecError(f"expected a mapping of {name}'s options, got {described(options)}", name)
+    return name, dict(options or {})
+
+
+def installed_names() -> list[str]:
+    """Names that installed packages add; nothing is imported."""
+    return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
+
+
+def unknown_hook(name: str) -> str:
+    """What is said of a name that no hook has."""
+    known = [*BUILT_IN, *installed_names()]
+    allowed = listing([*known, "or a dotted name such as package.module.name"])
+    return sentence(f'unknown hook "{name}"', allowed, suggest(name, known))
 
 
 @dataclass(frozen=True)
@@ -178,12 +231,10 @@ def settings_of(name: str, options: Mapping[str, Any]) -> HookOptions:
     """The checked options of a built-in hook.
 
     Raises:
-        ValueError: each wrong option with what is wrong.
+        ValueError: a line for each wrong option, with what is wrong and what is allowed.
     """
     try:
         return BUILT_IN[name].model_validate(dict(options))
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)
-        )
-        raise ValueError(f'options of hook "{name}": {faults}') from None
+        items = [{**item, "loc": (name, *item["loc"])} for item in error.errors(include_url=False)]
+        raise ValueError("\n".join(option_fault(item, BUILT_IN) for item in items)) from None

@@ -25,15 +25,17 @@ class ParamSlice:
     """First element's index in the flattened parameter."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finding:
     """Something a hook found out about a payload that somebody should hear of."""
 
     hook: str
     what: Literal["overflow"]
-    code: Tensor
-    """Shape (), integer. 0: all is finite. 1: the result is not, though this rank's payload was. 2: this
-    rank's payload was not."""
+    code: Tensor | int
+    """0: all is finite. 1: the result is not, though this rank's payload was. 2: this rank's payload was not.
+
+    A hook leaves it as a tensor of shape () in host memory, which a device may still have to fill; when the
+    payload's journey is over, `ddprun_hooks.flight.read_findings` makes numbers of many at once."""
 
 
 @dataclass(frozen=True, slots=True)

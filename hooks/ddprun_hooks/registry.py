@@ -8,12 +8,27 @@ from typing import Any
 
 from ddprun_hooks.dotted import import_dotted
 from ddprun_hooks.errors import DottedNameError, HookSetupError
-from ddprun_hooks.hook import FunctionHook, Hook
-from ddprun_hooks.options import BUILT_IN, ENTRY_POINT_GROUP, HookSpec, parse_spec, settings_of
+from ddprun_hooks.hook import FunctionHook, Hook, not_async
+from ddprun_hooks.options import (
+    BUILT_IN,
+    ENTRY_POINT_GROUP,
+    HookSpec,
+    SpecError,
+    parse_spec,
+    settings_of,
+    unknown_hook,
+)
+from ddprun_hooks.options import installed_names as installed_names
 from ddprun_hooks.stack import Stack
 from ddprun_hooks.trust import TrustSettingError, UntrustedError, Wanted
 
-_WANTED = Wanted("a hook is a Hook class, a function that returns one, or an async function", Hook)
+AnyHook = HookSpec | Hook | Callable[..., Any]
+"""What `make_stack` and `register` take for a hook: as in a pipeline file, or the thing itself."""
+
+_KINDS = "a hook is a name, {name: {options}}, a ddprun_hooks.Hook, or an async function of payload and link"
+_WANTED = Wanted(
+    "a hook is a Hook class, a function that returns one, or an async function", Hook, kind="hook"
+)
 
 
 def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
@@ -46,28 +61,63 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
     return _from_target(name, target, options)
 
 
-def make_stack(specs: Sequence[HookSpec]) -> Stack:
-    """Make a stack from a list such as `["fp16", {"mylab.hooks.Mine": {"strength": 2}}]`."""
+def make_stack(hooks: AnyHook | Sequence[AnyHook], at: str = "hooks") -> Stack:
+    """Make a stack from a list such as `["fp16", {"mylab.hooks.Mine": {"strength": 2}}]`, or from one hook.
+
+    Args:
+        hooks: each a name or `{name: {options}}` as in a pipeline file, a `Hook`, a class or a factory of one
+            that needs no arguments, or an async function.
+        at: where they stand, for faults.
+
+    Raises:
+        HookSetupError: a line for each fault with its place, or a stack that cannot work.
+    """
+    chosen: list[Any] = list(hooks) if isinstance(hooks, list | tuple) else [hooks]
     named: list[tuple[str, Hook]] = []
-    for spec in specs:
+    faults: list[str] = []
+    for place, hook in enumerate(chosen):
         try:
-            name, options = parse_spec(spec)
-        except ValueError as error:
-            raise HookSetupError(str(error)) from None
-        named.append((name, make_hook(name, options)))
-    return Stack(named, described=repr(list(specs)))
+            named.append(_make(hook))
+        except HookSetupError as error:
+            names = list(hook) if isinstance(hook, Mapping) else []
+            inside = tuple(f"{name}{end}" for name in names for end in (".", ":"))
+            faults += [
+                f"{at}[{place}]{'.' if line.startswith(inside) else ': '}{line}"
+                for line in str(error).splitlines()
+            ]
+    if faults:
+        raise HookSetupError("\n".join(faults))
+    # What an object was made with is nobody's to compare: its name is.
+    given = [
+        hook if isinstance(hook, str | Mapping) else name
+        for hook, (name, _) in zip(chosen, named, strict=True)
+    ]
+    return Stack(named, described=repr(given))
 
 
-def installed_names() -> list[str]:
-    """Names that installed packages add; nothing is imported."""
-    return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
+def _make(hook: AnyHook) -> tuple[str, Hook]:
+    """The name by which a hook is called and keeps its state, and the hook."""
+    if isinstance(hook, Hook):
+        name = _name_of(type(hook))
+        return name, _checked(name, hook)
+    if callable(hook):
+        name = _name_of(hook)
+        return name, _from_target(name, hook, {})
+    try:
+        name, options = parse_spec(hook)
+    except SpecError as error:
+        raise HookSetupError(f"{error.path[0]}: {error}" if error.path else f"{error}; {_KINDS}") from None
+    return name, make_hook(name, options)
+
+
+def _name_of(target: Any) -> str:
+    return f"{target.__module__}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
 def _installed(name: str) -> Any:
     points = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
     if not points:
-        known = ", ".join([*BUILT_IN, *installed_names()])
-        raise HookSetupError(f'there is no hook "{name}"; known are {known}, or give a dotted name')
+        raise HookSetupError(unknown_hook(name))
     if len({point.value for point in points}) > 1:
         sources = " and ".join(point.value for point in points)
         raise HookSetupError(f'the hook name "{name}" is claimed twice, by {sources}; use the dotted name')
@@ -90,10 +140,38 @@ def _from_target(name: str, target: Any, options: dict[str, Any]) -> Hook:
         raise HookSetupError(
             f'"{name}" is {type(target).__name__}, not a hook class, factory or async function'
         )
+    if not isinstance(target, type) and not options and _takes_payload_and_link(target):
+        raise HookSetupError(not_async(name, "it is a plain function"))
     made = _call(name, target, options)
     if not isinstance(made, Hook):
         raise HookSetupError(f'"{name}" makes {type(made).__name__}, which is not a ddprun_hooks.Hook')
-    return made
+    return _checked(name, made)
+
+
+def _checked(name: str, hook: Hook) -> Hook:
+    """A hook that can be awaited, as far as its class shows; what a decorator gives tells when it is called.
+
+    Raises:
+        HookSetupError: its `__call__` is a plain function.
+    """
+    call = type(hook).__call__
+    plain = inspect.isfunction(call) and not inspect.iscoroutinefunction(call)
+    if plain and not hasattr(call, "__wrapped__"):
+        raise HookSetupError(not_async(name, "its __call__ is a plain function"))
+    return hook
+
+
+def _takes_payload_and_link(target: Callable[..., Any]) -> bool:
+    """Whether it is called as a hook is, and not as a factory of one."""
+    try:
+        inspect.signature(target).bind(None, None)
+    except (TypeError, ValueError):
+        return False
+    try:
+        inspect.signature(target).bind()
+    except TypeError:
+        return True
+    return False
 
 
 def _call(name: str, target: Callable[..., Any], options: dict[str, Any]) -> Any:

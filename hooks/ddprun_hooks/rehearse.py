@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.channel import Collective
-from ddprun_hooks.errors import ExchangeError, HookSetupError
+from ddprun_hooks.errors import ExchangeError, HooksError, HookSetupError
 from ddprun_hooks.flight import Flight
 from ddprun_hooks.hook import Need, Needs
-from ddprun_hooks.lane import new_flight, new_leg, put_back, route_of
+from ddprun_hooks.lane import new_flight, new_leg, next_collective, put_back, route_of
 from ddprun_hooks.payload import Kind, Payload
 from ddprun_hooks.porter import Porter
 from ddprun_hooks.stack import Stack
@@ -58,10 +58,19 @@ def rehearse(payload: Payload, stack: Stack, team: Team) -> Flight[int]:
     result: Tensor | None = None
     while True:
         try:
-            wanted = route.send(result)
+            wanted = next_collective(route, result, stack, flight)
         except StopIteration as stop:
             put_back(cast(Tensor, stop.value), payload, stack)
             return flight
+        except HooksError:
+            raise
+        except Exception as error:
+            if not stack.foreign:
+                raise
+            names = ", ".join(name for name, _ in stack.foreign)
+            raise ExchangeError(
+                f'hook "{names}" cannot be tried without other ranks: {type(error).__name__}: {error}'
+            ) from error
         _check(wanted, issued, stack)
         leg = new_leg(wanted, issued[wanted.team.name], 0)
         leg.done = 0

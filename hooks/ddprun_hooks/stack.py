@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from ddprun_hooks import grammar
+from ddprun_hooks import grammar, uncounted
 from ddprun_hooks.channel import Channel
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.hook import Hook, Needs
+from ddprun_hooks.hook import FunctionHook, Hook, Needs, not_async
 from ddprun_hooks.payload import ParamSlice, Payload
 
 
@@ -51,14 +51,30 @@ class Stack:
             self.hooks.append(AllReduce())
         *codecs, reducer = self.hooks
         passes = math.prod(hook.rounds for hook in codecs)
+        self.foreign = tuple(self._foreign())
+        """The hooks that are not built in, those of legs included, by their names."""
+
+        if self.foreign:
+            uncounted.install()
         self.needs: Needs = {need: passes * rounds for need, rounds in reducer.needs().items() if rounds}
         """The most collectives that one payload needs on its way through the whole stack, by ranks."""
+
+    def _foreign(self) -> Iterator[tuple[str, Hook]]:
+        for name, hook in zip(self.names, self.hooks, strict=False):
+            if isinstance(hook, FunctionHook) or not type(hook).__module__.startswith("ddprun_hooks."):
+                yield name, hook
+            for leg in hook.legs().values():
+                yield from leg.foreign
 
     async def run(self, payload: Payload, world: Channel, depth: int = 0) -> Tensor:
         """Carry `payload` through the hooks from `depth` on; gives the mean over ranks."""
         if depth == len(self.hooks):
             raise HookSetupError(f'"{self.names[-1]}" is a reducer: it has nothing to hand its payload on to')
-        return await self.hooks[depth](payload, Link(self, payload, world, depth))
+        coming: object = self.hooks[depth](payload, Link(self, payload, world, depth))
+        if not isinstance(coming, Awaitable):
+            raise HookSetupError(not_async(self.names[depth], f"called, it gave {type(coming).__name__}"))
+        mean: Tensor = await coming
+        return mean
 
     def state_dict(self) -> dict[str, Any]:
         """State of every hook by its name; hooks that keep none are left out."""

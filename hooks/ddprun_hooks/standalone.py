@@ -6,6 +6,7 @@ handle = ddprun_hooks.register(model, ["fp16"])
 ```
 """
 
+import itertools
 import os
 import socket
 import warnings
@@ -22,12 +23,12 @@ from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.dispatcher import Dispatcher
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.exchange import Control, Exchange, open_control
-from ddprun_hooks.flight import Flight
-from ddprun_hooks.options import HookSpec
+from ddprun_hooks.flight import Flight, read_findings
 from ddprun_hooks.plain import summed
-from ddprun_hooks.registry import make_stack
+from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.stack import Stack
 from ddprun_hooks.teams import all_of
+from ddprun_hooks.uncounted import Uncounted
 
 
 class Handle(Dispatcher):
@@ -50,6 +51,8 @@ class Handle(Dispatcher):
         self._scaler = scaler
         self._last_scale = 0.0
         self._warned = False
+        self._told: set[Uncounted] = set()
+        self._unread: list[Flight[Any]] = []  # hooks may have found something in them
         super().__init__(model, exchange.gradients, stack)
         self.flights: list[Flight[Any]] = []
 
@@ -92,9 +95,17 @@ class Handle(Dispatcher):
         return future.then(scaled_again)
 
     def _start_pass(self, device: torch.device) -> None:
-        if not self._warned and (overflow := _overflow(self.flights)):
-            self._warned = True
-            warnings.warn(f"{overflow}; use bf16, or a smaller loss", stacklevel=2)
+        if not self._warned:
+            self._unread += [flight for flight in self.flights if flight.findings]
+            over = list(itertools.takewhile(_is_over, self._unread))  # a stream ends them in their order
+            del self._unread[: len(over)]
+            read_findings(over)
+            if overflow := _overflow(over):
+                self._warned = True
+                warnings.warn(f"{overflow}; use bf16, or a smaller loss", stacklevel=2)
+        for note in {note for flight in self.flights for note in flight.uncounted} - self._told:
+            self._told.add(note)
+            warnings.warn(str(note), stacklevel=2)
         self.flights.clear()
         if self._scaler is None:
             return
@@ -107,7 +118,7 @@ class Handle(Dispatcher):
 
 def register(
     model: DistributedDataParallel,
-    hooks: Sequence[HookSpec],
+    hooks: AnyHook | Sequence[AnyHook],
     *,
     scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta = timedelta(minutes=10),
@@ -116,7 +127,8 @@ def register(
 
     Args:
         model: on the default process group; no other hook may be registered with it.
-        hooks: such as `["fp16"]` or `[{"hierarchical": {"across": ["int8"]}}]`, as in a pipeline file.
+        hooks: one or a list, such as `"fp16"` or `[{"hierarchical": {"across": ["int8"]}}]` as in a pipeline
+            file, and `Hook` objects and async functions as they are.
         scaler: the GradScaler, if one scales the loss: hooks then see true gradients, and a step that it
             skips leaves their state as it was.
         timeout: how long a collective may take.
@@ -157,11 +169,18 @@ def register(
         ) from None
 
 
+def _is_over(flight: Flight[Any]) -> bool:
+    """Whether a payload's journey is complete; does not wait for a device."""
+    if isinstance(flight.done, torch.cuda.Event):
+        return bool(flight.done.query())  # type: ignore[no-untyped-call]
+    return flight.done is not None
+
+
 def _overflow(flights: Sequence[Flight[Any]]) -> str | None:
     """Tell of the first bucket that a cast has made infinite on this rank; None if there is none."""
     for flight in flights:
         for finding in flight.findings:
-            if int(finding.code) == 1:
+            if finding.code == 1:
                 what = f"bucket {flight.bucket} overflowed in {finding.hook}"
                 return f"{what}: finite gradients came back as infinity"
     return None

@@ -1,6 +1,5 @@
 """Who exchanges with whom: the teams that stacks need, made before the first step by all ranks together."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,37 +21,55 @@ class Layout:
     """Host name of each rank."""
 
     local_sizes: tuple[int, ...]
-    """For each rank, how many ranks its launcher started on its host; they are neighbours in rank order."""
+    """For each rank, how many ranks its launcher started on its host."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.hosts)
 
+    def launched(self) -> list[list[int]]:
+        """The ranks of each host, wherever they lie in rank order, in the order of their first ranks.
+
+        Ranks of one host name are on one host. Of several launchers on a host (or hosts of one name) each
+        counts for a host of its own.
+        """
+        of_name: dict[str, list[int]] = {}
+        for rank, name in enumerate(self.hosts):
+            of_name.setdefault(name, []).append(rank)
+        found = []
+        for ranks in of_name.values():
+            while ranks:
+                size = max(1, self.local_sizes[ranks[0]])
+                found.append(ranks[:size])
+                ranks = ranks[size:]
+        return sorted(found)
+
     def blocks(self, hosts: int | None) -> list[list[int]]:
-        """The ranks of each host.
+        """The ranks of each host, in rank order as process groups have them.
 
         Args:
-            hosts: how many to split the ranks into; None: as they were launched.
+            hosts: how many to split the ranks into, those of one host together as far as that goes; None: as
+                they were launched.
 
         Raises:
             HookSetupError: the hosts would not hold equally many ranks.
         """
-        if hosts is not None:
-            if self.size % hosts:
-                raise HookSetupError(
-                    f"two levels with hosts: {hosts} need equally many ranks on each host, but {hosts} "
-                    f"does not divide {self.size} ranks"
-                )
-            per_host = self.size // hosts
-        else:
-            per_host = self.local_sizes[0]
-            if len(set(self.local_sizes)) > 1 or self.size % per_host:
-                counts = ", ".join(f"{host}: {count}" for host, count in Counter(self.hosts).items())
+        launched = self.launched()
+        if hosts is None:
+            if len({len(ranks) for ranks in launched}) > 1:
+                counts = ", ".join(f"{self.hosts[ranks[0]]}: {len(ranks)}" for ranks in launched)
                 raise HookSetupError(
                     f"two levels need equally many ranks on each host; here they are {counts}"
                 )
-        return [list(range(start, start + per_host)) for start in range(0, self.size, per_host)]
+            return launched
+        if self.size % hosts:
+            raise HookSetupError(
+                f"two levels with hosts: {hosts} need equally many ranks on each host, but {hosts} "
+                f"does not divide {self.size} ranks"
+            )
+        per_host, by_host = self.size // hosts, [rank for ranks in launched for rank in ranks]
+        return sorted(sorted(by_host[at : at + per_host]) for at in range(0, self.size, per_host))
 
 
 def all_of(needs: Iterable[Needs]) -> dict[Need, int]:
@@ -107,7 +124,8 @@ def open_teams(name: str, layout: Layout, needs: Needs, ground: Ground) -> Team:
     splits = {}
     for hosts in sorted({need.hosts for need in needs if need.leg != "world"}, key=lambda hosts: hosts or 0):
         blocks = layout.blocks(hosts)
-        places = [list(ranks) for ranks in zip(*blocks, strict=True)]
+        # In rank order, in which torch's process groups have their ranks whatever order they are given in.
+        places = [sorted(ranks) for ranks in zip(*blocks, strict=True)]
         before, tag = "" if name == "world" else f"{name} ", "" if hosts is None else f"/{hosts}"
         made = []
         for leg, parts in (("within", blocks), ("across", places)):

@@ -4,11 +4,15 @@ Unset, a name may reach anything, and what holds the names is as trusted as a sc
 and dotted prefixes (`torchvision,mylab.nets`), and a name is judged three times: by itself before anything is
 imported, by where the object that it leads to really comes from (`logging.os.system` is not logging's), and
 by its kind (a model is no `Popen`). Set and empty, nothing may be imported.
+
+Torch is too large to be trusted by a prefix: some of its functions and methods compile, download or write
+what their options say. Of torch a few public places are open, and at each of them one kind of object.
 """
 
 import functools
 import inspect
 import os
+import re
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -19,8 +23,61 @@ from ddprun_hooks.errors import DottedNameError
 
 VARIABLE = "DDPRUN_TRUSTED"
 
-_OF_TORCH = ("torch.nn", "torch.optim", "torch.utils.data")
-"""All that may be named of torch: the rest loads pickles, compiles and downloads code, starts processes."""
+IN_FOLDER = "./"
+"""Before a package in `DDPRUN_TRUSTED`: it may come from the pipeline file's own folder."""
+
+METHOD = "is a method, which is called on an object"
+NO_METHOD = "name a class, a function, or a class method or static method"
+
+
+@dataclass(frozen=True)
+class _TorchPlace:
+    """A module of torch's, and what in it may be named."""
+
+    module: str
+    names: re.Pattern[str]
+    words: str
+    """For messages: `the modules in torch.nn`."""
+
+    kinds: frozenset[str]
+    """Kinds of choices for which they may be named."""
+
+
+_OF_TORCH = (
+    _TorchPlace(
+        "torch.nn",
+        re.compile(r"(?!((Uninitialized)?(Parameter|Buffer)|DataParallel|\w+Options)$)[A-Z]\w*"),
+        "the modules in torch.nn",
+        frozenset({"model", "loss"}),
+    ),
+    _TorchPlace(
+        "torch.nn.functional",
+        re.compile(r"[a-z]\w*_loss|kl_div|cross_entropy|binary_cross_entropy(_with_logits)?"),
+        "the losses in torch.nn.functional",
+        frozenset({"loss", "metric"}),
+    ),
+    _TorchPlace(
+        "torch.optim",
+        re.compile(r"[A-Z]\w*"),
+        "the optimizers in torch.optim",
+        frozenset({"optimizer"}),
+    ),
+    _TorchPlace(
+        "torch.optim.lr_scheduler",
+        re.compile(r"[A-Z]\w*LR|LRScheduler|ChainedScheduler|CosineAnnealingWarmRestarts|ReduceLROnPlateau"),
+        "the schedules in torch.optim.lr_scheduler",
+        frozenset({"schedule"}),
+    ),
+    _TorchPlace(
+        "torch.utils.data",
+        re.compile(r"((Iterable|Tensor|Stack|Concat|Chain)?Dataset|Subset)"),
+        "the plain datasets in torch.utils.data",
+        frozenset({"data"}),
+    ),
+)
+"""All that may be named of torch. What these classes and functions do with options is to compute; data pipes,
+wrappers of modules, methods and everything elsewhere in torch can do more.
+"""
 
 
 class UntrustedError(DottedNameError):
@@ -55,6 +112,9 @@ class Wanted:
     returns: type | None = None
     """A function whose annotation names another class is refused."""
 
+    kind: str = ""
+    """The kind of choice that this is, as `model`: it decides what of torch may be named; "" is any."""
+
 
 @dataclass(frozen=True)
 class Trust:
@@ -62,6 +122,9 @@ class Trust:
 
     prefixes: tuple[str, ...] | None
     """Packages and dotted prefixes; None sets no limit."""
+
+    in_folder: frozenset[str] = frozenset()
+    """Those of the prefixes whose packages may come from the pipeline file's own folder."""
 
     @property
     def limited(self) -> bool:
@@ -72,14 +135,24 @@ class Trust:
         """What may be named, for a message."""
         if not self.prefixes:
             return f"{VARIABLE} is empty, so only what is built in may be named"
-        return f"{VARIABLE} allows {', '.join(self.prefixes)}"
+        listed = (IN_FOLDER + prefix if prefix in self.in_folder else prefix for prefix in self.prefixes)
+        return f"{VARIABLE} allows {', '.join(listed)}"
 
     def roots(self) -> frozenset[str]:
         """The top-level packages of the prefixes."""
         return frozenset(prefix.partition(".")[0] for prefix in self.prefixes or ())
 
-    def refusal(self, name: str) -> str | None:
-        """Why a dotted name, or the full name of an object, is not trusted; None if it is."""
+    def folder_roots(self) -> frozenset[str]:
+        """The top-level packages that may come from the pipeline file's own folder."""
+        return frozenset(prefix.partition(".")[0] for prefix in self.in_folder)
+
+    def refusal(self, name: str, kind: str = "") -> str | None:
+        """Why a name, or the full name of an object, is not trusted; None if it is.
+
+        Args:
+            name: as a user wrote it, or as `origins` gives it.
+            kind: of the choice for which it is named, as `model`; "" is any.
+        """
         if self.prefixes is None:
             return None
         root = name.partition(".")[0]
@@ -87,21 +160,55 @@ class Trust:
             return "Python's own library is never trusted"
         if not any(_below(name, prefix) for prefix in self.prefixes):
             return f'"{root}" is not trusted' if root not in self.roots() else "it is not trusted"
-        if root == "torch" and not any(_below(name, prefix) for prefix in _OF_TORCH):
-            return f"of torch only {', '.join(_OF_TORCH)} may be named"
-        return None
+        return _torch_refusal(name, kind) if root == "torch" else None
 
-    def admit_name(self, name: str) -> None:
+    def name_refusal(self, name: str, kind: str = "") -> str | None:
+        """Why a name that a user wrote may not be imported, as far as it tells by itself; None if it may."""
+        if self.limited and any(part.startswith("__") for part in name.split(".")):
+            return "a name with __ reaches into Python itself"
+        return self.refusal(name, kind)
+
+    def admit_name(self, name: str, kind: str = "") -> None:
         """Judge a name before anything is imported.
 
         Raises:
             UntrustedError: it is not trusted.
         """
-        reason = self.refusal(name)
-        if self.limited and any(part.startswith("__") for part in name.split(".")):
-            reason = "a name with __ reaches into Python itself"
-        if reason:
+        if reason := self.name_refusal(name, kind):
             raise UntrustedError(f'"{name}" may not be imported: {reason}', self.allowed())
+
+    def admit_step(self, owner: Any, where: str, part: str) -> None:
+        """Judge one step of a name beyond the module that was imported, before the step is taken.
+
+        A name goes through modules and classes, and ends at no method that is called on an object:
+        `Model.save` with options would write what they say.
+
+        Args:
+            owner: what `where` has led to.
+            where: the name so far.
+            part: the attribute of `owner` that comes next.
+
+        Raises:
+            UntrustedError: `owner` is another module than the name says and not trusted, or is neither module
+                nor class; or the attribute is a method.
+        """
+        if not self.limited:
+            return
+        if isinstance(owner, types.ModuleType):
+            # A module under another name than its own is an alias, and looking into it may run its code.
+            # Looking into torch runs none of its code, and what is found there is judged by itself.
+            alias = owner.__name__ != where and not (owner.__name__ + ".").startswith("torch.")
+            if alias and (reason := self.refusal(owner.__name__)):
+                raise UntrustedError(f'"{where}" is the module {owner.__name__}: {reason}', self.allowed())
+        elif not isinstance(owner, type):
+            raise UntrustedError(
+                f'"{where}" is an object, and a name may go through modules and classes only', NO_METHOD
+            )
+        elif isinstance(inspect.getattr_static(owner, part, None), types.FunctionType):
+            for origin in origins(getattr(owner, part)):
+                if reason := self.refusal(origin):
+                    raise UntrustedError(f'"{where}.{part}" is {origin}: {reason}', self.allowed())
+            raise UntrustedError(f'"{where}.{part}" {METHOD}', NO_METHOD)
 
     def admit(self, name: str, found: Any, wanted: Wanted | None) -> None:
         """Judge the object that a name has led to.
@@ -112,8 +219,10 @@ class Trust:
         if self.prefixes is None:
             return
         for origin in origins(found):
-            if reason := self.refusal(origin):
+            if reason := self.refusal(origin, wanted.kind if wanted is not None else ""):
                 raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed())
+        if isinstance(found, types.MethodType) and not isinstance(found.__self__, type):
+            raise UntrustedError(f'"{name}" {METHOD}', NO_METHOD)
         if wanted is not None and not _is_of_kind(found, wanted):
             raise UntrustedError(f'"{name}" is {next(origins(found))}', wanted.words)
 
@@ -127,14 +236,15 @@ def trust(environment: Mapping[str, str] = os.environ) -> Trust:
     text = environment.get(VARIABLE)
     if text is None:
         return Trust(None)
-    prefixes = tuple(word.strip() for word in text.split(",") if word.strip())
-    for prefix in prefixes:
-        if not all(part.isidentifier() for part in prefix.split(".")):
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    for word in words:
+        if not all(part.isidentifier() for part in word.removeprefix(IN_FOLDER).split(".")):
             raise TrustSettingError(
-                f'{VARIABLE}: "{prefix}" is no package; write packages or dotted prefixes with commas '
-                "between them, as in torchvision,mylab.nets"
+                f'{VARIABLE}: "{word}" is no package; write packages or dotted prefixes with commas between '
+                f"them, as in torchvision,mylab.nets, and {IN_FOLDER}mylab for one in the pipeline's folder"
             )
-    return Trust(prefixes)
+    in_folder = frozenset(word.removeprefix(IN_FOLDER) for word in words if word.startswith(IN_FOLDER))
+    return Trust(tuple(dict.fromkeys(word.removeprefix(IN_FOLDER) for word in words)), in_folder)
 
 
 def origins(found: Any) -> Iterator[str]:
@@ -158,13 +268,16 @@ def origins(found: Any) -> Iterator[str]:
         owner = found.__self__
         if isinstance(owner, types.ModuleType) or owner is None:
             yield _full_name(found)
-        else:
-            yield f"{_full_name(_class_of(owner))}.{found.__name__}"
+        else:  # of the class that defines it, which need not be the owner's own
+            made = _class_of(owner)
+            bases = (*inspect.getmro(made), *inspect.getmro(type(made)))
+            definer = next((base for base in bases if found.__name__ in vars(base)), made)
+            yield f"{_full_name(definer)}.{found.__name__}"
     elif isinstance(found, types.WrapperDescriptorType | types.MethodDescriptorType):
         yield f"{_full_name(found.__objclass__)}.{found.__name__}"
     elif isinstance(found, types.FunctionType):
         yield _full_name(found)
-        if hasattr(found, "__wrapped__"):
+        if not _torch_name(found) and hasattr(found, "__wrapped__"):
             yield from origins(found.__wrapped__)
     elif isinstance(found, type):
         yield _full_name(found)
@@ -177,7 +290,11 @@ def _class_of(owner: Any) -> type:
 
 
 def _full_name(found: Any) -> str:
-    """`module.qualified_name`; what does not tell its module belongs to nobody who is trusted."""
+    """`module.qualified_name`, of torch the public name if there is one that may be named; what does not tell
+    its module belongs to nobody who is trusted.
+    """
+    if public := _torch_name(found):
+        return public
     module = getattr(found, "__module__", None)
     if not isinstance(module, str) or not module:
         owner = getattr(found, "__self__", None)
@@ -207,3 +324,27 @@ def _is_of_kind(found: Any, wanted: Wanted) -> bool:
 
 def _below(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
+
+
+def _torch_refusal(name: str, kind: str) -> str | None:
+    """Why something of torch may not be named; None if it may."""
+    module, _, last = name.rpartition(".")
+    places = [place for place in _OF_TORCH if not kind or kind in place.kinds]
+    if any(place.module == module and place.names.fullmatch(last) for place in places):
+        return None
+    if not places:
+        return "nothing of torch may be named here"
+    *others, final = [place.words for place in places]
+    return f"of torch only {', '.join(others)}{' and ' if others else ''}{final} may be named here"
+
+
+def _torch_name(found: Any) -> str | None:
+    """The name under which a class or function of torch's own may be named; None if there is none."""
+    if not isinstance(found, type | types.FunctionType) or str(found.__module__).partition(".")[0] != "torch":
+        return None
+    name = found.__name__
+    for place in _OF_TORCH:
+        module = sys.modules.get(place.module)
+        if place.names.fullmatch(name) and module is not None and vars(module).get(name) is found:
+            return f"{place.module}.{name}"
+    return None

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddprun_hooks import Payload
+from ddprun_hooks.cast import note_overflow
 from ddprun_hooks.exchange import Exchange, open_control
+from ddprun_hooks.flight import Flight, read_findings
 from ddprun_hooks.registry import make_stack
 from tests.hooks.carry import PARAMS, contribution
 from tests.hooks.test_stacks import CASTS, EXACT, LOSSY, Specs
@@ -66,3 +68,24 @@ def test_a_gpu_computes_what_the_cpu_does(specs: Specs, ranks: int, backend: str
                 assert torch.equal(gpu, cpu)
             else:
                 assert torch.allclose(gpu, cpu, rtol=2e-2 if specs in CASTS else 1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize(("value", "code"), [(1.0, 0), (1e9, 1), (float("inf"), 2)])
+def test_what_a_cast_has_found_is_read_without_waiting_for_the_gpu(value: float, code: int) -> None:
+    """Torch raises where anything waits: not the hook, and not who reads once the payload is over."""
+    own = torch.full((1000,), value, device="cuda:0")
+    total = own.half()
+    flight: Flight[torch.cuda.Event]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        payload = Payload(own, (), "gradient", 0)
+        note_overflow("fp16", payload, total)
+        done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        done.synchronize()  # as the clock does, which reads the payload's last mark
+        flight = Flight("gradient", 0, ("fp16",), "float32", 1000, 4000, done, findings=payload.findings)
+        read_findings([flight])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [finding.code for finding in flight.findings] == [code]

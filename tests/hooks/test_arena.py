@@ -1,10 +1,13 @@
 """Arenas: the same bits on every rank, no deadlock in any order, and nobody left waiting for the dead."""
 
+import contextlib
 import gc
 import itertools
+import multiprocessing
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,14 +32,23 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uin
 
 
 def as_ranks(
-    size: int, body: Callable[[int, list[Arena]], Any], *, count: int = 1, timeout_s: float = 30
+    size: int,
+    body: Callable[[int, list[Arena]], Any],
+    *,
+    count: int = 1,
+    timeout_s: float = 30,
+    before_connecting: Callable[[], None] = lambda: None,
 ) -> list[Any]:
-    """Run `body(rank, arenas)` on `size` threads; gives what they return."""
+    """Run `body(rank, arenas)` on `size` threads; gives what they return.
+
+    `before_connecting` runs when rank 0 listens and no rank has connected.
+    """
     named, name = threading.Event(), bytearray()
 
     def share(data: bytes) -> bytes:
         if data:
             name.extend(data)
+            before_connecting()
             named.set()
         assert named.wait(timeout_s)
         return bytes(name)
@@ -266,6 +278,106 @@ def test_memory_is_not_shared_with_another_user(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(ExchangeError, match=rf"refused .* user {os.getuid()}: .* as 4242"):
         as_ranks(2, body, timeout_s=2)
+
+
+NOBODY = 65534
+SILENT, BABBLING = b"", b"\2" * 36
+
+
+def connect_as_another_user(said: bytes, times: int, knocked: str, gone: str) -> None:
+    """Connect to every socket of arenas that there is, as a user who may not, and stay until `gone` is there.
+
+    Args:
+        said: on each connection, if anything.
+        times: how often to connect to each.
+        knocked: path of a file that says how many sockets there were.
+        gone: path of a file.
+    """
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    found: list[bytes] = []
+    deadline = time.monotonic() + 30
+    while not found and time.monotonic() < deadline:
+        lines = Path("/proc/net/unix").read_text().splitlines()
+        found = [line.rpartition("@")[2].encode() for line in lines if "@ddprun-" in line]
+    held = []
+    for name in found * times:
+        knock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        knock.settimeout(1)
+        try:
+            knock.connect(b"\0" + name)
+            if said:
+                knock.send(said)
+        except OSError:  # closed at once
+            pass
+        held.append(knock)
+    Path(knocked).write_text(str(len(found)))
+    until(lambda: Path(gone).exists())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+@pytest.mark.parametrize(
+    ("said", "times"),
+    [(SILENT, 1), (BABBLING, 1), (SILENT, 300)],
+    ids=["silent", "babbling", "often"],
+)
+def test_another_user_who_connects_changes_nothing(tmp_path: Path, said: bytes, times: int) -> None:
+    """A real process of another user finds the socket, connects before any rank does and stays connected,
+    silent or not, once or many times: the ranks get their arena all the same.
+    """
+    tmp_path.chmod(0o777)
+    for folder in tmp_path.parents[:3]:  # pytest's own are for its user alone
+        folder.chmod(folder.stat().st_mode | 0o011)
+    knocked, gone = tmp_path / "knocked", tmp_path / "gone"
+    context = multiprocessing.get_context("forkserver")
+    stranger = context.Process(
+        target=connect_as_another_user, args=(said, times, str(knocked), str(gone)), daemon=True
+    )
+    stranger.start()
+
+    def before_connecting() -> None:
+        until(knocked.exists)
+        assert knocked.read_text() == "1"
+
+    def body(rank: int, arenas: list[Arena]) -> Tensor:
+        tensor = torch.full((3,), rank + 1.0)
+        Porter().submit(arenas[0], arenas[0].all_reduce(tensor)).wait()
+        return tensor
+
+    try:
+        for tensor in as_ranks(3, body, timeout_s=20, before_connecting=before_connecting):
+            assert torch.equal(tensor, torch.full((3,), 6.0))
+    finally:
+        gone.touch()
+        stranger.join(30)
+        assert stranger.exitcode == 0
+
+
+def test_a_connection_that_does_not_know_the_secret_is_closed() -> None:
+    """Of this user, too: silent ones keep nobody waiting, and none can take the place of a rank."""
+    strangers: list[socket.socket] = []
+
+    def before_connecting() -> None:
+        lines = Path("/proc/net/unix").read_text().splitlines()
+        (name,) = {line.rpartition("@")[2].encode() for line in lines if "@ddprun-" in line}
+        for said in (SILENT, b"\0\0\0\1", b"\0" * 32 + b"\1\0\0\0", b"x" * 1000):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stranger.settimeout(20)
+            stranger.connect(b"\0" + name)
+            if said:
+                stranger.send(said)
+            strangers.append(stranger)
+
+    def body(rank: int, arenas: list[Arena]) -> None:
+        tensor = torch.ones(3)
+        Porter().submit(arenas[0], arenas[0].all_reduce(tensor)).wait()
+        assert torch.equal(tensor, torch.full((3,), 2.0))
+
+    as_ranks(2, body, timeout_s=20, before_connecting=before_connecting)
+    for stranger in strangers:
+        with stranger, contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
 
 
 def descriptors() -> set[str]:

@@ -1,7 +1,12 @@
 """The control word, agreement between ranks, clocks, and broadcast."""
 
+import math
+import queue
+import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +49,9 @@ def test_ranks_that_disagree_are_named() -> None:
 
 
 def test_clock_offsets_are_within_their_own_error_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1's clock is set 5 s ahead; what is measured differs from that by no more than the bound."""
+    """Each rank's clock is set 5 s ahead of the one before; what is measured differs from that by no more
+    than the bound.
+    """
     ahead_us = 5_000_000
     clock = threading.local()
     monkeypatch.setattr("ddprun_hooks.exchange.now_us", lambda: now_us() + clock.ahead_us)
@@ -53,10 +60,74 @@ def test_clock_offsets_are_within_their_own_error_bound(monkeypatch: pytest.Monk
         clock.ahead_us = ahead_us * team.rank
         return control(team).clock_offset()
 
-    (zero, _), (offset, bound) = as_threads(2, body)
-    assert zero == 0
-    assert abs(offset - ahead_us) <= bound
-    assert 0 < bound < 1_000_000
+    measured = as_threads(6, body)
+    assert measured[0] == (0, 0)
+    for rank, (offset, bound) in enumerate(measured[1:], start=1):
+        assert abs(offset - rank * ahead_us) <= bound
+        assert 0 < bound < 1_000_000
+
+
+class Post:
+    """Messages between ranks that are threads, each as long under way as is drawn for it. No time passes: a
+    rank's moment is that of the newest thing it knows of, and `hops` how many messages led to it.
+    """
+
+    def __init__(self, longest_us: int) -> None:
+        self.boxes: dict[tuple[int, int], queue.Queue[tuple[torch.Tensor, int, int]]] = {}
+        self.longest_us = longest_us
+        self.here = threading.local()
+        self._lock = threading.Lock()
+
+    def box(self, source: int, target: int) -> "queue.Queue[tuple[torch.Tensor, int, int]]":
+        with self._lock:
+            return self.boxes.setdefault((source, target), queue.Queue())
+
+    def arrive(self, rank: int) -> None:
+        """This thread is that rank."""
+        self.here.rank, self.here.now, self.here.hops = rank, 10**9, 0
+        self.here.chance = random.Random(rank)
+        self.here.ahead = self.here.chance.randrange(-(10**9), 10**9) if rank else 0
+
+    def now_us(self) -> int:
+        return int(self.here.now + self.here.ahead)
+
+    def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> "Post":
+        late = self.here.chance.randrange(1, self.longest_us)
+        self.box(self.here.rank, target).put((tensors[0].clone(), self.here.now + late, self.here.hops + 1))
+        return self
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> "Post":
+        content, at, hops = self.box(source, self.here.rank).get(timeout=60)
+        tensors[0].copy_(content)
+        self.here.now, self.here.hops = max(self.here.now, at), max(self.here.hops, hops)
+        return self
+
+    def wait(self) -> None: ...
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 64, 257, 512])
+def test_clocks_are_compared_by_pairs_at_a_time(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Of 512 ranks the last is through after 9 comparisons, one after the other, not after 511; each offset
+    is within its own bound, and that within what so many hops can have cost.
+    """
+    rounds, longest_us = 12, 200
+    post = Post(longest_us)
+    monkeypatch.setattr("ddprun_hooks.exchange.now_us", post.now_us)
+
+    def work(rank: int) -> tuple[float, float, int, int]:
+        post.arrive(rank)
+        group: Any = post
+        offset, bound = Control(group, rank, size).clock_offset(rounds)
+        return offset, bound, post.here.ahead, post.here.hops
+
+    with ThreadPoolExecutor(size) as pool:
+        measured = [done.result(120) for done in [pool.submit(work, rank) for rank in range(size)]]
+    levels = math.ceil(math.log2(size))
+    assert max(hops for *_, hops in measured) <= 2 * rounds * levels
+    assert measured[0][:2] == (0, 0)
+    for offset, bound, ahead, _ in measured[1:]:
+        assert abs(offset - ahead) <= bound
+        assert 0 < bound <= levels * (longest_us + 1)
 
 
 def test_bytes_arrive_whole_and_none_is_fine() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from ddprun_hooks import HookSetupError, ParamSlice
 from ddprun_hooks.hierarchical import cut_at_rows, slices_between
 from ddprun_hooks.options import HookSpec
-from tests.hooks.carry import PARAMS, Carrier, carry, contribution
+from ddprun_hooks.teams import Layout
+from tests.hooks.carry import NUMEL, PARAMS, Carrier, carry, contribution
 
 
 def random_params(generator: random.Random) -> tuple[ParamSlice, ...]:
@@ -65,6 +67,62 @@ def test_between_hosts_travels_once_what_plain_sends_for_every_rank() -> None:
     assert two[0][0] + two[1][0] == 4 * numel
     assert two[2][0] + two[3][0] == 4 * numel
     assert [groups for _, groups in two] == [["within.0", "across.0", "within.1"]] * 4
+
+
+PLACEMENTS = [("a", "b", "a", "b"), ("a", "b", "b", "a"), ("a", "a", "b", "b")]
+
+
+@pytest.mark.parametrize("hosts", PLACEMENTS, ids=["cyclic", "uneven", "neighbours"])
+@pytest.mark.parametrize("option", [None, 2])
+def test_hosts_go_by_their_names_wherever_their_ranks_lie(hosts: tuple[str, ...], option: int | None) -> None:
+    """Inside a host nothing leaves it, between hosts every byte does, once; and the sum is the sum."""
+
+    def body(c: Carrier) -> tuple[Tensor, list[tuple[str, int, int]]]:
+        result = c.step(0)
+        inside, across = c.team.splits[option]
+        assert set(inside.hosts) == {c.team.hosts[c.rank]}
+        assert sorted(across.hosts) == ["a", "b"]
+        return result, [(leg.group, leg.wire_bytes, leg.between_hosts_bytes) for leg in c.flights[0].legs]
+
+    ran = carry([{"hierarchical": {"hosts": option}}], 4, body, hosts)
+    wanted = torch.stack([contribution(rank, 0, 4).double() for rank in range(4)]).sum(0)
+    for result, legs in ran:
+        assert torch.allclose(result.double(), wanted, atol=1e-6)
+        for group, sent, left in legs:
+            assert left == (sent if group.startswith("across") else 0)
+    for host in "ab":
+        left_host = [leg[2] for rank in range(4) if hosts[rank] == host for leg in ran[rank][1]]
+        assert sum(left_host) == 4 * NUMEL
+
+
+@pytest.mark.parametrize("hosts", PLACEMENTS, ids=["cyclic", "uneven", "neighbours"])
+def test_ranks_of_a_host_share_memory_wherever_they_lie(hosts: tuple[str, ...]) -> None:
+    """`within: [shared_memory]` works for every placement."""
+    ran = carry([{"hierarchical": {"within": ["shared_memory"]}}], 4, lambda c: c.step(0), hosts)
+    wanted = torch.stack([contribution(rank, 0, 4).double() for rank in range(4)]).sum(0)
+    for result in ran:
+        assert torch.allclose(result.double(), wanted, atol=1e-6)
+
+
+def test_the_ranks_of_each_host() -> None:
+    """By name; of several launchers on one host, each has its own. A trial's split keeps a host's ranks
+    together as far as it can.
+    """
+
+    def blocks(hosts: str, sizes: Sequence[int], split: int | None = None) -> list[list[int]]:
+        return Layout(0, tuple(hosts), tuple(sizes)).blocks(split)
+
+    assert blocks("abab", (2,) * 4) == [[0, 2], [1, 3]]
+    assert blocks("abba", (2,) * 4) == [[0, 3], [1, 2]]
+    assert blocks("abcabc", (2,) * 6) == [[0, 3], [1, 4], [2, 5]]
+    assert blocks("aaaa", (2,) * 4) == [[0, 1], [2, 3]], "two launchers on one host"
+    assert blocks("abab", (2,) * 4, 1) == [[0, 1, 2, 3]]
+    assert blocks("abab", (2,) * 4, 2) == [[0, 2], [1, 3]]
+    assert blocks("abab", (2,) * 4, 4) == [[0], [1], [2], [3]]
+    assert blocks("abcabc", (2,) * 6, 2) == [[0, 1, 3], [2, 4, 5]]
+    assert blocks("aaaa", (4,) * 4, 2) == [[0, 1], [2, 3]]
+    with pytest.raises(HookSetupError, match="here they are a: 3, b: 1"):
+        blocks("abaa", (3, 1, 3, 3))
 
 
 def test_hosts_are_those_of_the_launcher_unless_the_option_splits_them() -> None:

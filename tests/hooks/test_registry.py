@@ -1,12 +1,16 @@
 """From names and options to stacks, and what is said when that does not work."""
 
+import functools
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
+from ddprun.spec import PipelineError, load
 from ddprun_hooks import Hook, HookSetupError, Link, Payload
 from ddprun_hooks.registry import make_hook, make_stack
 
@@ -26,6 +30,26 @@ async def plain(payload: Payload, link: Link) -> Tensor:
     return await link.hand_on(payload.tensor)
 
 
+def blocking(payload: Payload, link: Link) -> Tensor:
+    """What a hook must not be."""
+    return payload.tensor
+
+
+class Blocking(Hook):
+    """The same as a class."""
+
+    def __call__(self, payload: Payload, link: Link) -> Tensor:  # type: ignore[override]
+        return payload.tensor
+
+
+class Decorated(Hook):
+    """What does not show whether it is async."""
+
+    @functools.wraps(plain)
+    def __call__(self, *args: Any) -> Any:  # type: ignore[override]
+        return plain(*args)
+
+
 not_a_hook = 3
 
 
@@ -40,20 +64,87 @@ def test_a_dotted_name_is_a_class_or_an_async_function() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("fp61", 'there is no hook "fp61"'),
-        ({"fp16": {"bits": 8}}, 'options of hook "fp16": bits'),
+        ("fp61", r'hooks\[0\]: unknown hook "fp61"; allowed: fp16, .* \(did you mean "fp16"\?\)'),
+        ({"fp16": {"bits": 8}}, r'hooks\[0\]\.fp16\.bits: fp16 takes no options, got "bits"; remove it'),
         ("tests.hooks.test_registry.Dubling", r'has no "Dubling" \(did you mean "Doubling"\?\)'),
         ("no_such_package.Hook", 'there is no module "no_such_package"'),
         ("tests.hooks.test_registry.not_a_hook", "is int, not a hook"),
         ({"tests.hooks.test_registry.Doubling": {"size": 1}}, "unexpected keyword argument 'size'"),
         ({"tests.hooks.test_registry.plain": {"size": 1}}, "takes no options"),
         ("collections.OrderedDict", "which is not a ddprun_hooks.Hook"),
+        (
+            "tests.hooks.test_registry.blocking",
+            'hook "tests.hooks.test_registry.blocking" is not async: .*; wr',
+        ),
     ],
 )
 def test_a_hook_that_cannot_be_made_says_why(spec: str, message: str) -> None:
     """Every way to be wrong has its own sentence."""
     with pytest.raises(HookSetupError, match=message):
         make_stack([spec])
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "fp61",
+        3,
+        {"topk": 3},
+        {"int8": {}, "fp16": {}},
+        {"topk": {"density": 2}},
+        {"topk": {"density": 0}},
+        {"topk": {"densty": 0.1}},
+        {"fp16": {"bits": 8}},
+        {"powersgd": {"rank": "x"}},
+        {"powersgd": {"rank": 2.5, "rnk": 1}},
+        {"powersgd": {"rank": True}},
+        {"powersgd": {"rank": None}},
+        {"hierarchical": {"within": 3}},
+        {"hierarchical": {"across": ["fp61", {"topk": {"density": 0}}], "hosts": 0}},
+    ],
+)
+def test_faults_are_told_in_the_words_of_a_file(tmp_path: Path, hook: Any) -> None:
+    """At the same place, with what is wrong and what is allowed; a file adds what helps to write YAML."""
+    path = tmp_path / "p.yaml"
+    path.write_text(f"model: {{mlp: {{inputs: 2, outputs: 2}}}}\ndata: digits\nhooks: {json.dumps([hook])}\n")
+    with pytest.raises(PipelineError) as of_file:
+        load(path)
+    with pytest.raises(HookSetupError) as of_code:
+        make_stack([hook])
+    faults = [f"{fault.path}: {fault.problem}" for fault in of_file.value.faults if "hooks" in fault.path]
+    lines = str(of_code.value).splitlines()
+    assert faults
+    assert sorted(line.partition(";")[0] for line in lines) == sorted(
+        fault.partition(";")[0] for fault in faults
+    )
+
+
+def test_hooks_are_taken_as_they_are() -> None:
+    """One or several: a name, options, an object, a class, an async function. They are called by where they
+    come from, on every rank alike.
+    """
+    here = "tests.hooks.test_registry"
+    assert make_stack("fp16").names == ("fp16",)
+    assert make_stack({"topk": {"density": 0.1}}).names == ("topk",)
+    assert make_stack(Doubling(4.0)).names == (f"{here}.Doubling",)
+    assert make_stack(Doubling).hooks[0].factor == 2.0  # type: ignore[attr-defined]
+    several = make_stack([plain, Doubling(), "fp16"])
+    assert several.names == (f"{here}.plain", f"{here}.Doubling", "fp16")
+    assert several.described == repr([f"{here}.plain", f"{here}.Doubling", "fp16"])
+    with pytest.raises(HookSetupError, match=rf'hooks\[1\]: hook "{here}.blocking" is not async'):
+        make_stack(["fp16", blocking])
+
+
+@pytest.mark.parametrize(
+    "hook", ["tests.hooks.test_registry.Blocking", Blocking, Blocking(), lambda: Blocking()]
+)
+def test_a_hook_class_that_is_not_async_is_refused_when_it_is_made(hook: Any) -> None:
+    """Before the first backward pass; a decorator says nothing of what it wraps, which tells when called."""
+    with pytest.raises(
+        HookSetupError, match=r'hooks\[1\]: hook ".*" is not async: its __call__ is a plain function; write'
+    ):
+        make_stack(["fp16", hook])
+    assert make_stack(Decorated).names == ("tests.hooks.test_registry.Decorated",)
 
 
 @pytest.mark.parametrize(

@@ -188,3 +188,18 @@ def test_made_up_payloads(dtype: str) -> None:
     """Any type that a bucket may have."""
     payload = made_up(BucketLayout(3, dtype, 10, ()), "buffers")
     assert (str(payload.tensor.dtype), payload.tensor.numel(), payload.bucket) == (f"torch.{dtype}", 10, 3)
+
+
+async def past_its_link(payload: Payload, link: Link) -> torch.Tensor:
+    """Needs process groups, which are not there in a rehearsal."""
+    torch.distributed.all_reduce(payload.tensor)
+    return payload.tensor
+
+
+def test_a_hook_that_cannot_be_tried_without_other_ranks_is_named() -> None:
+    """With what it raised."""
+    stack = make_stack(past_its_link)
+    team = imagined_team("world", Layout(0, ("a", "a"), (2, 2)), stack.needs)
+    told = r'hook "tests.hooks.test_rehearse.past_its_link" cannot be tried without other ranks: ValueError: '
+    with pytest.raises(ExchangeError, match=told):
+        rehearse(made_up(BUCKET, "gradient"), stack, team)

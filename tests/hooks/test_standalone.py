@@ -1,12 +1,17 @@
 """`register`: the hooks in anyone's own DDP script."""
 
+import asyncio
+import functools
 import math
+import os
 import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +20,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddprun_hooks
+from ddprun_hooks.cast import Cast
 from ddprun_hooks.options import HookSpec
+from ddprun_hooks.payload import Finding
 from tests.ranks import as_processes, free_port
+from tests.reads import Reads
 
 DOCS = Path(__file__).parents[2] / "docs" / "hooks.md"
 STEPS = 6
@@ -153,6 +161,139 @@ def test_fp16_says_which_bucket_overflowed() -> None:
     assert re.match(r"bucket \d overflowed in fp16: finite gradients came back as infinity", told[0])
 
 
+def reads_as_on_a_device() -> tuple[int, list[str]]:
+    """With a finding for every bucket, which is known on the device alone when the hook leaves it."""
+    model, _ = start()
+    handle = ddprun_hooks.register(model, ["fp16"])
+    for step in range(3):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+    lossy = handle.flights[-1].bucket
+    for flight in handle.flights:
+        assert isinstance(flight.findings, list)
+        lost = torch.tensor(int(flight.bucket == lossy))
+        flight.findings += [Finding("bf16", "overflow", torch.tensor(0)), Finding("fp16", "overflow", lost)]
+    with warnings.catch_warnings(record=True) as caught, Reads() as reads:
+        warnings.simplefilter("always")
+        handle._start_pass(torch.device("cpu"))
+    return reads.count, [str(warning.message).replace(f"bucket {lossy} ", "bucket ") for warning in caught]
+
+
+def test_what_hooks_have_found_is_read_at_once() -> None:
+    """Not bucket by bucket: on a GPU each reading would wait for the device."""
+    for reads, told in as_processes(2, reads_as_on_a_device):
+        assert reads == 0
+        assert len(told) == 1
+        assert told[0].startswith("bucket overflowed in fp16: finite gradients came back as infinity")
+
+
+def decorated(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Shows nothing of whether what it wraps is async."""
+
+    @functools.wraps(call)
+    def called(*args: Any) -> Any:
+        return call(*args)
+
+    return called
+
+
+class Quiet(ddprun_hooks.Hook):
+    """Forgets `async` where only a call can tell."""
+
+    @decorated
+    def __call__(self, payload: ddprun_hooks.Payload, link: ddprun_hooks.Link) -> Tensor:
+        return payload.tensor
+
+
+async def waits_elsewhere(payload: ddprun_hooks.Payload, link: ddprun_hooks.Link) -> Tensor:
+    """Awaits what is no collective."""
+    await asyncio.sleep(0)
+    return payload.tensor
+
+
+def failing(hook: Any) -> str:
+    model, _ = start()
+    ddprun_hooks.register(model, hook)
+    try:
+        for step in range(3):
+            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_hook_that_is_not_async_is_named() -> None:
+    """With how to mend it; torch's own words name neither."""
+    (told,) = as_processes(1, failing, Quiet())
+    assert 'hook "tests.hooks.test_standalone.Quiet" is not async: called, it gave Tensor; write' in told
+    (told,) = as_processes(1, failing, waits_elsewhere)
+    assert 'hook "tests.hooks.test_standalone.waits_elsewhere" awaits NoneType, which is no coll' in told
+
+
+class OfItsOwn(ddprun_hooks.Hook):
+    """A reducer that goes past its link."""
+
+    role = "reducer"
+    rounds = 0
+
+    async def __call__(self, payload: ddprun_hooks.Payload, link: ddprun_hooks.Link) -> Tensor:
+        dist.all_reduce(payload.tensor)
+        return payload.tensor
+
+
+def past_the_link() -> tuple[list[str], list[tuple[int, list[tuple[str, str]]]]]:
+    model, _ = start()
+    handle = ddprun_hooks.register(model, [OfItsOwn()])
+    dist.barrier()  # of the script's own, which is nobody's business
+    flights = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+            flights += [(f.wire_bytes, [(n.hook, n.op) for n in f.uncounted]) for f in handle.flights]
+    return [str(warning.message) for warning in caught], flights
+
+
+def test_collectives_past_the_link_are_told_and_marked() -> None:
+    """Once, with the hook and the collective; every record of such a bucket says that bytes are missing."""
+    name = "tests.hooks.test_standalone.OfItsOwn"
+    for told, flights in as_processes(2, past_the_link):
+        assert len(told) == 1
+        assert told[0].startswith(f'hook "{name}" calls all_reduce of torch.distributed itself: its bytes')
+        plain = [flight for flight in flights if flight[0]]
+        assert plain
+        assert all(notes == [] for _, notes in plain), "of the passes before the hooks begin"
+        own = [notes for sent, notes in flights if not sent]
+        assert len(own) >= 3
+        assert all(notes == [(name, "all_reduce")] for notes in own)
+
+
+def with_objects() -> tuple[list[Tensor], list[Tensor], tuple[str, ...]]:
+    model, _ = start()
+    ddprun_hooks.register(model, "fp16")
+    for step in range(3):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+    first = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    model, _ = start()
+    handle = ddprun_hooks.register(model, [handed_on, Cast("fp16")])
+    for step in range(3):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+    second = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    return first, second, handle.flights[0].hooks
+
+
+async def handed_on(payload: ddprun_hooks.Payload, link: ddprun_hooks.Link) -> Tensor:
+    """Changes nothing."""
+    return await link.hand_on(payload.tensor)
+
+
+def test_a_name_alone_an_object_and_a_function_are_hooks() -> None:
+    """`register(model, "fp16")` is one hook, and `Cast("fp16")` behind a function the same one."""
+    for first, second, names in as_processes(2, with_objects):
+        assert names == ("tests.hooks.test_standalone.handed_on", "ddprun_hooks.cast.Cast")
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one, other)
+
+
 def with_scaler() -> tuple[bool, bool, float]:
     model, optimizer = start()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -179,6 +320,33 @@ def test_a_step_that_the_scaler_skips_leaves_the_hooks_state() -> None:
         assert skipped
         assert as_before
         assert 0 < largest < 1e-3
+
+
+def on_hosts(placement: str) -> tuple[list[Tensor], list[tuple[str, int, int]]]:
+    del os.environ["LOCAL_WORLD_SIZE"]  # as where srun or mpirun has started the ranks
+    model, _ = start()
+    with mock.patch("socket.gethostname", return_value=placement[dist.get_rank()]):
+        handle = ddprun_hooks.register(model, [{"hierarchical": {"within": ["fp16"]}}])
+    for step in range(4):
+        model.zero_grad()
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+    gradients = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    legs = [leg for flight in handle.flights for leg in flight.legs]
+    return gradients, [(leg.group, leg.wire_bytes, leg.between_hosts_bytes) for leg in legs]
+
+
+@pytest.mark.parametrize("placement", ["abab", "abba", "aabb"])
+def test_hosts_go_by_their_names_in_a_script_of_ones_own(placement: str) -> None:
+    """Whatever ranks a launcher has placed where, over the process groups of torch: what goes inside a host
+    leaves none, and all ranks get the same gradients.
+    """
+    ran = as_processes(4, on_hosts, placement)
+    for gradients, legs in ran:
+        assert {group.partition(".")[0] for group, _, _ in legs} == {"within", "across"}
+        for group, sent, left in legs:
+            assert left == (sent if group.startswith("across") else 0)
+        for own, other in zip(gradients, ran[0][0], strict=True):
+            assert torch.equal(own, other)
 
 
 def test_what_cannot_work_is_refused_at_once() -> None:
