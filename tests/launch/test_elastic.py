@@ -23,8 +23,9 @@ from tests.ranks import Finished, Running, ddprun, is_running
 pytestmark = [needs_namespaces, pytest.mark.netns]
 
 SAMPLES, BATCH, EPOCHS = 22 * 64, 16, 15
-FIRST = BATCH
-"""Samples that a rank looks at before its first step, for shapes."""
+FIRST = 1 + BATCH
+"""Samples that a rank looks at before its first step: one to compare with the other ranks, and a batch for
+shapes."""
 
 MODULE = """
 import os

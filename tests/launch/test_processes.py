@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine.running import events, summary
-from tests.ranks import Running, ddprun, is_running
+from tests.ranks import Finished, Running, ddprun, is_running
 
 QUICKSTART = Path(__file__).parents[2] / "pipelines" / "quickstart.yaml"
 SHORT = """
@@ -68,6 +68,80 @@ def test_quickstart_learns_digits_and_shows_a_table(tmp_path: Path) -> None:
         "model.safetensors",
         "model.yaml",
     }
+
+
+SCREENS = {
+    "reader-gone": "2>&1 | true",
+    "stdout-gone": "2>stderr | true",
+    "closed": ">&- 2>&-",
+    "full": ">/dev/full 2>/dev/full",
+}
+
+
+@pytest.mark.parametrize("screen", SCREENS.values(), ids=SCREENS)
+def test_a_run_ends_well_whatever_becomes_of_its_screen(folder: Path, screen: str) -> None:
+    """The screen of a finished run is gone: `| head -0`, a closed stream, a full disk. Its exit code is 0."""
+    shell = ["bash", "-c", f'"$0" "$@" {screen}; exit ${{PIPESTATUS[0]}}']
+    flags = ("--run-dir", "run", "--nproc-per-node", "2")
+    with Running("short.yaml", *flags, cwd=folder, prefix=shell) as running:
+        done = running.wait(60)
+    assert done.code == 0, done
+    assert summary(folder / "run")["status"] == "done"
+    assert not (folder / "run" / "logs").exists()
+
+
+UMLAUTS = """
+import os
+
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wörter = nn.Linear(64, 10)
+        print("Wörter")
+        if "FAILS" in os.environ:
+            raise ValueError("zu groß: …")
+
+    def forward(self, inputs):
+        return self.wörter(inputs.flatten(1))
+"""
+ASCII_ONLY = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_names_and_words_that_the_locale_cannot_spell(tmp_path: Path) -> None:
+    """A locale of ASCII, a folder, files, parameters and messages in other characters: all is as ever."""
+    folder = tmp_path / "Größe"
+    folder.mkdir()
+    (folder / "netz.py").write_text(UMLAUTS, "utf-8")
+    (folder / "Übung.txt").write_text("Übung macht den Meister.\n" * 30, "utf-8")
+    text = "model: {netz.Net: {}}\ndata: digits\noptimizer: {sgd: {lr: 0.1}}  # größer\n"
+    text += "stages: [{train: {steps: 3}}, {save: {to: gewürz.safetensors}}]\n"
+    (folder / "größe.yaml").write_text(text, "utf-8")
+
+    def run(*arguments: str, **more: str) -> Finished:
+        return ddprun(*arguments, cwd=folder, environment={**ASCII_ONLY, **more})
+
+    done = run("größe.yaml", "--run-dir", "läufe", "--nproc-per-node", "1")
+    assert done.code == 0, done.stderr
+    assert "Wörter".encode("ascii", "backslashreplace").decode() in done.stdout
+    assert list(load_file(folder / "läufe" / "gewürz.safetensors")) == ["wörter.bias", "wörter.weight"]
+    again = run("resume", "läufe", "--set", "stages[0].train.steps=5", "--nproc-per-node", "1")
+    assert again.code == 0, again.stderr
+    assert summary(folder / "läufe")["steps"] == 5
+    assert run("report", "läufe").code == 0
+    assert "<main" in (folder / "läufe" / "report.html").read_text("utf-8")
+    fails = run("größe.yaml", "--run-dir", "zwei", "--nproc-per-node", "1", FAILS="1")
+    assert fails.code == 1
+    assert "ValueError: zu gro\\xdf: \\u2026" in fails.stderr
+    assert "UnicodeEncodeError" not in fails.stderr + done.stderr + again.stderr
+    words = "model: {transformer: {width: 16, heads: 2, layers: 1, context: 8}}\n"
+    words += "data: {text: {files: [Übung.txt], context: 8}}\noptimizer: {sgd: {lr: 0.1}}\n"
+    (folder / "worte.yaml").write_text(words + "stages: [{train: {steps: 2}}]\n", "utf-8")
+    assert run("worte.yaml", "--run-dir", "drei", "--nproc-per-node", "1").code == 0
+    assert run("init", "ü.yaml").code == 0
+    assert "ü.yaml" in (folder / "ü.yaml").read_text("utf-8")
 
 
 def test_torchrun_gives_the_same_run(folder: Path) -> None:

@@ -126,8 +126,26 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> No
         (["--nnodes=1:2:3"], "1:2:3"),
         (["--nnodes=2", "--master-addr=localhost", "--max-restarts=1"], "add --rdzv-backend c10d"),
         (
-            ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=join_timeout=x"],
+            [
+                "--nnodes=2",
+                "--rdzv-backend=c10d",
+                "--rdzv-endpoint=localhost:0",
+                "--rdzv-conf=join_timeout=x",
+            ],
             "join_timeout",
+        ),
+        (
+            ["--nnodes=2", "--rdzv-endpoint=node0:29400"],
+            "add --rdzv-backend c10d on every host, or --node-rank 0",
+        ),
+        (
+            ["--nnodes=2", "--rdzv-backend=static", "--rdzv-endpoint=192.0.2.77:1"],
+            "needs a --node-rank of its own",
+        ),
+        (["--nnodes=2", "--master-addr=192.0.2.77"], "needs a --node-rank of its own"),
+        (
+            ["--nnodes=2"],
+            "does not say where the hosts meet: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
         ),
     ],
 )

@@ -61,13 +61,16 @@ def test_only_the_folder_of_a_launcher_that_is_gone_is_removed(temporary: Path) 
 
 
 def test_the_end_of_a_run_is_left_for_the_launcher(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives the exit code then. Where it cannot be left, as on a full disk, the rank gives it itself."""
+    """It gives the exit code then. Where it cannot be left, the rank gives it itself; a success that cannot
+    be told is none.
+    """
     monkeypatch.setenv(notes.SCRATCH, str(temporary))
+    notes.prepare_outcome(temporary)
     assert notes.outcome(temporary) is None
     assert notes.keep_outcome(3) == 0
     assert notes.outcome(temporary) == 3
     monkeypatch.setenv(notes.SCRATCH, str(temporary / "nowhere"))
-    assert notes.keep_outcome(3) == 3
+    assert (notes.keep_outcome(3), notes.keep_outcome(0)) == (3, 1)
     notes.keep_checkpoint(5, True)
     notes.keep_run_dir(temporary)
     assert notes.run_dir() is None

@@ -103,6 +103,21 @@ def test_a_submitted_job_is_completed(cluster: Slurm, tmp_path: Path, loss: floa
     assert (found["status"], found["world_size"], found["loss"]) == ("done", 4, loss)
 
 
+def test_the_limit_on_imports_is_that_of_who_submits(
+    cluster: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the file tells sbatch to leave out what the shell has set."""
+    monkeypatch.setenv("DDPRUN_TRUSTED", "torchvision, ./mylab")
+    (tmp_path / "p.yaml").write_text(PIPELINE)
+    program = tmp_path / "show"
+    program.write_text('#!/bin/sh\necho "limit: $DDPRUN_TRUSTED"\n')
+    program.chmod(0o755)
+    options = ("--set", "slurm={nodes: 1, time: 5, options: {export: NONE}}", "--program", str(program))
+    code, job, told = submit(cluster, tmp_path, "--follow", *options)
+    assert code == 0, told
+    assert f"limit: torchvision, ./mylab\nddprun: job {job}: COMPLETED" in told
+
+
 def test_a_job_that_fails_says_so(cluster: Slurm, tmp_path: Path) -> None:
     """With the reason, and exit code 1."""
     (tmp_path / "p.yaml").write_text(

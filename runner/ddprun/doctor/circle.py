@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddprun.engine.ranks import Ranks
+from ddprun.screen import say
 
 _TICK_S = 0.05
 _MORE_S, _ANSWERS_S = 5.0, 5.0
@@ -34,7 +34,7 @@ def bounded(within_s: float) -> Iterator[None]:
 
     def end() -> None:
         told = f"the host on which ranks meet does not answer any more\n  -> {LOOK}"
-        print(f"ddprun doctor: {told}", file=sys.stderr, flush=True)
+        say(f"ddprun doctor: {told}")
         os._exit(_FAILED)
 
     timer = threading.Timer(within_s + _MORE_S, end)

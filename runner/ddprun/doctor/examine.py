@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +11,7 @@ from ddprun.doctor.findings import Finding, Report, pair_of
 from ddprun.doctor.gpus import look_at_gpus
 from ddprun.doctor.host import bad_variables, facts, look, loopback_variables
 from ddprun.engine.network import VARIABLES, address_towards, interface_towards
+from ddprun.screen import say
 
 if TYPE_CHECKING:
     from ddprun.doctor.circle import Circle
@@ -159,7 +159,7 @@ def _links(
         kinds.append(("nccl", torch.device("cuda", 0)))
     schedule = rounds(circle.size)
     if circle.index == 0 and len(schedule) > _MANY_PAIRS:
-        print(f"ddprun doctor: measures links in {len(schedule)} rounds of seconds each", file=sys.stderr)
+        say(f"ddprun doctor: measures links in {len(schedule)} rounds of seconds each")
     findings: list[Finding] = []
     for number, (pairs, (backend, device)) in enumerate(itertools.product(schedule, kinds)):
         pair = next((pair for pair in pairs if circle.place in pair and pair not in fenced), None)

@@ -37,7 +37,7 @@ def facts(gpus: Gpus, ranks: int) -> dict[str, Any]:
     here = room()
     return {
         "name": socket.gethostname(),
-        "boot": _BOOT.read_text().strip() if _BOOT.is_file() else "",
+        "boot": _BOOT.read_text("ascii").strip() if _BOOT.is_file() else "",
         "interfaces": interfaces(),
         "shm": None if here is None else {"total_bytes": here.total, "free_bytes": here.free},
         "versions": {
@@ -93,7 +93,7 @@ def cores() -> float:
     """Processor cores that this process may use: by affinity and by the container's quota."""
     count: float = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     try:
-        quota, period = _QUOTA.read_text().split()
+        quota, period = _QUOTA.read_text("ascii").split()
         return min(count, round(int(quota) / int(period), 1))
     except (OSError, ValueError):
         return count

@@ -12,6 +12,7 @@ from ddprun.doctor.findings import Finding, Report
 from ddprun.engine.network import NetworkError, host_of, is_own
 from ddprun.launch import endpoint
 from ddprun.launch.launcher import Launcher, LauncherError, recognise
+from ddprun.signals import handle
 
 FIT, UNFIT = 0, 1
 
@@ -52,7 +53,7 @@ def visit(flags: Mapping[str, str | bool], timeout_s: float) -> Visit:
         if together:
             asked = _completed(asked)
     for number in (signal.SIGINT, signal.SIGTERM):  # waiting in torch's C++ code must not hold them up
-        signal.signal(number, signal.SIG_DFL)
+        handle(number, signal.SIG_DFL)
     # Torch's C++ side tells what it cannot reach, stack and all; what matters becomes a finding.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     here = this_host(_ranks(asked, launcher if joins else None))

@@ -53,6 +53,14 @@ def choose_interface(host: str) -> None:
             os.environ[name] = value
 
 
+def choose_loopback() -> None:
+    """Have Gloo listen on loopback alone, since all ranks are on this host, unless the user has named an
+    interface.
+    """
+    if name := owners().get(LOOPBACK):
+        os.environ.setdefault(VARIABLES[0], name)
+
+
 def interface_towards(host: str) -> str | None:
     """The interface on the way to another host; None: there is no way."""
     return next((owner for address in _ways(host) if (owner := owners().get(address))), None)
@@ -143,6 +151,15 @@ def check_named(variable: str, value: str) -> None:
     for name in value.lstrip("=").split(","):
         if not any(one == name or (one.startswith(name) and not exact) for one in there):
             raise NetworkError(f"{variable} is {value}, but the interfaces here are {', '.join(there)}")
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is given by its address and not by a name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(address: str) -> bool:

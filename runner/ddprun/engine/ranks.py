@@ -13,9 +13,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddprun.engine.network import NetworkError, address_towards, choose_interface, is_own
+from ddprun.engine.network import (
+    NetworkError,
+    address_towards,
+    choose_interface,
+    choose_loopback,
+    is_own,
+)
 from ddprun.engine.notes import attempt_folder
 from ddprun.engine.place import Place
+from ddprun.engine.tcp_store import open_store
 from ddprun.watch.alarm import Peer
 from ddprun.watch.board import claim
 from ddprun.watch.keeper import DESK
@@ -110,13 +117,21 @@ class Ranks:
         """
         if base is None:
             with waiting(self._meeting, "rendezvous", "reaching the ranks' store"):
-                base, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=self.timeout)))
+                base = open_store(
+                    os.environ["MASTER_ADDR"],
+                    int(os.environ["MASTER_PORT"]),
+                    serve=self.rank == 0 and _held_by_rank_0(),
+                    timeout=self.timeout,
+                    world_size=self.size,
+                )
         base.set_timeout(self.timeout)
         # A second connection, because the first is not free while the training thread waits for a value.
         spare, start = base.clone(), _start_of_ranks()
         self._base = dist.PrefixStore(start, base)
         self._spare = dist.PrefixStore("ddprun", dist.PrefixStore(start, spare))
-        if self.size > 1 and os.environ.get("GROUP_WORLD_SIZE") != "1":
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            choose_loopback()
+        elif self.size > 1:
             self._look_around()
 
     def _look_around(self) -> None:
@@ -198,10 +213,12 @@ class Ranks:
     def gather(self, key: str, value: str) -> list[str]:
         """Every rank's text on every rank, in rank order."""
         store = self.store
-        store.set(f"{key}/{self.rank}", value)
+        store.set(f"{key}/{self.rank}", json.dumps(value))  # ASCII: a path may not be UTF-8
         with waiting(self._meeting, "get", f"every rank's word on {key}"):
             if self.rank == 0:
-                store.set(key, json.dumps([store.get(f"{key}/{rank}").decode() for rank in range(self.size)]))
+                store.set(
+                    key, json.dumps([json.loads(store.get(f"{key}/{rank}")) for rank in range(self.size)])
+                )
             found: list[str] = json.loads(store.get(key))
         return found
 

@@ -5,6 +5,7 @@ import signal
 from types import FrameType
 
 from ddprun import LAUNCHED
+from ddprun.signals import handle
 
 
 class StopRequest:
@@ -19,9 +20,11 @@ class StopRequest:
     def __init__(self) -> None:
         self.wanted = False
         self._checkpoint_wanted = False
-        signal.signal(signal.SIGINT, self._note)
-        if LAUNCHED not in os.environ:
-            signal.signal(signal.SIGTERM, self._note)
+        if LAUNCHED in os.environ:
+            signal.signal(signal.SIGINT, self._note)
+        else:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handle(number, self._note)
         if hasattr(signal, "SIGUSR1"):
             signal.signal(signal.SIGUSR1, self._note_checkpoint)
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING
 from ddprun import LAUNCHED
 from ddprun.launch import endpoint, environment
 from ddprun.launch.launcher import Launcher, LauncherError, recognise
+from ddprun.screen import say
+from ddprun.signals import handle
 from ddprun.spec import Loaded
 
 if TYPE_CHECKING:
@@ -39,16 +40,15 @@ def start(
         PipelineError: the pipeline cannot run on this machine.
     """
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        print(
+        say(
             "ddprun: TORCH_DISTRIBUTED_DEBUG=DETAIL ends every run that uses DDP in a segmentation "
-            "fault inside torch; INFO is safe, and OFF is the default",
-            file=sys.stderr,
+            "fault inside torch; INFO is safe, and OFF is the default"
         )
         return BAD_INPUT
     try:
         launcher = recognise(os.environ, flags)
     except LauncherError as error:
-        print(f"ddprun: {error}", file=sys.stderr)
+        say(f"ddprun: {error}")
         return BAD_INPUT
     # Torch's C++ side warns about names it cannot look up, stack and all; what matters comes as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -59,12 +59,12 @@ def start(
     # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;
     # torchelastic puts its own handlers in place of these.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: os._exit(128 + number))
+        handle(number, lambda number, _: os._exit(128 + number))
     from ddprun.launch.local import launch
 
     if launcher is not None:
         if launcher.first:
-            print(f"ddprun: started by {launcher.told}", file=sys.stderr)
+            say(f"ddprun: started by {launcher.told}")
         flags = {**launcher.flags, **flags}
     return launch(loaded, flags, overrides, run_dir, resuming=resuming)
 
@@ -76,8 +76,8 @@ def _join(launcher: Launcher, loaded: Loaded, run_dir: Path | None, *, resuming:
     for name, value in launcher.variables.items():
         os.environ.setdefault(name, value)
     if LAUNCHED not in os.environ and launcher.first:
-        print(f"ddprun: started by {launcher.told}", file=sys.stderr)
+        say(f"ddprun: started by {launcher.told}")
         for told in (endpoint.warning(os.environ["MASTER_ADDR"]), environment.warning()):
             if told is not None:
-                print(told, file=sys.stderr)
+                say(told)
     return work(loaded, run_dir, resuming=resuming)

@@ -3,10 +3,10 @@
 import inspect
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +15,14 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous import registry as rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
 from ddprun.engine import notes
+from ddprun.launch.rendezvous import make_handler
+from ddprun.screen import say
+from ddprun.signals import interruptibly
 
 BAD_INPUT = 2
 _CHECKPOINT_S = 30.0
@@ -28,6 +30,9 @@ _CHECKPOINT_S = 30.0
 
 _OTHERS_END_S = 30.0
 """Hosts wait so long for each other at the end, which their ranks come to together."""
+
+_AT_ONCE_S = 1
+"""From SIGTERM to SIGKILL where somebody has asked twice."""
 
 _TICK_S = 0.05
 
@@ -69,6 +74,9 @@ class Agent(LocalElasticAgent):
         )
         self._scratch, self._keeps, self._least = scratch, keeps, config.min_nodes
         self._failures, self._most = 0, spec.max_restarts
+        self.at_once = False
+        """Set by a signal handler: ranks that do not end when they are told to are killed."""
+
         self.leaving: signal.Signals | None = None
         """Set by a signal handler: this host leaves the run, after a checkpoint."""
 
@@ -82,7 +90,7 @@ class Agent(LocalElasticAgent):
             RendezvousError: hosts whose clocks are far apart take each other for lost, and torchelastic would
                 go on with fewer than there may be.
         """
-        super()._rendezvous(worker_group)
+        interruptibly(partial(super()._rendezvous, worker_group))
         met = worker_group.group_world_size or 0
         if met < self._least:
             raise RendezvousError(
@@ -96,6 +104,9 @@ class Agent(LocalElasticAgent):
             self._checkpoint()
             raise SignalException(f"left by {self.leaving.name}", self.leaving)
         result: RunResult = super()._monitor_workers(worker_group)
+        going_well = result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED)
+        if going_well and (early := self._ended_early(worker_group)):
+            result = RunResult(state=WorkerState.FAILED, failures=early)
         if result.state not in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             return result
         if notes.outcome(self._scratch) is not None:  # a rank went down after the run had ended
@@ -108,14 +119,35 @@ class Agent(LocalElasticAgent):
             raise ChildFailedError("ddprun", failures)
         self._failures += 1
         if self._failures <= self._most:
-            told = killed(failures)
+            told = ended_by_itself(failures)
             told += "; " if told else ""
-            _tell(f"{told}starting the ranks again (restart {self._failures} of {self._most})")
+            say(f"ddprun: {told}starting the ranks again (restart {self._failures} of {self._most})")
         return result
+
+    def _ended_early(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
+        """Ranks that have ended with exit code 0 although the run is not over: to torchelastic a success."""
+        ended = {
+            worker.global_rank: ProcessFailure(worker.local_rank, worker.id, 0, "")
+            for worker in worker_group.workers
+            if worker.id is not None and _ended_with_0(worker.id)
+        }
+        # In this order: a rank leaves the outcome before it ends.
+        return ended if ended and notes.outcome(self._scratch) is None else {}
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """End the ranks.
+
+        Args:
+            death_sig: goes to all of them.
+            timeout: seconds until SIGKILL.
+        """
+        if self.at_once:
+            death_sig, timeout = signal.SIGTERM, _AT_ONCE_S
+        super()._shutdown(death_sig, timeout)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:  # here; but hosts have come, or ranks of others failed
-            _tell(_RESTARTS[self._checkpoint()])
+            say(f"ddprun: {_RESTARTS[self._checkpoint()]}")
         super()._restart_workers(worker_group)
 
     def _checkpoint(self) -> Taken:
@@ -152,8 +184,9 @@ def prepare(arguments: Any) -> bool:
             "add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or leave --max-restarts out"
         )
     if least < most and not arguments.max_restarts:
-        _tell(
-            f"warning: --nnodes {arguments.nnodes} without --max-restarts: a host that is lost ends the run"
+        say(
+            f"ddprun: warning: --nnodes {arguments.nnodes} without --max-restarts: a host that is lost ends "
+            "the run"
         )
     if not arguments.max_restarts and least == most:
         return False
@@ -181,14 +214,14 @@ def make_agent(
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
-    static = config.rdzv_backend == "static"
+    static = config.rdzv_backend == "static" and config.max_nodes > 1
     host, _, port = config.rdzv_endpoint.rpartition(":")
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=program,
         args=tuple(arguments),
-        rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
+        rdzv_handler=interruptibly(partial(make_handler, parameters)),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=host if static else None,
@@ -223,11 +256,25 @@ def _close(agent: Agent) -> None:
     agent.get_worker_group().spec.rdzv_handler.shutdown()
 
 
-def killed(failures: Mapping[int, ProcessFailure]) -> str:
-    """Which ranks were killed, since these cannot tell; nothing if none was.
+def _ended_with_0(pid: int) -> bool:
+    """Whether a child has ended so; torchelastic has asked before, and found no other exit code."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return found is not None and found.si_code == os.CLD_EXITED and found.si_status == 0
+
+
+def ended_by_itself(failures: Mapping[int, ProcessFailure]) -> str:
+    """Which ranks have ended without a word, since these cannot tell: killed, or with exit code 0 before the
+    run was over; nothing if none has.
 
     When one has failed torchelastic ends the others with SIGTERM.
     """
+    early = [rank for rank, one in sorted(failures.items()) if one.exitcode == 0]
+    if early:
+        who = f"rank {early[0]}" if len(early) == 1 else f"ranks {', '.join(map(str, early))}"
+        return f"{who} ended with exit code 0 before the run was over, as os._exit in its own code does"
     by = {rank: signal.Signals(-one.exitcode) for rank, one in sorted(failures.items()) if one.exitcode < 0}
     others = {rank: number for rank, number in by.items() if number is not signal.SIGTERM}
     if not others and len(failures) > len(by):
@@ -243,7 +290,3 @@ def _shutdown_timeout(config: LaunchConfig) -> dict[str, Any]:
     """Seconds from SIGTERM to SIGKILL, where this torch takes them."""
     known = inspect.signature(LocalElasticAgent).parameters
     return {"shutdown_timeout": config.shutdown_timeout} if "shutdown_timeout" in known else {}
-
-
-def _tell(text: str) -> None:
-    print(f"ddprun: {text}", file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ import socket
 from ddprun.engine.network import addresses, host_of
 
 _ANSWER_S = 3.0
-_DEFAULT_PORT = 29400
+DEFAULT_PORT = 29400
 """torchelastic's own, of an endpoint without one."""
 
 
@@ -43,15 +43,24 @@ def warning(endpoint: str) -> str | None:
 def answers(endpoint: str) -> bool:
     """Whether a rendezvous can be reached at all; takes a few seconds for each of its places at most."""
     for one in endpoint.split(","):
-        host = host_of(one.strip())
-        port = one.strip().rpartition(":")[2] if one.count(":") == 1 or "]:" in one else ""
         try:
-            place = (host, int(port or _DEFAULT_PORT))
-            socket.create_connection(place, timeout=_ANSWER_S).close()
+            socket.create_connection(place_of(one.strip()), timeout=_ANSWER_S).close()
         except (OSError, ValueError):
             continue
         return True
     return False
+
+
+def place_of(endpoint: str) -> tuple[str, int]:
+    """Host and port of HOST, HOST:PORT or [IPv6]:PORT.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    port = endpoint.rpartition(":")[2] if endpoint.count(":") == 1 or "]:" in endpoint else ""
+    if not (port or "0").isdigit():
+        raise ValueError(f"{endpoint!r} is no HOST:PORT")
+    return host_of(endpoint), int(port or DEFAULT_PORT)
 
 
 def _is_public(text: str) -> bool:

@@ -156,7 +156,7 @@ def _srun(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> La
         "LOCAL_WORLD_SIZE": str(on_node[node]),
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(nodes),
-        "MASTER_ADDR": first,
+        "MASTER_ADDR": first if nodes > 1 else "127.0.0.1",
         "MASTER_PORT": port,
     }
     told = f"srun: rank {task} of {tasks} on {nodes} host{'s' if nodes > 1 else ''}, job {job}"

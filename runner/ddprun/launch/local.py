@@ -4,13 +4,13 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
@@ -20,16 +20,20 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddprun import LAUNCHED, ON_USR1, QUEUE_AGAIN
-from ddprun.engine.network import LOOPBACK, address_towards, host_of, is_own
-from ddprun.engine.notes import SCRATCH, outcome, pids
+from ddprun.checkpoint.folder import steps_in
+from ddprun.engine.network import LOOPBACK, address_towards, choose_loopback, host_of, is_address, is_own
+from ddprun.engine.notes import SCRATCH, outcome, pids, prepare_outcome, run_dir_of
 from ddprun.engine.place import default_ranks, place_of
 from ddprun.engine.run_folder import Resuming
 from ddprun.launch import endpoint
-from ddprun.launch.agent import BAD_INPUT, Agent, killed, make_agent, prepare
+from ddprun.launch.agent import BAD_INPUT, Agent, ended_by_itself, make_agent, prepare
 from ddprun.launch.agent import run as run_agent
 from ddprun.launch.environment import handed_on
 from ddprun.launch.scratch import scratch
 from ddprun.orphans import LAUNCHER
+from ddprun.run_files import resume_command
+from ddprun.screen import say
+from ddprun.signals import handle
 from ddprun.spec import Loaded
 from ddprun.watch.keeper import Keeper
 
@@ -72,31 +76,32 @@ def launch(
         try:
             folder = stack.enter_context(scratch())  # torchelastic would leave its own behind
         except OSError as error:
-            _say(f"cannot make a temporary folder: {error}")
+            say(f"ddprun: cannot make a temporary folder: {error}")
             return FAILED
         flags["log_dir"] = str(folder)
+        prepare_outcome(folder)
         os.environ[SCRATCH], os.environ[LAUNCHER] = str(folder), str(os.getpid())
         try:
             try:
                 config, program, arguments = torchrun.config_from_args(torchrun_arguments(flags, command))
                 assert isinstance(program, str)
                 if told := endpoint.warning(config.rdzv_endpoint):
-                    print(told, file=sys.stderr, flush=True)
+                    say(told)
                 keeps = loaded.pipeline.checkpoint.keep > 0
                 agent = make_agent(config, program, arguments, folder, keeps=keeps)
             except (DistError, RendezvousError):
                 raise
             except (ValueError, RuntimeError, AssertionError) as error:  # torchrun's ways to refuse flags
-                _say(loaded.secrets.redact(str(error)))
+                say(loaded.secrets.redact(f"ddprun: {error}"))
                 return BAD_INPUT
             return _run(loaded, agent, config, folder, overrides)
         except (DistError, RendezvousError) as error:
             closed = isinstance(error, RendezvousClosedError)
             told = "the run has ended on another host" if closed else f"cannot meet the other hosts: {error}"
-            _say(loaded.secrets.redact(f"{told} ({flags.get('rdzv_endpoint', '')})"))
+            say(loaded.secrets.redact(f"ddprun: {told} ({flags.get('rdzv_endpoint', '')})"))
             return FAILED
         except OSError as error:
-            _say(loaded.secrets.redact(f"the ranks cannot be started: {error}"))
+            say(loaded.secrets.redact(f"ddprun: the ranks cannot be started: {error}"))
             return FAILED
 
 
@@ -108,7 +113,7 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
         loaded.pipeline.launch.timeout_s,
         address_towards(config.rdzv_endpoint) if several else None,
         partial(_end_without_the_others, folder) if several else None,
-        partial(endpoint.answers, config.rdzv_endpoint) if elastic else None,
+        partial(endpoint.answers, config.rdzv_endpoint) if several and elastic else None,
     )
     try:
         with keeper, handed_on(overrides):
@@ -116,16 +121,19 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
                 run_agent(agent)
             except ChildFailedError:
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                    signal.signal(number, lambda number, _: os._exit(SIGNALLED + number))
+                    handle(number, lambda number, _: os._exit(SIGNALLED + number))
                 if several:
                     keeper.linger(_OTHERS_LOOK_S)
                 raise
     except ChildFailedError as error:
         return _exit_code(*error.get_first_failure(), keeper.ended)
     except SignalException as caught:
-        print(f"ddprun: stopped by {signal.Signals(caught.sigval).name}", file=sys.stderr)
+        say(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{_way_on(folder)}")
         return SIGNALLED + int(caught.sigval)
-    code = outcome(folder) or 0
+    code = outcome(folder)
+    if code is None:
+        say("ddprun: the ranks of this host ended before the run was over; the run has failed")
+        return FAILED
     return QUEUE_AGAIN if code == INTERRUPTED and agent.stopping is signal.SIGUSR1 else code
 
 
@@ -156,29 +164,32 @@ def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
         nonlocal asked
         found, which = pids(scratch), signal.Signals(number)
         if asked or len(found) < config.nproc_per_node:
+            agent.at_once = True
             raise SignalException(f"ended by {which.name}", which)
         asked = True
         if which is signal.SIGTERM and not alone:
-            _say(f"{which.name}: this host leaves after a checkpoint; once more ends it at once")
             agent.leaving = which
+            say(f"ddprun: {which.name}: this host leaves after a checkpoint; once more ends it at once")
             return
         agent.stopping = which
-        _say(f"{which.name}: stops at the end of a step; once more ends it at once")
         for pid in found:
-            os.kill(pid, signal.SIGINT)
-            os.kill(pid, signal.SIGCONT)  # one that is stopped could not stop after its step
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
+                os.kill(pid, signal.SIGCONT)  # one that is stopped could not stop after its step
+        say(f"ddprun: {which.name}: stops at the end of a step; once more ends it at once")
 
     def checkpoint(number: int, _: FrameType | None) -> None:
         found = pids(scratch)
-        if not found:
-            _say("SIGUSR1: no checkpoint, since no rank is there yet")
         for pid in found:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if not found:
+            say("ddprun: SIGUSR1: no checkpoint, since no rank is there yet")
 
     # Ranks end by themselves when they are asked to; torchelastic would end them.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
+        handle(number, stop)
     signal.signal(signal.SIGUSR1, stop if os.environ.get(ON_USR1) == "stop" else checkpoint)
 
 
@@ -189,26 +200,61 @@ def torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) 
         option = f"--{name.replace('_', '-')}"
         given += [option] if value is True else [option, str(value)]
     arguments = torchrun.parse_args([*given, *command])  # type: ignore[no-untyped-call]
-    elastic = prepare(arguments)
     one_host = torchrun.parse_min_max_nnodes(arguments.nnodes)[1] == 1
-    meeting_point = arguments.rdzv_endpoint or arguments.master_port is not None
-    if arguments.standalone or (one_host and arguments.rdzv_backend == "static" and not meeting_point):
+    if not (one_host or arguments.standalone):
+        _check_meeting_point(arguments, flags)
+    elastic = prepare(arguments)
+    if arguments.standalone or (one_host and arguments.rdzv_backend in ("static", "c10d")):
         arguments.rdzv_backend = "c10d"
         arguments.rdzv_endpoint = "localhost:0"
         arguments.rdzv_id = str(uuid.uuid4())
         # The host's own name need not resolve (a container without a network, a laptop in a strange one).
         arguments.local_addr = arguments.local_addr or LOOPBACK
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    elif elastic and arguments.local_addr is None:
+        choose_loopback()
+    elif arguments.local_addr is None and (elastic or is_address(host_of(arguments.rdzv_endpoint))):
         # Where the ranks' own store may be; the host's own name need not be known to the others, but they
-        # all know the one at which they meet.
+        # all know the one at which they meet. Left to itself torchelastic takes the host's name.
         meeting = host_of(arguments.rdzv_endpoint)
         here = meeting if is_own(meeting) else address_towards(meeting)
         arguments.local_addr = None if here == LOOPBACK else here
     if arguments.master_port is None:
         arguments.master_port = 29500
     return arguments
+
+
+def _check_meeting_point(arguments: Any, flags: Mapping[str, str | bool]) -> None:
+    """Torchrun takes a host without --node-rank for the first one: several such hosts would all listen, each
+    for itself, and wait for the others in silence.
+
+    Args:
+        arguments: torchrun's own reading of its flags, for several hosts.
+        flags: those that were given.
+
+    Raises:
+        ValueError: this host cannot tell where the others are, or which of them it is.
+    """
+
+    def given(name: str) -> bool:
+        return name in flags or f"PET_{name.upper()}" in os.environ
+
+    if arguments.rdzv_backend != "static" or given("node_rank"):
+        return
+    hosts, where = f"--nnodes {arguments.nnodes}", arguments.rdzv_endpoint or arguments.master_addr
+    if not (given("rdzv_endpoint") or given("master_addr")):
+        raise ValueError(
+            f"{hosts} does not say where the hosts meet: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, "
+            "the same on every host, HOST being one of them"
+        )
+    if given("rdzv_endpoint") and not given("rdzv_backend"):
+        raise ValueError(
+            f"{hosts} --rdzv-endpoint {where} does not say which host this is: add --rdzv-backend c10d on "
+            f"every host, or --node-rank 0 on {host_of(where)} and --node-rank 1 and so on elsewhere"
+        )
+    if not is_own(host_of(where)):
+        raise ValueError(
+            f"this host is not {host_of(where)}, where the hosts meet, so it needs a --node-rank of its own, "
+            "from 1 on; --rdzv-backend c10d --rdzv-endpoint HOST:PORT needs none"
+        )
 
 
 def _prepare_environment() -> None:
@@ -232,28 +278,32 @@ def quieten() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _say(text: str) -> None:
-    print(f"ddprun: {text}", file=sys.stderr, flush=True)
+def _way_on(folder: Path) -> str:
+    """How to go on with a run that was ended at once; nothing if it has no checkpoint."""
+    found = run_dir_of(folder)
+    if found is None or not steps_in(found / "checkpoints"):
+        return ""
+    return f"; go on: {resume_command(found)}"
 
 
 def _end_without_the_others(folder: Path) -> None:
     """End this process from beside torchelastic, which is waiting for hosts that it cannot reach."""
     code = outcome(folder)
     if code is None:
-        _say("cannot meet the other hosts: they cannot be reached; this is the end of the run here")
+        say("ddprun: cannot meet the other hosts: they cannot be reached; this is the end of the run here")
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(FAILED if code is None else code)
 
 
 def _exit_code(rank: int, failure: ProcessFailure, ended: Mapping[int, str]) -> int:
     if rank in ended:
-        _say(
-            f"rank {rank} was stopped in {ended[rank]} and did not go on, and has been ended; "
+        say(
+            f"ddprun: rank {rank} was stopped in {ended[rank]} and did not go on, and has been ended; "
             "the run has failed"
         )
         return FAILED
-    if told := killed({rank: failure}):
-        _say(f"{told}; the run has failed")
+    if told := ended_by_itself({rank: failure}):
+        say(f"ddprun: {told}; the run has failed")
         return FAILED
     # A rank ends with 130 by itself when a rank of another host was interrupted.
     return failure.exitcode if failure.exitcode in (BAD_INPUT, INTERRUPTED) else FAILED

@@ -9,13 +9,13 @@ from typing import Any
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
-from torch.distributed.elastic.rendezvous import registry as rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from ddprun.engine.network import addresses, host_of, is_own
+from ddprun.engine.network import addresses, is_own
+from ddprun.launch.endpoint import place_of
 from ddprun.launch.local import quieten, torchrun_arguments
+from ddprun.launch.rendezvous import make_handler
 
-_DEFAULT_PORT = 29400
 _LONG_PATIENCE = "1000000"
 _TRY_S = 2.0
 _AGAIN_S = 0.2
@@ -48,7 +48,7 @@ class Meeting:
 
     def variables(self) -> dict[str, str]:
         """Torchrun's for the only rank of this host."""
-        host, port = _place(self._where)
+        host, port = place_of(self._where)
         place = {"RANK": self._info.rank, "WORLD_SIZE": self._info.world_size}
         return {
             **{name: str(number) for name, number in place.items()},
@@ -82,13 +82,13 @@ def meet(flags: Mapping[str, str | bool], timeout_s: float) -> Meeting:
     where = parameters.endpoint
     reach(where, until)
     try:
-        handler = rendezvous.get_rendezvous_handler(parameters)
+        handler = make_handler(parameters)
         return Meeting(handler, handler.next_rendezvous(), where)
     except (DistError, RendezvousError) as error:
         raise MeetingError(
             f"not all of the {hosts} hosts have come to {where} within {timeout_s:g} s ({_in_short(error)})",
             f"start the same command on all {hosts} hosts within this time (--timeout SECONDS gives more); "
-            f"where it says that it cannot connect, open TCP port {_place(where)[1]} to that host; take a "
+            f"where it says that it cannot connect, open TCP port {place_of(where)[1]} to that host; take a "
             "port that nobody uses" + ("" if static else ", and the same --rdzv-id everywhere"),
         ) from None
 
@@ -103,7 +103,7 @@ def reach(endpoint: str, until: float) -> None:
     Raises:
         MeetingError: nobody does, or it cannot be reached.
     """
-    host, port = _place(endpoint)
+    host, port = place_of(endpoint)
     if not addresses(host):
         raise MeetingError(
             f"the name {host!r} of {endpoint!r} cannot be looked up here",
@@ -172,16 +172,6 @@ def _parameters(flags: Mapping[str, str | bool], timeout_s: float) -> tuple[Rend
         **{**config.rdzv_configs, **meeting},
     )
     return parameters, config.max_nodes, static
-
-
-def _place(endpoint: str) -> tuple[str, int]:
-    """Host and port of HOST, HOST:PORT or [IPv6]:PORT."""
-    host = host_of(endpoint)
-    port = endpoint.rpartition(":")[2] if endpoint.count(":") == 1 or "]:" in endpoint else ""
-    try:
-        return host, int(port or _DEFAULT_PORT)
-    except ValueError:
-        raise ValueError(f"{endpoint!r} is no HOST:PORT") from None
 
 
 def _in_short(error: Exception) -> str:

@@ -1,0 +1,231 @@
+"""How hosts meet: torchelastic's rendezvous, without its trust in whoever reaches the port.
+
+torchelastic's own handlers listen on every interface, and its c10d one unpickles what it finds in the store
+(https://docs.pytorch.org/docs/stable/elastic/rendezvous.html). Here a single host meets nobody over a
+network, stores listen on one address, and the state of the rendezvous holds nothing but what torchelastic
+puts there.
+"""
+
+import io
+import pickle
+import socket
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+    Token,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from ddprun.engine.network import LOOPBACK, is_own
+from ddprun.engine.tcp_store import open_store
+from ddprun.launch.endpoint import place_of
+
+_STORE_ANSWERS_S = 60
+_RANKS_STORE = timedelta(seconds=300)
+
+_STATE = {
+    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
+    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_NodeDesc"),
+    ("datetime", "datetime"),
+    ("datetime", "timedelta"),
+    ("datetime", "timezone"),
+    ("builtins", "set"),
+}
+"""All that torchelastic's state of a rendezvous is made of."""
+
+
+def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The handler for these parameters, as torchelastic's registry gives one.
+
+    Raises:
+        ValueError: the parameters say nothing that can be done.
+        RendezvousConnectionError: nobody answers at the endpoint.
+    """
+    if parameters.backend in ("static", "c10d") and parameters.max_nodes == 1:
+        return OneHost(parameters.run_id)
+    if parameters.backend == "static":
+        return _static(parameters)
+    if parameters.backend == "c10d" and parameters.get("store_type", "tcp") == "tcp":
+        return _c10d(parameters)
+    return rendezvous.get_rendezvous_handler(parameters)
+
+
+class OneHost(RendezvousHandler):
+    """The rendezvous of a single host: there is nobody to meet.
+
+    Each start of the ranks gets a store of its own on 127.0.0.1, held by this process, so that a restart
+    finds nothing that the ranks before it left.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._closed = False
+        self._agents = HashStore()
+        self._starts = 0
+        self._ranks: TCPStore | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks take the store that this process holds."""
+        return True
+
+    def get_backend(self) -> str:
+        """The name in torchelastic's events."""
+        return "one host"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """This host as the only one, with a new store for its ranks."""
+        self._starts += 1
+        self._ranks = None  # closes the store of the ranks before
+        self._ranks = open_store(LOOPBACK, 0, serve=True, timeout=_RANKS_STORE)
+        place = RendezvousStoreInfo(LOOPBACK, self._ranks.port)
+        return RendezvousInfo(PrefixStore(str(self._starts), self._agents), 0, 1, place)
+
+    def is_closed(self) -> bool:
+        """Whether this is the end."""
+        return self._closed
+
+    def set_closed(self) -> None:
+        """This is the end."""
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """Of other hosts there are none."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """The id of this run."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Nobody else has to be told."""
+        self._closed, self._ranks = True, None
+        return True
+
+
+class _Static(StaticTCPRendezvous):
+    """torchelastic's static rendezvous, on one address."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._store is None:
+            self._store = open_store(
+                self.master_addr,
+                self.master_port,
+                serve=self.rank == 0,
+                timeout=self.timeout,
+                world_size=self.world_size,
+            )
+        return super().next_rendezvous()
+
+
+class _C10d(DynamicRendezvousHandler):
+    """torchelastic's dynamic rendezvous, whose store for ranks is on one address."""
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        return open_store(master_addr, master_port, serve=True, timeout=_RANKS_STORE)
+
+
+class _Backend(C10dRendezvousBackend):
+    """torchelastic's state of a rendezvous in a store, which is held against what it may hold."""
+
+    def _decode_state(self, base64_state: bytes) -> tuple[bytes, Token] | None:
+        found: tuple[bytes, Token] | None = super()._decode_state(base64_state)
+        if found is not None:
+            check_state(found[0])
+        return found
+
+
+class _StateUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _STATE:
+            raise RendezvousStateError(
+                f"the store of the rendezvous holds {module}.{name}, which no host of a run puts there; it "
+                "was not loaded. Somebody else reaches the port: use a private network or a firewall"
+            )
+        return super().find_class(module, name)
+
+
+def check_state(state: bytes) -> None:
+    """Make sure that torchelastic may unpickle the state of a rendezvous.
+
+    Raises:
+        RendezvousStateError: it is damaged, or names anything but what torchelastic's own state is made of.
+    """
+    try:
+        _StateUnpickler(io.BytesIO(state)).load()
+    except RendezvousStateError:
+        raise
+    except Exception as error:  # pickle's ways to fail on damaged bytes are many
+        raise RendezvousStateError(f"the store of the rendezvous holds damaged state: {error}") from error
+
+
+def _static(parameters: RendezvousParameters) -> RendezvousHandler:
+    found = rendezvous.get_rendezvous_handler(parameters)  # reads and checks the parameters; opens nothing
+    assert isinstance(found, StaticTCPRendezvous)
+    timeout_s = round(found.timeout.total_seconds())
+    return _Static(
+        found.master_addr, found.master_port, found.rank, found.world_size, found.run_id, timeout_s
+    )
+
+
+def _c10d(parameters: RendezvousParameters) -> RendezvousHandler:
+    store = _meeting_store(parameters)
+    timeouts = {
+        name: timedelta(seconds=_number(parameters, f"{name}_timeout"))
+        for name in ("join", "last_call", "close", "heartbeat")
+        if parameters.get(f"{name}_timeout") is not None
+    }
+    handler: RendezvousHandler = _C10d.from_backend(
+        parameters.run_id,
+        store,
+        _Backend(store, parameters.run_id),
+        parameters.min_nodes,
+        parameters.max_nodes,
+        parameters.local_addr,
+        RendezvousTimeout(**timeouts),
+        keep_alive_interval=_number(parameters, "keep_alive_interval", 5),
+        keep_alive_max_attempt=_number(parameters, "keep_alive_max_attempt", 3),
+    )
+    return handler
+
+
+def _number(parameters: RendezvousParameters, key: str, default: int = 0) -> int:
+    """A whole number of --rdzv-conf.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = parameters.get_as_int(key, default)
+    assert found is not None
+    return found
+
+
+def _meeting_store(parameters: RendezvousParameters) -> Store:
+    """Where hosts meet. The host of the endpoint holds it; on a host with several launchers, the first."""
+    host, port = place_of(parameters.endpoint)
+    timeout = timedelta(seconds=_number(parameters, "read_timeout", _STORE_ANSWERS_S))
+    serve = parameters.get_as_bool("is_host")
+    if serve is None:
+        serve = is_own(host) or host == socket.gethostname()
+    try:
+        if serve:
+            try:
+                return open_store(host, port, serve=True, timeout=timeout)
+            except (OSError, RuntimeError) as error:  # torch's own for a port in use is a RuntimeError
+                if parameters.get_as_bool("is_host"):
+                    raise RendezvousConnectionError(f"cannot listen at {host}:{port}: {error}") from error
+        return open_store(host, port, serve=False, timeout=timeout)
+    except (ValueError, RuntimeError, TimeoutError) as error:
+        raise RendezvousConnectionError(f"nobody answers at {host}:{port}: {error}") from error

@@ -1,0 +1,137 @@
+"""What a process says on stdout and stderr. A screen that is gone never changes a run.
+
+A terminal is closed, `head` has read enough, a disk is full, a shell has closed the stream (`2>&-`): what is
+said then is lost, and nothing else happens. Messages of this program go through `say` and `show`. `protect`
+sees to it for everything else that writes to the standard streams: `print` in a pipeline's own code, rich,
+click, warnings.
+"""
+
+import io
+import os
+import select
+import sys
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_DESCRIPTORS = {"stdin": 0, "stdout": 1, "stderr": 2}
+
+
+class StandardStream(io.FileIO):
+    """A standard stream of this process. It takes everything, also when nobody receives it any more.
+
+    There is no buffer above it that could hold a lock, so a signal handler may write while the code that it
+    interrupts does.
+    """
+
+    failure: OSError | None = None
+    """The first thing that went wrong."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write all of it, or as much as can be written; gives the size of all of it."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        try:
+            while left:
+                written = super().write(left)
+                if written is None:  # somebody has made it non-blocking, and it is full
+                    select.select([], [self.fileno()], [])
+                else:
+                    left = left[written:]
+        except OSError as error:
+            self.failure = self.failure or error
+        return size
+
+
+def protect() -> None:
+    """Make the standard streams such that writing to them never fails; called before anything is opened.
+
+    A stream that the shell has closed becomes the null device: the next file or socket to be opened would get
+    its descriptor, and all that C code writes to stderr. Characters that the stream's encoding lacks are
+    written as escapes.
+    """
+    was_closed = [_open_if_closed(descriptor) for descriptor in _DESCRIPTORS.values()]
+    for name in ("stdout", "stderr"):
+        descriptor = _DESCRIPTORS[name]
+        setattr(sys, name, _protected(getattr(sys, name), descriptor, was_closed[descriptor]))
+
+
+def say(text: str) -> None:
+    """A line, or several, on stderr; from a signal handler, too."""
+    _write(sys.stderr, text)
+
+
+def show(text: str) -> None:
+    """A line, or several, on stdout."""
+    _write(sys.stdout, text)
+
+
+def flush() -> None:
+    """Bring out what stdout and stderr hold back, before a process ends without the interpreter's own end."""
+    for stream in (sys.stdout, sys.stderr):
+        _write(stream, None)
+
+
+def is_terminal(stream: IO[str] | None) -> bool:
+    """Whether somebody may look at a stream as it comes."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # it is closed
+        return False
+
+
+def failure_of_stdout() -> OSError | None:
+    """Why something that was written to stdout was lost; None if nothing was."""
+    _write(sys.stdout, None)
+    raw = getattr(sys.stdout, "buffer", None)
+    return raw.failure if isinstance(raw, StandardStream) else None
+
+
+def _write(stream: IO[str] | None, text: str | None) -> None:
+    if stream is None:
+        return
+    try:
+        if text is not None:
+            stream.write(f"{text}\n")  # at once: lines of several processes do not mix
+        stream.flush()
+    except (OSError, ValueError):  # ValueError: it is closed
+        return
+
+
+def _open_if_closed(descriptor: int) -> bool:
+    """Whether a descriptor was closed; it is the null device then."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        opened = os.open(os.devnull, os.O_RDWR)
+        if opened != descriptor:
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        os.set_inheritable(descriptor, True)
+        return True
+    return False
+
+
+def _protected(stream: IO[str] | None, descriptor: int, was_closed: bool) -> IO[str] | None:
+    if stream is None:
+        # Python has found it closed. If it is open now, it is somebody's file, and no place to write to.
+        target = descriptor if was_closed else os.open(os.devnull, os.O_WRONLY)
+        return io.TextIOWrapper(StandardStream(target), "utf-8", "backslashreplace")
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    raw = getattr(stream.buffer, "raw", stream.buffer)
+    if type(raw) is not io.FileIO or raw.fileno() != descriptor:  # protected already, or somebody's own
+        stream.reconfigure(errors="backslashreplace")
+        return stream
+    _write(stream, None)
+    return io.TextIOWrapper(
+        StandardStream(descriptor),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=raw is stream.buffer,  # as `python -u` asks for
+    )

@@ -1,0 +1,234 @@
+"""Signals to a launcher: a checkpoint at the first, the end at the second, and none that is ignored."""
+
+import os
+import pty
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ddprun.checkpoint.folder import steps_in
+from tests.engine.running import events, summary
+from tests.launch.test_processes import ENDLESS, wait_for_steps
+from tests.ranks import Running, free_port, is_running
+
+DDPRUN = str(Path(sys.executable).parent / "ddprun")
+TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "endless.yaml").write_text(ENDLESS)
+    return tmp_path
+
+
+def wait_for_text(file: Path, text: str) -> None:
+    """Wait until a file holds a text."""
+    end = time.monotonic() + 60
+    while not (file.exists() and text in file.read_text()):
+        assert time.monotonic() < end, f"no {text!r} in {file} within a minute"
+        time.sleep(0.05)
+
+
+def interrupted_with_checkpoint(run: Path) -> None:
+    """The run stopped as it promises."""
+    found = summary(run)
+    assert found["status"] == "interrupted"
+    assert found["steps"] in steps_in(run / "checkpoints")
+
+
+def test_ctrl_c_ends_the_reader_of_its_output_too(folder: Path) -> None:
+    """`ddprun … 2>&1 | tee log`: Ctrl-C ends tee first; the run stops with its checkpoint all the same."""
+    read, write = os.pipe()
+    run = folder / "run"
+    process = subprocess.Popen(
+        [DDPRUN, "endless.yaml", "--run-dir", "run"],
+        cwd=folder,
+        stdout=write,
+        stderr=write,
+        start_new_session=True,
+    )
+    os.close(write)
+    try:
+        wait_for_text(run / "events.jsonl", "stage_started")
+        os.close(read)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        _end(process)
+    interrupted_with_checkpoint(run)
+
+
+def test_a_terminal_that_is_closed_stops_the_run_with_a_checkpoint(folder: Path) -> None:
+    """The kernel sends SIGHUP, and there is no screen any more to say so on."""
+    run = folder / "run"
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", TAKE_TERMINAL, DDPRUN, "endless.yaml", "--run-dir", "run"],
+        cwd=folder,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    try:
+        end = time.monotonic() + 60
+        while (
+            not (run / "events.jsonl").exists() or "stage_started" not in (run / "events.jsonl").read_text()
+        ):
+            assert time.monotonic() < end
+            _drain(ours)
+        os.close(ours)
+        assert process.wait(60) == 130
+    finally:
+        _end(process)
+    interrupted_with_checkpoint(run)
+
+
+def test_signals_that_were_ignored_before_the_start_stay_ignored(folder: Path) -> None:
+    """nohup ignores SIGHUP, a shell's background job SIGINT; SIGTERM still stops the run."""
+    ignoring = ["sh", "-c", 'trap "" HUP INT; exec "$@"', "sh"]
+    run = folder / "run"
+    with Running("endless.yaml", "--run-dir", "run", cwd=folder, prefix=ignoring) as running:
+        ranks = wait_for_steps(running, run)
+        running.process.send_signal(signal.SIGHUP)
+        running.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert running.process.poll() is None
+        assert all(map(is_running, ranks))
+        running.process.send_signal(signal.SIGTERM)
+        done = running.wait(60)
+    assert done.code == 130, done.stderr
+    assert "SIGHUP" not in done.stderr
+    assert "SIGINT" not in done.stderr
+    assert done.stderr.count("SIGTERM: stops at the end of a step") == 1
+    assert done.stderr.rstrip().endswith(f"go on: ddprun resume {shlex.quote('run')}")
+    interrupted_with_checkpoint(run)
+
+
+SLOW = """
+import os, time
+from pathlib import Path
+
+import torch
+
+
+class Slow(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        if self.calls == 40 and os.environ["RANK"] == "1":
+            Path("slow").touch()
+            time.sleep(100)
+        return super().forward(inputs.flatten(1))
+"""
+
+
+def test_the_second_ctrl_c_ends_a_run_in_a_long_step_at_once(folder: Path) -> None:
+    """A rank that is in the middle of a step is not waited for; how to go on is the last line."""
+    (folder / "slow.py").write_text(SLOW)
+    flags = ["--set", "model=slow.Slow", "--set", "checkpoint.every=10", "--run-dir", "run"]
+    with Running("endless.yaml", *flags, cwd=folder) as running:
+        wait_for_text(folder / "run" / "events.jsonl", "checkpoint_written")
+        end = time.monotonic() + 60
+        while not (folder / "slow").exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        ranks = running.ranks()
+        running.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert running.process.poll() is None
+        running.process.send_signal(signal.SIGINT)
+        done = running.wait(6)  # torchelastic gives ranks 10 s before it kills them
+    assert done.code == 130, done.stderr
+    assert not any(map(is_running, ranks))
+    assert done.stderr.rstrip().endswith("ddprun: stopped by SIGINT; go on: ddprun resume run")
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_ctrl_c_ends_a_launcher_that_waits_for_other_hosts(folder: Path, node_rank: int) -> None:
+    """Torch's C++ code waits for them, for minutes; a signal is heard all the same."""
+    flags = ["--nnodes=2", f"--node-rank={node_rank}", "--master-addr=127.0.0.1"]
+    with Running(
+        "endless.yaml",
+        *flags,
+        f"--master-port={free_port()}",
+        cwd=folder,
+        environment={"TMPDIR": str(folder)},
+    ) as running:
+        end = time.monotonic() + 60
+        while not [*folder.glob("ddprun-launch-*/outcome")]:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        time.sleep(2)
+        running.process.send_signal(signal.SIGINT)
+        done = running.wait(20)
+    assert (done.code, done.stderr) == (130, "ddprun: stopped by SIGINT\n")
+
+
+def test_the_checkpoint_of_sigusr1_is_announced(folder: Path) -> None:
+    """With its step, and the run goes on."""
+    with Running("endless.yaml", "--run-dir", "run", cwd=folder) as running:
+        wait_for_steps(running, folder / "run")
+        running.process.send_signal(signal.SIGUSR1)
+        wait_for_text(folder / "run" / "events.jsonl", "checkpoint_written")
+        running.process.send_signal(signal.SIGINT)
+        done = running.wait(60)
+    assert done.code == 130, done.stderr
+    first = next(event for event in events(folder / "run") if event["event"] == "checkpoint_taken")
+    assert f"SIGUSR1: checkpoint of step {first['step']}\n" in done.stderr
+
+
+EARLY = """
+import os
+
+from torch import nn
+
+
+class Early(nn.Linear):
+    def __init__(self, who):
+        super().__init__(64, 10)
+        self.who, self.calls = who, 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        if self.calls == 30 and int(os.environ["RANK"]) in self.who:
+            os._exit(0)
+        return super().forward(inputs.flatten(1))
+"""
+
+
+@pytest.mark.parametrize("who", [[1], [0, 1]])
+def test_a_rank_that_ends_before_the_run_is_a_failure(folder: Path, who: list[int]) -> None:
+    """Exit code 0 is no success as long as the run is not over; the rank is named."""
+    (folder / "early.py").write_text(EARLY)
+    with Running("endless.yaml", "--set", f"model={{early.Early: {{who: {who}}}}}", cwd=folder) as running:
+        done = running.wait(60)
+    assert done.code == 1, done.stderr
+    assert "ended with exit code 0 before the run was over" in done.stderr
+    assert any(f"rank {rank} ended" in done.stderr for rank in who) or "ranks 0, 1 ended" in done.stderr
+
+
+def _drain(descriptor: int) -> None:
+    """Read what a terminal shows, so that nobody waits to write to it."""
+    if select.select([descriptor], [], [], 0.1)[0]:
+        os.read(descriptor, 65536)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
