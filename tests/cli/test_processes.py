@@ -169,6 +169,42 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert done.returncode == 1
 
 
+def test_output_that_a_disk_does_not_take_is_a_failure() -> None:
+    """`ddprun schema > FILE` on a full disk left half a file behind, with a traceback or without a word."""
+    source = os.pathsep.join([str(ROOT / "runner"), str(ROOT / "hooks")])
+    for command in (["schema"], ["check", "--resolved", str(ROOT / "pipelines/quickstart.yaml")]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "ddprun", *command],
+                env={**os.environ, "PYTHONPATH": source},
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        assert done.returncode == 1
+        assert done.stderr == "ddprun: cannot write to standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("streams", ["2>&-", ">&-", "<&- >&- 2>&-", ">/dev/full 2>/dev/full"])
+@pytest.mark.parametrize(("file", "code"), [("missing-options.yaml", 2), ("no-such-file.yaml", 2)])
+def test_a_stream_that_is_closed_is_no_traceback(streams: str, file: str, code: int) -> None:
+    """Python has None in the place of a stream that the shell has closed."""
+    script = f'"{sys.executable}" -m ddprun run "$0" {streams}'
+    source = os.pathsep.join([str(ROOT / "runner"), str(ROOT / "hooks")])
+    done = subprocess.run(
+        ["bash", "-c", script, str(ROOT / "tests" / "bad" / file)],
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 def test_check_is_fast() -> None:
     """A check of all shipped pipelines takes well under a second of processor time."""
     script = (

@@ -165,6 +165,22 @@ def test_a_killed_container(docker: Engine, tmp_path: Path, elastic: bool) -> No
         assert (found["world_size"], found["steps"]) == (2, 2000)
 
 
+def test_restarts_are_counted_once(docker: Engine, tmp_path: Path) -> None:
+    """By ddprun, which starts ranks again inside: what always fails is tried twice, not four times."""
+    runs = prepare(tmp_path, steps=10, launch=", max_restarts: 1")
+    fails = "model={torch.nn.LSTM: {input_size: 64, hidden_size: 10}}"  # whose output no loss takes
+    sent = submit(docker, tmp_path, "--set", "docker.nodes=1", "--set", fails)
+    name = f"{sent.stdout.strip()}-0"
+    assert docker.ask("wait", name, timeout_s=240) == "1"
+    time.sleep(3)  # the engine would start it again within a moment
+    found = docker.inspect(name)
+    assert found["HostConfig"]["RestartPolicy"]["Name"] in ("", "no")
+    assert (found["RestartCount"], found["State"]["Status"]) == (0, "exited")
+    logs = docker.call("logs", name)
+    assert (logs.stdout + logs.stderr).count("starting the ranks again (restart 1 of 1)") == 1
+    assert summary(runs)["status"] == "failed"
+
+
 def test_what_cannot_be_sent_is_said_in_one_line(docker: Engine, tmp_path: Path) -> None:
     """And leaves nothing behind."""
     prepare(tmp_path, steps=1)
@@ -187,7 +203,7 @@ def test_what_cannot_be_sent_is_said_in_one_line(docker: Engine, tmp_path: Path)
 def test_variables_are_passed_on_and_not_shown(docker: Engine, tmp_path: Path) -> None:
     """In a dry run only their names; in the container, their values."""
     runs = prepare(tmp_path, steps=1)
-    environment = {**docker.environment, "CURVES": "curves-of-mine"}
+    environment = {**docker.environment, "CURVES": "curves-of-mine", "DDPRUN_TRUSTED": "mylab, torchvision"}
     options = ("--set", "docker.env=[CURVES]", "--set", "docker.nodes=1")
     arguments = ("submit", "digits.yaml", "--to", "docker", *options)
     dry = ddprun(*arguments, "--dry-run", cwd=tmp_path, environment=environment)
@@ -196,7 +212,9 @@ def test_variables_are_passed_on_and_not_shown(docker: Engine, tmp_path: Path) -
     assert "curves-of-mine" not in dry.stdout
     assert list(runs.iterdir()) == []
     sent = ddprun(*arguments, cwd=tmp_path, environment=environment)
-    assert "CURVES=curves-of-mine" in docker.inspect(f"{sent.stdout.strip()}-0")["Config"]["Env"]
+    found = docker.inspect(f"{sent.stdout.strip()}-0")["Config"]["Env"]
+    assert "CURVES=curves-of-mine" in found
+    assert "DDPRUN_TRUSTED=mylab, torchvision" in found, "the limit holds for the job"
 
 
 def test_kubeflows_container_backend_runs_the_image(docker: Engine, tmp_path: Path) -> None:

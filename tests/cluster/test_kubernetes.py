@@ -59,6 +59,7 @@ ASKED = st.fixed_dictionaries(
             [
                 {},
                 {"nodeSelector": {"gpu": "h100"}, "priorityClassName": "low"},
+                {"initContainers": [{"name": "first", "image": "busybox", "args": ["true"]}]},
                 {"tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]},
             ]
         ),
@@ -104,11 +105,13 @@ def restricted(pod: dict[str, Any]) -> None:
     assert pod["securityContext"]["runAsUser"] != 0
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert pod["automountServiceAccountToken"] is False
-    for container in pod["containers"]:
+    assert not any(pod.get(name) for name in ("hostPID", "hostIPC", "hostNetwork"))
+    for container in (*pod["containers"], *pod.get("initContainers", ())):
         context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False
         assert context["capabilities"] == {"drop": ["ALL"]}
-        assert context["readOnlyRootFilesystem"] is True
+        assert not context.get("privileged")
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
     allowed = {"name", "configMap", "emptyDir", "persistentVolumeClaim"}
     assert {key for volume in pod["volumes"] for key in volume} <= allowed
     mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}

@@ -1,10 +1,19 @@
 """`ddprun submit`: what would be sent, and what cannot be."""
 
+import json
+import re
+import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from ddprun.cli import main
+from ddprun.spec import PipelineError, load
+from ddprun_hooks.trust import VARIABLE
 from tests.ranks import Finished, ddprun
 
 PIPELINE = """
@@ -68,8 +77,8 @@ def test_every_key_becomes_an_option(tmp_path: Path) -> None:
     assert (found["partition"], found["account"], found["mem"]) == ("long", "lab", "64G")
     assert (found["exclusive"], found["nice"]) == (True, "5")
     assert (
-        "srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60 --container-image=me/app:2 ddprun"
-        in done.stdout
+        "srun --export=ALL --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60 "
+        "--container-image=me/app:2 ddprun" in done.stdout
     )
     assert "--set seed=7" in done.stdout
 
@@ -112,6 +121,309 @@ def test_a_secret_does_not_get_into_a_script(tmp_path: Path) -> None:
     assert done.code == 2
     assert "holds a secret" in done.stderr
     assert "hunter2" not in done.stdout + done.stderr
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """What a dry run prints for a file with some keys more: exit code, output, errors."""
+
+    def to(engine: str, *options: str, more: str = "") -> tuple[int, str, str]:
+        path = tmp_path / "p.yaml"
+        path.write_text(PIPELINE + more)
+        code = main(["submit", str(path), "--to", engine, "--dry-run", *options])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return to
+
+
+Submitted = Callable[..., tuple[int, str, str]]
+LIMIT = "torchvision, ./mylab.nets"
+
+
+@pytest.mark.parametrize("limit", [LIMIT, "", None])
+@pytest.mark.parametrize("kind", ["trainjob", "job"])
+def test_the_limit_on_imports_holds_for_the_job(
+    submitted: Submitted, monkeypatch: pytest.MonkeyPatch, limit: str | None, kind: str
+) -> None:
+    """`DDPRUN_TRUSTED` goes along to each engine, also if it is empty, whatever the file says."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if limit is not None:
+        monkeypatch.setenv(VARIABLE, limit)
+    code, script, _ = submitted("slurm", more="slurm: {options: {export: NONE}, image: me/app}\n")
+    assert code == 0
+    exports = [line for line in script.splitlines() if line.startswith(f"export {VARIABLE}=")]
+    assert exports == ([] if limit is None else [f"export {VARIABLE}={shlex.quote(limit)}"])
+    assert "srun --export=ALL " in script
+    assert ("--container-env=DDPRUN_TRUSTED" in script) is (limit is not None)
+
+    code, text, _ = submitted("docker", more=f"docker: {{nodes: 2, env: [{VARIABLE}, HOME]}}\n")
+    assert code == 0
+    containers = [one["body"] for one in yaml.safe_load_all(text) if "containers" in one.get("POST", "")]
+    wanted = [
+        f"{VARIABLE}=${{env:{VARIABLE}}}" if limit is None else f"{VARIABLE}={limit}",
+        "HOME=${env:HOME}",
+    ]
+    assert [one["Env"] for one in containers] == [wanted, wanted]
+
+    code, text, _ = submitted("kubernetes", more=f"kubernetes: {{kind: {kind}, env_from: mine}}\n")
+    assert code == 0
+    found = [one.get("env") for manifest in yaml.safe_load_all(text) for one in _containers(manifest)]
+    assert found == [None if limit is None else [{"name": VARIABLE, "value": limit}]]
+
+
+def _containers(value: Any) -> list[dict[str, Any]]:
+    """All containers in an object of Kubernetes'."""
+    if isinstance(value, list):
+        return [one for item in value for one in _containers(item)]
+    if not isinstance(value, dict):
+        return []
+    return [*value.get("containers", ()), *(one for item in value.values() for one in _containers(item))]
+
+
+POD_SECRETS = [
+    "initContainers: [{name: a, image: b, env: [{name: HUB_TOKEN, value: hunter2hunter2}]}]",
+    "initContainers: [{name: a, image: b, env: [{value: hunter2hunter2, name: dbPassword}]}]",
+    "initContainers: [{name: a, image: b, args: [--api-key=hunter2hunter2]}]",
+    "initContainers: [{name: a, image: b, command: [curl, --token, hunter2hunter2]}]",
+    "initContainers: [{name: a, image: b, command: [curl, -token, hunter2hunter2]}]",
+    "initContainers: [{name: a, image: b, command: [sh, -c, 'curl --token=hunter2hunter2']}]",
+    "initContainers: [{name: a, image: b, command: [sh, -c, 'curl -v --token \"hunter2hunter2\"']}]",
+    "initContainers: [{name: a, image: b, command: [sh, -c, 'cd /x && API_KEY=hunter2hunter2 get']}]",
+    "nodeSelector: {password: hunter2hunter2}",
+    "initContainers: [{name: a, image: b, args: ['https://me:hunter2hunter2@host/']}]",
+]
+
+
+@pytest.mark.parametrize("pod", POD_SECRETS)
+def test_a_literal_secret_of_a_pod_is_one(submitted: Submitted, tmp_path: Path, pod: str) -> None:
+    """It is not sent and not shown; and so with the file's keys as options."""
+    more = f"kubernetes: {{pod: {{{pod}}}}}\n"
+    code, out, told = submitted("kubernetes", more=more)
+    assert (code, out) == (2, "")
+    assert "holds a secret" in told
+    (tmp_path / "q.yaml").write_text(PIPELINE + more)
+    written = load(tmp_path / "q.yaml").resolved()
+    assert "hunter2" not in written
+    assert "[redacted]" in written
+    code, out, told = submitted("kubernetes", "--set", f"kubernetes.pod={{{pod}}}")
+    assert (code, out) == (2, "")
+    assert "hunter2" not in told
+    assert "holds a secret" in told
+
+
+def test_what_names_a_secret_of_the_cluster_is_none(submitted: Submitted) -> None:
+    """Keys, names and references stand in a pod as they are."""
+    pod: dict[str, Any] = {
+        "tolerations": [{"key": "gpu", "operator": "Equal", "value": "present"}],
+        "imagePullSecrets": [{"name": "registry-login"}],
+        "topologySpreadConstraints": [
+            {"topologyKey": "kubernetes.io/hostname", "matchLabelKeys": ["some-label"]}
+        ],
+        "initContainers": [
+            {
+                "name": "first",
+                "image": "busybox",
+                "command": [
+                    "get",
+                    "--token",
+                    "$(A_TOKEN)",
+                    "--token-file",
+                    "/run/it",
+                    "--key",
+                    "2",
+                    "--token",
+                ],
+                "args": ["-c", 'get -v --token=$A_TOKEN --api-key "${A_TOKEN}" --key -x | sort --key 2'],
+                "envFrom": [{"secretRef": {"name": "mine-of-all"}}],
+                "env": [{"name": "A_TOKEN", "valueFrom": {"secretKeyRef": {"name": "mine", "key": "token"}}}],
+            }
+        ],
+    }
+    code, out, told = submitted("kubernetes", more=f"kubernetes: {{pod: {json.dumps(pod)}}}\n")
+    assert (code, told) == (0, "")
+    runtime = next(one for one in yaml.safe_load_all(out) if one["kind"] == "TrainingRuntime")
+    (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]["template"]["spec"]
+    restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    (first,) = spec["initContainers"]
+    assert first == {**pod["initContainers"][0], "securityContext": restricted}
+    assert {key: spec[key] for key in pod if key != "initContainers"} == {
+        key: item for key, item in pod.items() if key != "initContainers"
+    }
+
+
+def test_a_secret_in_the_script_is_refused(submitted: Submitted) -> None:
+    """For Slurm the file stays where it is, but its options are in the script."""
+    code, out, told = submitted(
+        "slurm", more="slurm: {options: {comment: 'https://me:hunter2hunter2@host/'}}\n"
+    )
+    assert (code, out) == (2, "")
+    assert "holds a secret under slurm" in told
+    assert "hunter2" not in told
+
+
+@pytest.mark.parametrize(
+    ("engine", "keys", "told"),
+    [
+        (
+            "docker",
+            "docker: {env: [A_TOKEN]}",
+            "B_SET: only what the image sets is in the job; .* by docker.env",
+        ),
+        ("docker", "docker: {env: [A_TOKEN, B_SET]}", ""),
+        (
+            "kubernetes",
+            "kubernetes: {nodes: 1}",
+            "A_TOKEN, B_SET: only .* Secret that kubernetes.env_from names",
+        ),
+        ("kubernetes", "kubernetes: {env_from: mine}", ""),
+        ("slurm", "slurm: {nodes: 1}", ""),
+    ],
+)
+def test_variables_that_the_job_will_not_have_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str, keys: str, told: str
+) -> None:
+    """Before it is sent, and not by a pod that fails."""
+    path = tmp_path / "p.yaml"
+    data = "data: {mylab.Data: {token: '${env:A_TOKEN}', url: 'https://${env:B_SET}/x'}}\n"
+    path.write_text(PIPELINE.replace("data: digits\n", data) + keys + "\n")
+    assert main(["submit", str(path), "--to", engine, "--dry-run"]) == 0
+    warned = capsys.readouterr().err
+    assert re.search(told, warned) if told else warned == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ("network: host", '"host" is the network of the machine or of another container; a network of'),
+        ("network: 'container:other'", '"container:other" is the network of the machine'),
+        ("runs: /etc", '"/etc" is the system\'s own; a folder for data or runs alone, as in /data/images'),
+        ("runs: /etc/cron.d", '"/etc/cron.d" is the system\'s own'),
+        ("runs: /data/../root/.ssh", '"/data/../root/.ssh" is the system\'s own'),
+        ("runs: //etc", '"//etc" is the system\'s own'),
+        ("runs: /", '"/" holds more than data'),
+        ("runs: /home", '"/home" holds more than data'),
+        ("mounts: {/var/run/docker.sock: /x}", '"/var/run/docker.sock" is the system\'s own'),
+        ("mounts: {/data: /data, /proc/1/root: /x}", '"/proc/1/root" is the system\'s own'),
+    ],
+)
+def test_containers_do_not_get_the_engines_machine(tmp_path: Path, keys: str, told: str) -> None:
+    """Neither its network nor its system's folders, which a file of somebody else could ask for."""
+    path = tmp_path / "p.yaml"
+    path.write_text(f"{PIPELINE}docker: {{{keys}}}\n")
+    with pytest.raises(PipelineError) as caught:
+        load(path)
+    (fault,) = caught.value.faults
+    assert told in fault.message
+    assert fault.line == 7
+    assert fault.path.startswith(f"docker.{keys.partition(':')[0]}")
+
+
+def test_folders_of_ones_own_are_mounted(submitted: Submitted) -> None:
+    """For data and runs."""
+    keys = "{network: mine, runs: /home/me/runs, mounts: {/mnt/images: /data, /usr/share/dict: /words}}"
+    code, out, told = submitted("docker", more=f"docker: {keys}\n")
+    assert (code, told) == (0, "")
+    assert "/usr/share/dict" in out
+
+
+def test_the_engine_starts_no_container_again(submitted: Submitted) -> None:
+    """`launch.max_restarts` is counted inside the containers, and not by their policy as well."""
+    code, out, told = submitted("docker", "--set", "launch.max_restarts=3", "--set", "docker.nodes=2")
+    assert (code, told) == (0, "")
+    hosts = [
+        one["body"]["HostConfig"] for one in yaml.safe_load_all(out) if "containers" in one.get("POST", "")
+    ]
+    assert len(hosts) == 2
+    assert not any("RestartPolicy" in host for host in hosts)
+
+
+UNRESTRICTED = [
+    ("hostPID: true", "hostPID", '"hostPID" is not allowed; pods meet the restricted pod security standard'),
+    ("hostIPC: true", "hostIPC", '"hostIPC" is not allowed'),
+    ("hostNetwork: true", "hostNetwork", '"hostNetwork" is not allowed'),
+    (
+        "volumes: [{name: a, hostPath: {path: /}}]",
+        "volumes",
+        '"volumes" is set by ddprun; write kubernetes.cl',
+    ),
+    ("securityContext: {runAsUser: 0}", "securityContext", '"securityContext" is set by ddprun'),
+    ("ephemeralContainers: [{name: a}]", "ephemeralContainers", '"ephemeralContainers" is not allowed'),
+    *(
+        (f"initContainers: [{{name: a}}, {{name: b, {asked}}}]", f"initContainers[1].{where}", told)
+        for asked, where, told in (
+            (
+                "securityContext: {privileged: true}",
+                "securityContext.privileged",
+                '"privileged" must be false',
+            ),
+            (
+                "securityContext: {capabilities: {add: [SYS_ADMIN], drop: [ALL]}}",
+                "securityContext.capabilities",
+                '"capabilities" must be {"drop": ["ALL"]}',
+            ),
+            (
+                "securityContext: {allowPrivilegeEscalation: true}",
+                "securityContext.allowPrivilegeEscalation",
+                '"allowPrivilegeEscalation" must be false',
+            ),
+            ("securityContext: {runAsUser: 0}", "securityContext.runAsUser", '"runAsUser" is not allowed'),
+            ("securityContext: {runAsNonRoot: false}", "securityContext.runAsNonRoot", "must be true"),
+            ("securityContext: {procMount: Unmasked}", "securityContext.procMount", 'must be "Default"'),
+            (
+                "securityContext: {seccompProfile: {type: Unconfined}}",
+                "securityContext.seccompProfile",
+                'must be {"type": "RuntimeDefault"}',
+            ),
+            (
+                "securityContext: {windowsOptions: {hostProcess: true}}",
+                "securityContext.windowsOptions",
+                "is not allowed",
+            ),
+            ("securityContext: true", "securityContext", "expected a mapping of a security context's fields"),
+            ("ports: [{containerPort: 1}, {hostPort: 22}]", "ports[1].hostPort", '"hostPort" is not allowed'),
+            (
+                "startupProbe: {httpGet: {host: 10.0.0.1}}",
+                "startupProbe.httpGet.host",
+                '"host" is not allowed',
+            ),
+            (
+                "lifecycle: {postStart: {tcpSocket: {host: h}}}",
+                "lifecycle.postStart.tcpSocket.host",
+                '"host" is not allowed',
+            ),
+        )
+    ),
+    ("initContainers: {name: a}", "initContainers", "expected a list of containers"),
+    (
+        "initContainers: [{name: a, env: [{name: X, value: 'x${env:HOME}'}]}]",
+        "initContainers[0].env[0].value",
+        "is not filled in for pods; take it from a Secret, by valueFrom",
+    ),
+]
+
+
+@pytest.mark.parametrize(("pod", "where", "told"), UNRESTRICTED)
+def test_pods_stay_restricted(tmp_path: Path, pod: str, where: str, told: str) -> None:
+    """What the restricted standard does not allow is a fault at its place, in init containers too."""
+    path = tmp_path / "p.yaml"
+    path.write_text(f"{PIPELINE}kubernetes: {{pod: {{{pod}}}}}\n")
+    with pytest.raises(PipelineError) as caught:
+        load(path)
+    (fault,) = caught.value.faults
+    assert (fault.line, fault.path) == (7, f"kubernetes.pod.{where}")
+    assert told in fault.message
+
+
+def test_restricted_fields_may_be_written_out(tmp_path: Path) -> None:
+    """Saying what holds anyway is no fault."""
+    context = (
+        "{privileged: false, runAsUser: 1001, capabilities: {drop: [ALL]}, readOnlyRootFilesystem: false}"
+    )
+    pod = f"{{hostNetwork: false, initContainers: [{{name: a, image: b, securityContext: {context}}}]}}"
+    (tmp_path / "p.yaml").write_text(f"{PIPELINE}kubernetes: {{pod: {pod}}}\n")
+    assert load(tmp_path / "p.yaml").pipeline.kubernetes.pod["initContainers"][0]["image"] == "b"
 
 
 def test_without_slurm_it_says_so(tmp_path: Path) -> None:

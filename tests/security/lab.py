@@ -6,6 +6,7 @@ import logging
 import operator
 import os
 import subprocess
+from os import system as imported_shell
 from subprocess import Popen
 from typing import Any
 
@@ -13,8 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddprun_hooks import Hook, Link, Payload
+from tests.security import lab_parts
+from tests.security.lab_parts import *  # noqa: F403
+
+__all__ = ["imported_shell", "lab_parts"]
 
 shell = os.system
+same_shell = shell
+computed_shell = vars(os)["system"]
 run = subprocess.run
 execute = builtins.exec
 partial_shell = functools.partial(functools.partial(os.system), "true")
@@ -42,6 +49,29 @@ class Net(nn.Module):
     @classmethod
     def small(cls) -> "Net":
         return cls(4)
+
+    @staticmethod
+    def tiny() -> "Net":
+        return Net(2)
+
+    def save(self, path: str) -> None:
+        """Writes what an option names."""
+
+    class Inner(nn.Module):
+        """A class in a class."""
+
+    runs = os.system
+    compile_it = nn.Module.compile
+
+
+class Derived(Net):
+    """Has what its base has."""
+
+
+one_net = Net()
+bound_method = one_net.save
+CLASSES = {"Net": Net}
+ComputedNet = CLASSES["Net"]
 
 
 class Process(Popen[bytes]):

@@ -78,12 +78,13 @@ def run(folder: Path) -> tuple[Finished, set[str]]:
     with Running(
         "p.yaml", *overrides, "--run-dir", "run", cwd=folder, environment={"LAB_API_KEY": IN_ENVIRONMENT}
     ) as running:
-        own = _command_line(running.process.pid)
+        own: set[str] = set()
         while running.process.poll() is None:
+            own.add(_command_line(running.process.pid))  # until its exec is over, it shows none
             lines |= {_command_line(pid) for pid in below(running.process.pid)}
             time.sleep(0.02)
         # Between fork and exec a process still shows the line of the one that starts it, which is the user's.
-        return running.wait(), lines - {own}
+        return running.wait(), lines - own
 
 
 def _command_line(pid: int) -> str:

@@ -1,11 +1,13 @@
 """What a pipeline writes: in the run's folder, elsewhere only where `save` says so; no shell reads a name."""
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ddprun.engine.save import MADE, pipeline_beside
 from ddprun.spec import Loaded, PipelineError, load
 from ddprun.zoo.data import DataError, text
 from tests.ranks import ddprun
@@ -80,6 +82,51 @@ def test_save_is_the_one_way_out(tmp_path: Path) -> None:
     written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
     outside = {str(path) for path in written if not path.is_relative_to("work/run")}
     assert outside == {"work/p.yaml", "out/m.safetensors", "out/m.yaml"}
+
+
+def test_save_replaces_no_file_of_the_users(tmp_path: Path) -> None:
+    """The pipeline beside the weights goes elsewhere if another one is there; the next run takes its own."""
+    work = tmp_path / "work"
+    work.mkdir()
+    text = PIPELINE.replace(
+        "[{train: {steps: 1}}, save]",
+        "[{train: {steps: 1}}, {save: {to: ../train.safetensors}}, {save: {to: pipeline.safetensors}}]",
+    )
+    (work / "train.yaml").write_text(text)
+    for name in ("first", "second"):
+        done = ddprun("train.yaml", "--run-dir", name, cwd=work)
+        assert done.code == 0, done.stderr
+        assert (work / "train.yaml").read_text() == text
+        assert "save: train.yaml is not save's own and stays" in done.stderr.replace(f"{name}/../", "")
+        assert {path.name for path in work.iterdir() if path.is_file()} == {
+            *("train.yaml", "train.safetensors", "train.safetensors.yaml"),
+        }
+        own = (work / name / "pipeline.yaml").read_text()
+        assert not own.startswith("#"), "the run's own pipeline stays, too"
+        assert (work / name / "pipeline.safetensors.yaml").read_text() == MADE + own
+        assert load(work / "train.safetensors.yaml").pipeline.name == "train"
+
+
+@pytest.mark.parametrize("other", ["mine", "empty", "link", "folder", "fifo"])
+def test_what_stands_in_the_way_of_the_pipeline_stays(tmp_path: Path, other: str) -> None:
+    """Whatever it is: a file, a link to one that save has written, a folder, or what would never answer."""
+    weights, first = tmp_path / "m.safetensors", tmp_path / "m.yaml"
+    assert pipeline_beside(weights) == first
+    first.write_text(MADE + "seed: 0\n")
+    assert pipeline_beside(weights) == first
+    first.rename(tmp_path / "elsewhere.yaml")
+    if other == "link":
+        first.symlink_to("elsewhere.yaml")
+    elif other == "folder":
+        first.mkdir()
+    elif other == "fifo":
+        os.mkfifo(first)
+    else:
+        first.write_text("" if other == "empty" else "seed: 0\n")
+    second = tmp_path / "m.safetensors.yaml"
+    assert pipeline_beside(weights) == second
+    second.write_text("seed: 1\n")
+    assert pipeline_beside(weights) == tmp_path / "m.safetensors.2.yaml"
 
 
 def test_an_endless_pattern_is_a_fault(tmp_path: Path) -> None:

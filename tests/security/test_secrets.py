@@ -2,17 +2,20 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from ddprun.cli import main
 from ddprun.engine import build
-from ddprun.spec import Loaded, PipelineError
-from ddprun.spec.secrets import REDACTED, Secrets, is_secret_name
+from ddprun.spec import Loaded, PipelineError, load
+from ddprun.spec.secrets import REDACTED, Secrets, is_plain, is_secret_name
 
 CANARY = "cAnArY-8c1f'\"\\x é/5"
 DATA = """
@@ -270,9 +273,9 @@ def test_values_are_found_in_every_form() -> None:
 
 def test_what_is_too_short_or_a_path_is_no_secret(tmp_path: Path) -> None:
     """A value such as `1` would be replaced everywhere; a path to a key is none."""
-    environment = {"A_TOKEN": "1", "B_TOKEN": "word", "KEY": str(tmp_path), "C_KEY": str(tmp_path / "no")}
+    environment = {"A_TOKEN": "1", "B_TOKEN": "w0rd", "KEY": str(tmp_path), "C_KEY": str(tmp_path / "no")}
     secrets = Secrets.of([], environment)
-    assert secrets.redact("1 sword word.") == "1 sword ${env:B_TOKEN}."
+    assert secrets.redact("1 sw0rd w0rd.") == "1 sw0rd ${env:B_TOKEN}."
     assert secrets.redact(f"in {tmp_path}/x") == f"in {tmp_path}/x"
     assert secrets.redact(f"in {tmp_path}/no") == "in ${env:C_KEY}"
 
@@ -296,13 +299,183 @@ def test_passwords_in_urls(text: str, told: str) -> None:
 def test_nothing_takes_long() -> None:
     """64 KiB of anything are redacted within moments."""
     secrets = Secrets.of([], {f"TOKEN_{n}": f"value-{n}-{n}" for n in range(200)})
-    for unit in ("a", "a:", "https://", "://a", "?a", "&key=", "password: ", "a@", " ", '"', "key:'"):
+    for unit in (
+        "a",
+        "a:",
+        "${env:A}",
+        "password: ${env:A}",
+        "${",
+        "https://",
+        "://a",
+        "?a",
+        "&key=",
+        "password: ",
+        "a@",
+        " ",
+        '"',
+        "key:'",
+    ):
         text = (unit * 65536)[:65536]
         start = time.process_time()
         secrets.redact_line(text)
         secrets.redact_line(text, override=True)
         secrets.redact("https://" + text)
         assert time.process_time() - start < 1, unit
+
+
+LETTERS, DIGITS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
+REAL = st.builds(
+    lambda text, digit, letter: text[:2] + digit + letter + text[2:],
+    st.text(LETTERS + DIGITS + "-_+=/.!", min_size=4, max_size=40),
+    st.sampled_from(DIGITS),
+    st.sampled_from(LETTERS),
+).filter(lambda text: not is_plain(text) and not re.search(r"[{}$]", text) and "://" not in text)
+"""Secrets of six characters and more: letters and digits among each other."""
+
+NONE = st.one_of(
+    st.sampled_from(
+        ["true", "false", "True", "no", "yes", "on", "off", "none", "null", "auto", "default", "disabled"]
+    ),
+    st.integers(-9999999, 99999999).map(str),
+    st.floats(0, 1).map(lambda number: f"{number:.4g}"),
+    st.floats(1e-6, 1e6).map(lambda number: f"{number:f}"),
+    st.sampled_from(
+        ["main", "store", "cache", "digits", "train", "Manager", "DEBUG", "service", "0", "1e-3"]
+    ),
+)
+AROUND = st.text(st.characters(codec="utf-8", exclude_characters="$"), max_size=12)
+
+
+@settings(max_examples=300)
+@given(secret=REAL, before=AROUND, after=AROUND)
+def test_a_secret_of_six_characters_is_found_wherever_it_stands(secret: str, before: str, after: str) -> None:
+    """Within a longer word, as a value, as a key, and in what is written."""
+    secrets = Secrets.of([], {"HUB_TOKEN": secret})
+    text = f"{before}{secret}{after}"
+    assert secret not in secrets.redact(text)
+    told = json.dumps(secrets.redact_all({"a": [text], secret: 1, f"x{secret}y": {secret: text}}))
+    assert secret not in json.loads(told, object_pairs_hook=lambda pairs: [*map(str, pairs)])
+    assert json.dumps(secret)[1:-1] not in told
+    written = secrets.hidden({"data": {"a.B": {"note": text, secret: {f"x{secret}": 1}}}})
+    assert json.dumps(secret)[1:-1] not in json.dumps(written)
+
+
+@settings(max_examples=200)
+@given(value=NONE, name=st.sampled_from(["HF_HUB_DISABLE_IMPLICIT_TOKEN", "GIT_CREDENTIAL_HELPER", "KEY"]))
+def test_what_is_no_secret_is_never_replaced(value: str, name: str) -> None:
+    """Booleans, numbers and short words stay, whatever the variable or option that holds them is called."""
+    secrets = Secrets.of([(value, True), (f"{value}${{env:{name}}}", False)], {name: value})
+    text = f"expected {value} or false, got {value}s; x={value}"
+    assert secrets.redact(text) == text
+    data = {"data": {"a.B": {"note": text, value: text}}}
+    assert secrets.hidden(data) == data
+    assert secrets.redact_all({value: [value]}) == {value: [value]}
+
+
+PLACES = [
+    "{'a.B': {password: VALUE}}",
+    "{'a.B': {credentials: {user: VALUE}}}",
+    "{'a.B': {headers: [{name: API_TOKEN, value: VALUE}]}}",
+    "{'a.B': {url: 'https://me:VALUE@host/x'}}",
+    "{'a.B': {url: 'https://${env:USER}:VALUE@host/x'}}",
+    "{'a.B': {url: 'https://host/x?a=1&token=VALUE'}}",
+]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    secret=st.text(LETTERS + DIGITS + "-_", min_size=4, max_size=20),
+    place=st.sampled_from(PLACES),
+    data=st.data(),
+)
+def test_a_literal_beside_a_reference_does_not_survive(
+    tmp_path: Path, secret: str, place: str, data: st.DataObject
+) -> None:
+    """Before it or after it, in everything that is written, in a fault and in the digest."""
+    assume(any(char.isalnum() for char in secret))
+    literal = f"Zq9{secret}"
+    value = data.draw(
+        st.sampled_from([f"{literal}${{env:HOME}}", f"${{env:HOME}}{literal}", f"x${{env:PWD}}{literal}-"])
+    )
+    path = tmp_path / "p.yaml"
+    option = place.replace("VALUE", value if "'https" in place else json.dumps(value))
+    path.write_text(pipeline(f"data: {option}\n"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", "/home/somebody")
+        patch.setenv("PWD", "/somewhere")
+        patch.setenv("USER", "somebody")
+        found = load(path)
+        assert literal not in found.resolved()
+        assert literal not in json.dumps(found.plain())
+        assert found.filled("data", found.pipeline.train_data()).options
+        assert literal not in found.secrets.redact(
+            f"no answer: {value.replace('${env:HOME}', '/home/somebody')}"
+        )
+        path.write_text(
+            pipeline(f"data: {option}\nseed: {{}}\n").replace("seed: {}", f"other: {json.dumps(value)}")
+        )
+        with pytest.raises(PipelineError) as caught:
+            load(path)
+        assert literal not in str(caught.value)
+
+
+def test_the_literal_of_a_password_is_not_written(loaded: Callable[..., Loaded]) -> None:
+    """What comes from a variable stays by its name; such a file says that it does not load again."""
+    found = loaded(pipeline('data: {mylab.Files: {password: "literal-${env:HOME}"}}\n'), base=False)
+    assert 'password: "[redacted]${env:HOME}"' in found.resolved()
+    assert "literal" not in found.secrets.redact(f"bad password literal-{os.environ['HOME']}")
+    with pytest.raises(PipelineError, match="a secret stood here"):
+        loaded(found.resolved(), base=False, name="again.yaml")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            "${env:API_TOKEN}",
+            "Bearer ${env:API_TOKEN}",
+            "Bearer ${env:WHO}",
+            "${env:API_TOKEN}!",
+            "x-${env:API_TOKEN}",
+        ),
+        *("${env:HOME}/key.pem", "${env:HOME}/a/.netrc", "${env:A_KEY}:${env:B_KEY}", "user ${env:A_KEY}"),
+    ],
+)
+def test_what_cannot_be_the_secret_is_written(loaded: Callable[..., Loaded], value: str) -> None:
+    """So that a run with such a pipeline can be resumed."""
+    text = pipeline(f'data: {{mylab.Files: {{password: "{value}"}}}}\n')
+    found = loaded(text, base=False)
+    assert f'password: "{value}"' in found.resolved()
+    assert loaded(found.resolved(), base=False, name="again.yaml").digest() == found.digest()
+
+
+def test_check_does_not_take_a_setting_for_a_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable whose name has a secret's word in it may hold `true`."""
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "true")
+    path = tmp_path / "p.yaml"
+    path.write_text(pipeline("data: digits\nloader: {shuffle: 7}\n"))
+    assert main(["check", str(path)]) == 2
+    assert "expected true or false, got 7" in capsys.readouterr().out
+
+
+def test_keys_are_replaced_and_kept_apart(
+    loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the user's own mappings; a file with such a key does not load, and says where it stands."""
+    monkeypatch.setenv("A_TOKEN", "optimizer")
+    monkeypatch.setenv("B_TOKEN", "s3cr3t-one")
+    found = loaded(pipeline("data: {mylab.Files: {users: {s3cr3t-one: 1, x: 2}}}\n"), base=False)
+    written = found.resolved()
+    assert "s3cr3t" not in written
+    assert "\noptimizer:" in written
+    with pytest.raises(PipelineError, match=r"a secret stood here.*; write the key itself"):
+        loaded(written, base=False, name="again.yaml")
+    with pytest.raises(PipelineError, match=r"\$\{env:NAME\} is not filled in for keys"):
+        loaded(pipeline("data: {mylab.Files: {'${env:B_TOKEN}': 1}}\n"), base=False)
+    twins = Secrets.of([("a1b2c3d4", True), ("e5f6g7h8", True)], {})
+    assert twins.redact_all({"a1b2c3d4": 1, "e5f6g7h8": 2}) == {"[redacted]": 1, "[redacted] 2": 2}
 
 
 def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from ddprun_hooks import HookSetupError, registry
 from ddprun_hooks.dotted import import_dotted
 from ddprun_hooks.registry import make_hook, make_stack
 from ddprun_hooks.trust import VARIABLE, TrustSettingError, UntrustedError, trust
+from tests.security import lab
 
 LAB = "tests.security.lab"
 TEXT = """
@@ -53,15 +54,10 @@ def pipeline(tmp_path: Path) -> Callable[..., Loaded]:
         ("subprocess.Popen", "own library"),
         ("importlib.import_module", "own library"),
         ("pickle.loads", "own library"),
-        ("torch.load", "of torch only torch.nn"),
-        ("torch.hub.load", "of torch only torch.nn"),
-        ("torch.serialization.load", "of torch only torch.nn"),
-        ("torch.jit.load", "of torch only torch.nn"),
-        ("torch.utils.cpp_extension.load_inline", "of torch only torch.nn"),
-        ("torch.distributed.run.main", "of torch only torch.nn"),
-        ("torch.nn.functional.torch.load", "is the module torch"),
-        ("torch.nn.modules.module.warnings.sys.exit", "is the module warnings"),
-        ("torch.nn.functional.boolean_dispatch", "is torch._jit_internal.boolean_dispatch"),
+        ("torch.load", "of torch only the modules in torch.nn may be named here"),
+        ("torch.nn.functional.torch.load", "of torch only"),
+        ("torch.nn.modules.module.warnings.sys.exit", "of torch only"),
+        ("torch.nn.functional.boolean_dispatch", "of torch only"),
         ("torch.nn.Linear.__init__.__globals__", "__"),
         ("numpy.load", '"numpy" is not trusted'),
         (f"{LAB}.shell", "is posix.system"),
@@ -78,7 +74,21 @@ def pipeline(tmp_path: Path) -> Callable[..., Loaded]:
         (f"{LAB}.listed", "is builtins.list"),
         (f"{LAB}.number", "is builtins.int"),
         (f"{LAB}.wrapped_shell", "is posix.system"),
+        (f"{LAB}.computed_shell", "is posix.system"),
+        (f"{LAB}.imported_shell", "is posix.system"),
+        (f"{LAB}.star_shell", "is posix.system"),
         (f"{LAB}.os.system", "is the module os"),
+        (f"{LAB}.lab_parts.os.system", "is the module tests.security.lab_parts"),
+        (f"{LAB}.__builtins__.eval", "__"),
+        (f"{LAB}.Net.runs", "own library"),
+        (f"{LAB}.Net.mro", "is builtins.type.mro"),
+        (f"{LAB}.Net.compile", r"is torch.nn.modules.module.Module.compile: of torch only"),
+        (f"{LAB}.Net.compile_it", r"is torch.nn.modules.module.Module.compile: of torch only"),
+        (f"{LAB}.Net.save", "is a method, which is called on an object"),
+        (f"{LAB}.Derived.save", "is a method, which is called on an object"),
+        (f"{LAB}.Net.forward", "is a method, which is called on an object"),
+        (f"{LAB}.bound_method", "is a method, which is called on an object"),
+        (f"{LAB}.one_net.save", "is an object, and a name may go through modules and classes only"),
         (f"{LAB}.Process", "is .*Process"),
         (f"{LAB}.count", "is .*count"),
         (f"{LAB}.nothing", "is .*nothing"),
@@ -97,7 +107,7 @@ def test_what_runs_or_loads_code_is_never_a_model(
 
 @pytest.mark.parametrize(
     "name",
-    ["Net", "make_net", "made_once", "wrapped_net", "partial_net", "Net.small"],
+    ["Net", "make_net", "made_once", "wrapped_net", "partial_net", "Net.small", "Net.tiny", "Derived.small"],
 )
 def test_what_a_trusted_package_offers_is_had(trusted: Callable[[str], None], name: str) -> None:
     """Classes, functions, partials, decorated and cached functions and class methods of the package's own."""
@@ -121,16 +131,203 @@ def test_a_single_object_may_be_listed(trusted: Callable[[str], None]) -> None:
         ("optimizer", "torch.optim.SGD", "torch.nn.Linear"),
         ("schedule", "torch.optim.lr_scheduler.StepLR", "torch.nn.Linear"),
         ("metric", "torch.nn.functional.mse_loss", "torch.nn.Linear"),
-        ("mutate", "torch.nn.utils.parameters_to_vector", "torch.nn.Linear"),
-        ("update", "torch.nn.utils.parameters_to_vector", "torch.nn.Linear"),
+        ("mutate", f"{LAB}.decorated", f"{LAB}.Net"),
+        ("update", f"{LAB}.decorated", f"{LAB}.Net"),
     ],
 )
 def test_each_kind_takes_its_own(trusted: Callable[[str], None], kind: str, good: str, bad: str) -> None:
     """What is no dataset, optimizer, … is refused before it is called."""
-    trusted("torch")
+    trusted(f"torch, {LAB}")
     import_dotted(good, build._WANTED[kind])
     with pytest.raises(UntrustedError):
         import_dotted(bad, build._WANTED[kind])
+
+
+OF_TORCH = [
+    ("mutate", "torch.nn.Module.compile"),
+    ("mutate", "torch.nn.Module.load_state_dict"),
+    ("mutate", "torch.nn.utils.parameters_to_vector"),
+    ("mutate", "torch.nn.init.normal_"),
+    ("mutate", "torch.nn.Linear"),
+    ("update", "torch.nn.functional.mse_loss"),
+    ("hook", "torch.nn.Linear"),
+    ("data", "torch.utils.data.datapipes.gen_pyi.gen_from_template"),
+    ("data", "torch.utils.data.datapipes.iter.FileOpener"),
+    ("data", "torch.utils.data.IterDataPipe"),
+    ("data", "torch.utils.data.DataLoader"),
+    ("data", "torch.utils.data.random_split"),
+    ("data", "torch.utils.data.dataset.TensorDataset"),
+    ("model", "torch.hub.load"),
+    ("model", "torch.load"),
+    ("model", "torch.jit.load"),
+    ("model", "torch.jit.ScriptModule"),
+    ("model", "torch.fx.GraphModule"),
+    ("model", "torch.package.PackageImporter"),
+    ("model", "torch._dynamo.OptimizedModule"),
+    ("model", "torch.export.load"),
+    ("model", "torch.utils.cpp_extension.load_inline"),
+    ("model", "torch.distributed.run.main"),
+    ("model", "torch.distributed.nn.api.remote_module.RemoteModule"),
+    ("model", "torch.ao.nn.quantized.Linear"),
+    ("model", "torch.nn.DataParallel"),
+    ("model", "torch.nn.parallel.DistributedDataParallel"),
+    ("model", "torch.nn.Linear.forward"),
+    ("model", "torch.nn.Embedding.from_pretrained"),
+    ("model", "torch.nn.Parameter"),
+    ("model", "torch.nn.factory_kwargs"),
+    ("model", "torch.nn.modules.linear.Linear"),
+    ("model", "torch.optim.swa_utils.AveragedModel"),
+    ("loss", "torch.nn.functional.relu"),
+    ("loss", "torch.nn.functional.handle_torch_function"),
+    ("metric", "torch.nn.functional.grid_sample"),
+    ("optimizer", "torch.optim.Optimizer.load_state_dict"),
+    ("optimizer", "torch.optim._functional.adam"),
+    ("schedule", "torch.optim.lr_scheduler.Optimizer"),
+    ("schedule", "torch.optim.lr_scheduler.Counter"),
+    ("schedule", "torch.optim.SGD"),
+]
+OVERRIDES = {
+    "mutate": "stages=[{train: {steps: 1, mutate: NAME}}]",
+    "update": "stages=[{forward: {steps: 1, update: NAME}}]",
+    "hook": "hooks=[NAME]",
+    "metric": "stages=[{evaluate: {metrics: [NAME]}}]",
+}
+
+
+@pytest.mark.parametrize(
+    "packages", ["torch", "torch.nn, torch.optim, torch.utils.data, torch.hub, torch.load"]
+)
+@pytest.mark.parametrize(("kind", "name"), OF_TORCH)
+def test_of_torch_kinds_may_be_named_and_no_prefix(
+    trusted: Callable[[str], None], pipeline: Callable[..., Loaded], packages: str, kind: str, name: str
+) -> None:
+    """What compiles, loads, writes or wraps is refused, by `check` as by a run: it is at no open place."""
+    trusted(packages)
+    with pytest.raises(UntrustedError):
+        import_dotted(name, registry._WANTED if kind == "hook" else build._WANTED[kind])
+    with pytest.raises(PipelineError, match="may not be imported") as caught:
+        pipeline(OVERRIDES.get(kind, f"{kind}=NAME").replace("NAME", name))
+    assert [fault.file for fault in caught.value.faults] == ["--set 1"]
+
+
+def test_commands_in_options_of_torch_are_not_run(
+    trusted: Callable[[str], None],
+    pipeline: Callable[..., Loaded],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A compiler of the pipeline's own choosing, and a template that is written to any file."""
+    (tmp_path / "template.pyi.in").write_text("written")
+    for packages in ("torch", "torch.nn", "torch.nn,torch.utils.data"):
+        trusted(packages)
+        for override in (
+            "stages=[{train: {steps: 1, mutate: {torch.nn.Module.compile: {options: {cpp.cxx: [touch]}}}}}]",
+            "data={torch.utils.data.datapipes.gen_pyi.gen_from_template: {dir: ., template_name: "
+            "template.pyi.in, output_name: written, replacements: []}}",
+        ):
+            monkeypatch.chdir(tmp_path)
+            with pytest.raises(PipelineError, match="may not be imported"):
+                pipeline(override)
+    assert not (tmp_path / "written").exists()
+
+
+def test_the_open_places_of_torch_hold_what_they_are_said_to(trusted: Callable[[str], None]) -> None:
+    """All that may be named is of its kind and defined there, and nearly all of the kind may be named."""
+    trusted("torch")
+    bases = {
+        "torch.nn": (nn.Module, build._WANTED["model"]),
+        "torch.optim": (torch.optim.Optimizer, build._WANTED["optimizer"]),
+        "torch.optim.lr_scheduler": (torch.optim.lr_scheduler.LRScheduler, build._WANTED["schedule"]),
+        "torch.utils.data": (torch.utils.data.Dataset, build._WANTED["data"]),
+        "torch.nn.functional": (None, build._WANTED["loss"]),
+    }
+    kept_out: dict[str, set[str]] = {}
+    for place, (base, wanted) in bases.items():
+        module = sys.modules[place]
+        for name, found in vars(module).items():
+            of_kind = isinstance(found, type) and base is not None and issubclass(found, base)
+            if trust().refusal(f"{place}.{name}", wanted.kind) is None:
+                assert of_kind if base else callable(found), f"{place}.{name}"
+                assert import_dotted(f"{place}.{name}", wanted) is found
+            elif (name[0] != "_" and of_kind) or (base is None and name.endswith(("_loss", "entropy"))):
+                kept_out.setdefault(place, set()).add(name)
+    assert kept_out == {
+        "torch.nn": {"DataParallel"},
+        "torch.utils.data": {"DFIterDataPipe", "IterDataPipe", "MapDataPipe"},
+        "torch.nn.functional": {"linear_cross_entropy"},
+    }
+
+
+SEEN_BY_CHECK = [
+    *("shell", "same_shell", "imported_shell", "star_shell", "run", "execute", "opener", "popen", "shown"),
+    *("partial_shell", "os.system", "lab_parts.os.system", "lab_parts.star_shell", "nn.Module.compile"),
+    *("__builtins__.eval", "Net.__init__.__globals__", "Net.runs", "Net.save", "Net.forward", "Derived.save"),
+    *("Net.compile", "Net.compile_it", "Derived.compile", "subprocess.Popen", "logging.os.system"),
+]
+
+
+@pytest.mark.parametrize("name", SEEN_BY_CHECK)
+def test_check_reads_where_a_name_leads(
+    trusted: Callable[[str], None], pipeline: Callable[..., Loaded], name: str
+) -> None:
+    """Aliases, imports, bases and methods stand in the package's source, which it reads and does not run."""
+    trusted(f"{LAB}, {LAB}_parts, torch")
+    with pytest.raises(UntrustedError):
+        import_dotted(f"{LAB}.{name}", build._WANTED["mutate"])
+    with pytest.raises(PipelineError) as caught:
+        pipeline(f"stages=[{{train: {{steps: 1, mutate: {LAB}.{name}}}}}]")
+    (fault,) = caught.value.faults
+    assert (fault.file, fault.path) == ("--set 1", "stages[0].train.mutate")
+
+
+def test_check_refuses_nothing_that_a_run_takes(
+    trusted: Callable[[str], None], pipeline: Callable[..., Loaded]
+) -> None:
+    """Of all names that lead into the package, at any depth up to two."""
+    trusted(f"{LAB}, {LAB}_parts, torch")
+    names = [
+        *vars(lab),
+        *(f"{first}.{second}" for first, found in vars(lab).items() for second in dir(found)),
+    ]
+    names = [name for name in names if "__" not in name]
+    taken = 0
+    for name in names:
+        try:
+            import_dotted(f"{LAB}.{name}", build._WANTED["model"])
+        except UntrustedError:
+            continue
+        taken += 1
+        pipeline(f"model={LAB}.{name}")
+    assert taken >= 10
+    assert len(names) > 500
+
+
+def test_check_imports_nothing(tmp_path: Path) -> None:
+    """Though it reads the files of a trusted package."""
+    package = tmp_path / "lab_here"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')\nimport os\n")
+    (package / "nets.py").write_text("from . import os\nfrom .. import x\nfrom lab_here import os as o\n")
+    path = tmp_path / "p.yaml"
+    for name, reason in (
+        ("os.system", "os.system"),
+        ("nets.os.system", "os.system"),
+        ("nets.o.system", "os.system"),
+    ):
+        path.write_text(TEXT.replace("{model}", f"lab_here.{name}"))
+        done = subprocess.run(
+            [sys.executable, "-m", "ddprun", "check", "p.yaml"],
+            cwd=tmp_path,
+            env={"PATH": "", VARIABLE: "./lab_here"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert f'"lab_here.{name}" is {reason}: Python\'s own library' in done.stdout, (
+            done.stdout + done.stderr
+        )
 
 
 def test_without_the_variable_nothing_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,15 +394,18 @@ def test_check_refuses_by_name_wherever_a_name_may_stand(
 @pytest.mark.parametrize(
     ("override", "make"),
     [
-        ("model={tests.security.lab.shell: {command: 'touch ran'}}", build.build_model),
-        ("data={tests.security.lab.shell: {command: 'touch ran'}}", build.build_data),
-        ("loss=tests.security.lab.shell", lambda loaded: build.build_loss(loaded, torch.device("cpu"))),
+        ("model={tests.security.lab.computed_shell: {command: 'touch ran'}}", build.build_model),
+        ("data={tests.security.lab.computed_shell: {command: 'touch ran'}}", build.build_data),
         (
-            "optimizer=tests.security.lab.shell",
+            "loss=tests.security.lab.computed_shell",
+            lambda loaded: build.build_loss(loaded, torch.device("cpu")),
+        ),
+        (
+            "optimizer=tests.security.lab.computed_shell",
             lambda loaded: build.build_optimizer(loaded, nn.Linear(1, 1)),
         ),
         (
-            "hooks=[{tests.security.lab.shell: {command: 'touch ran'}}]",
+            "hooks=[{tests.security.lab.computed_shell: {command: 'touch ran'}}]",
             lambda loaded: build.build_stack(loaded, "hooks", loaded.pipeline.hooks),
         ),
     ],
@@ -225,7 +425,7 @@ def test_a_run_refuses_what_a_trusted_name_leads_to(
         make(pipeline(override))
     (fault,) = caught.value.faults
     assert fault.file == "--set 1"
-    assert '"tests.security.lab.shell" is posix.system' in fault.message
+    assert '"tests.security.lab.computed_shell" is posix.system' in fault.message
     assert "DDPRUN_TRUSTED allows tests.security.lab" in fault.message
     assert not (tmp_path / "ran").exists()
 
@@ -269,7 +469,9 @@ def test_installed_hooks_are_judged_by_their_target(
         choices._installed_targets.cache_clear()
 
 
-@pytest.mark.parametrize("packages", ["os.", "my lab", "*", "a..b", "-x", "lab;os"])
+@pytest.mark.parametrize(
+    "packages", ["os.", "my lab", "*", "a..b", "-x", "lab;os", ".", "./", "../lab", "lab/nets"]
+)
 def test_a_setting_that_cannot_be_read_is_a_fault(
     trusted: Callable[[str], None], pipeline: Callable[..., Loaded], packages: str
 ) -> None:
@@ -284,7 +486,9 @@ def test_a_setting_that_cannot_be_read_is_a_fault(
 
 
 def test_the_pipelines_folder_holds_only_what_is_listed(tmp_path: Path) -> None:
-    """What an installed package would import if it were there is not taken from a stranger's folder."""
+    """A listed package that is not installed, and what an installed one would import if it were there, is not
+    taken from a stranger's folder: only what is named for that folder.
+    """
     (tmp_path / "mylab.py").write_text("import builtins\nbuiltins.ran.append('mylab')\n")
     (tmp_path / "optional.py").write_text("import builtins\nbuiltins.ran.append('optional')\n")
     program = (
@@ -297,7 +501,12 @@ def test_the_pipelines_folder_holds_only_what_is_listed(tmp_path: Path) -> None:
         "    except ImportError: pass\n"
         "print(*builtins.ran)\n"
     )
-    for packages, ran in (("mylab.nets,torchvision", "mylab"), ("", ""), (None, "mylab optional")):
+    for packages, ran in (
+        ("./mylab.nets,torchvision", "mylab"),
+        ("mylab.nets,optional", ""),
+        ("", ""),
+        (None, "mylab optional"),
+    ):
         done = subprocess.run(
             [sys.executable, "-P", "-c", program, str(tmp_path / "p.yaml")],
             env={"PATH": "", **({} if packages is None else {VARIABLE: packages})},
@@ -307,6 +516,45 @@ def test_the_pipelines_folder_holds_only_what_is_listed(tmp_path: Path) -> None:
             check=True,
         )
         assert done.stdout.strip() == ran
+
+
+@pytest.mark.parametrize("command", [["check"], []])
+@pytest.mark.parametrize("module", ["mylab.py", "mylab/__init__.py", "mylab/nets.py"])
+def test_a_listed_package_is_not_taken_from_the_folder(
+    tmp_path: Path, command: list[str], module: str
+) -> None:
+    """`check` and a run say the same: that it is not installed, and how the one in the folder is named."""
+    (tmp_path / module).parent.mkdir(exist_ok=True)
+    (tmp_path / module).write_text("raise SystemExit('imported')\n")
+    (tmp_path / "p.yaml").write_text(TEXT.replace("{model}", "mylab.nets.Net"))
+    done = subprocess.run(
+        [sys.executable, "-m", "ddprun", *command, "p.yaml"],
+        cwd=tmp_path,
+        env={"PATH": "", VARIABLE: "mylab.nets,torchvision"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).splitlines()[0] == (
+        'p.yaml:2:8: model: "mylab.nets.Net" may not be imported: "mylab" is not installed, and the '
+        "pipeline's folder is not searched for it; DDPRUN_TRUSTED allows mylab.nets, torchvision, and "
+        "./mylab would name the one in the folder"
+    )
+
+
+def test_a_package_that_is_named_for_the_folder_is_had(
+    trusted: Callable[[str], None], pipeline: Callable[..., Loaded], tmp_path: Path
+) -> None:
+    """By `check`, which reads it where a run would find it."""
+    (tmp_path / "lab_of_mine.py").write_text("import os\nclass Net: ...\n")
+    trusted("./lab_of_mine, torchvision")
+    assert pipeline("model=lab_of_mine.Net").pipeline.model.source == "dotted"
+    with pytest.raises(
+        PipelineError, match=r'"lab_of_mine.os.system" is os.system: .*allows \./lab_of_mine, torchv'
+    ):
+        pipeline("model=lab_of_mine.os.system")
 
 
 def test_nothing_untrusted_is_imported(tmp_path: Path) -> None:

@@ -191,7 +191,6 @@ def test_a_fault_of_the_run_has_its_place(loaded: Load) -> None:
     assert found.fault("hooks[0]", "x").headline == "--set 1:1:8: hooks[0]: x"
     assert found.fault("optimizer.SGD.lr", "x").headline == "--set 2:1:18: optimizer.SGD.lr: x"
     assert found.fault("optimizer.SGD.momentum", "x").line == 4
-    assert found.fault("stages[0].train.epochs", "x").line == 1
     assert found.fault("", "x").line == 1
 
 
@@ -234,3 +233,14 @@ def test_a_pipeline_is_frozen(loaded: Load) -> None:
     pipeline: Pipeline = loaded("").pipeline
     with pytest.raises(ValueError, match="frozen"):
         pipeline.seed = 3
+
+
+def test_a_fault_of_a_key_that_nobody_wrote_has_no_place(loaded: Load) -> None:
+    """A quoted line would show something else."""
+    found = loaded("ddp: {bucket_cap_mb: 1}\n")
+    assert str(found.fault("stages[0].train.epochs", "x")) == f"{found.path}: stages[0].train.epochs: x"
+    assert found.fault("ddp.find_unused_parameters", "x").line == 5
+    assert found.has("ddp.bucket_cap_mb")
+    assert not found.has("ddp.find_unused_parameters")
+    assert not found.has("stages[0].train.epochs")
+    assert found.has("optimizer")

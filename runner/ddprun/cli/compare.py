@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from ddprun.screen import is_terminal
+
 _COLUMNS = {
     "variant": "",
     "steps_per_s": "steps/s",
@@ -128,9 +130,8 @@ def compare(
     if done:
         heads = list(_COLUMNS.values())
         lead = heads, [_cells(row) for row in table]
-        (folder / "report.html").write_text(
-            page(done, lead, [s.variant.name for s in sides if s.digest is not None])
-        )
+        text = page(done, lead, [s.variant.name for s in sides if s.digest is not None])
+        (folder / "report.html").write_bytes(text.encode(errors="replace"))
         click.echo(f"ddprun: {folder / 'report.html'}", err=True)
     failed = [side for side in sides if not side.done]
     for side in failed:
@@ -181,7 +182,7 @@ class _Progress:
     """One line that is written over on a terminal; elsewhere the first and every tenth."""
 
     def __init__(self) -> None:
-        self._terminal, self._count = sys.stderr.isatty(), 0
+        self._terminal, self._count = is_terminal(sys.stderr), 0
 
     def __call__(self, text: str) -> None:
         if self._terminal:
@@ -197,7 +198,9 @@ class _Progress:
 
 def _echo(table: Sequence[Mapping[str, Any]], form: str) -> None:
     if form == "json":
-        click.echo(json.dumps(list(table), indent=2, ensure_ascii=False))
+        from ddprun.telemetry.writer import finite
+
+        click.echo(json.dumps(finite(list(table)), indent=2, ensure_ascii=False, allow_nan=False))
     elif form == "csv":
         text = io.StringIO()
         writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
@@ -223,7 +226,7 @@ def _print(table: Sequence[Mapping[str, Any]]) -> None:
         shown.add_column(title, justify="left" if key in ("variant", "verdict") else "right")
     for row in table:
         shown.add_row(*map(_escaped, _cells(row)))
-    width = None if sys.stdout.isatty() else 160
+    width = None if is_terminal(sys.stdout) else 160
     Console(highlight=False, width=width).print(shown)
 
 

@@ -5,6 +5,7 @@ import sys
 
 import click
 
+from ddprun import screen
 from ddprun.cli.run import torchrun_flags
 
 
@@ -50,8 +51,7 @@ def doctor(form: str, timeout_s: float, **flags: str | int | float | bool | None
     if seen.fault:
         click.echo(f"ddprun doctor: {seen.fault}", err=True)
     if seen.stuck:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        screen.flush()
         os._exit(seen.code)  # threads may hang in collectives whose peers are gone
     return seen.code
 

@@ -1,20 +1,40 @@
 """`ddprun`: the group of commands, and how its errors reach the terminal."""
 
-import io
 import os
-import sys
-from collections.abc import Sequence
+import re
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ddprun import __version__
+from ddprun import __version__, screen
 from ddprun.cli import catalog, check, compare, doctor, explain, init, report, resume, run, schema, submit
+
+_RUNS = ("run", "resume")
+_SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
+
+
+class _OutputLostError(click.ClickException):
+    """What was asked for did not get to where stdout leads: a disk is full, or its reader has had enough."""
+
+    def __init__(self, failure: OSError) -> None:
+        super().__init__(f"cannot write to standard output: {failure.strerror}")
+        self.quiet = isinstance(failure, BrokenPipeError)
 
 
 class _Commands(click.Group):
     """A group in which `ddprun pipeline.yaml` means `ddprun run pipeline.yaml`."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command, and see that its output got out; a run is what it is without its last line."""
+        result = super().invoke(ctx)
+        if not result and ctx.invoked_subcommand not in _RUNS:
+            failure = screen.failure_of_stdout()
+            if failure is not None:
+                raise _OutputLostError(failure)
+        return result
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert `run` where no command is named."""
@@ -27,28 +47,34 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Say what was probably meant where a word is neither a command nor a file."""
         word = args[0]
-        if self.get_command(ctx, word) is None:
+        command = self.get_command(ctx, word)
+        if command is None:
             from ddprun.spec.faults import suggest
 
             near = suggest(word, self.commands)
             hint = f' (did you mean "{near}"?)' if near else ""
+            if _is_setting(word):
+                word, hint = _without_secret(word), f": write ddprun PIPELINE {_as_option(word)}"
             raise click.UsageError(f'"{word}" is neither a command nor a pipeline file{hint}')
+        if any("--set" in param.opts for param in command.params):
+            for given in filter(_is_setting, _words(args[1:], command)):
+                raise click.UsageError(f'"{_without_secret(given)}" is no file: write {_as_option(given)}')
         return super().resolve_command(ctx, args)
 
     def _means_run(self, args: Sequence[str]) -> bool:
         if args[0] in self.commands:
             return False
-        word = _first_word(args)
+        word = next(_words(args, run.run), None)
         if word is None or args[0].startswith("-"):
             return True
         return Path(word).suffix in (".yaml", ".yml") or os.sep in word or Path(word).exists()
 
 
-def _first_word(args: Sequence[str]) -> str | None:
-    """The first argument that is neither an option of `run` nor an option's value."""
+def _words(args: Sequence[str], command: click.Command) -> Iterator[str]:
+    """The arguments that are neither an option of the command nor an option's value."""
     with_value = {
         name
-        for option in run.run.params
+        for option in command.params
         if isinstance(option, click.Option) and not option.is_flag
         for name in option.opts
     }
@@ -57,10 +83,24 @@ def _first_word(args: Sequence[str]) -> str | None:
         if values:
             values -= 1
         elif not arg.startswith("-"):
-            return arg
+            yield arg
         elif arg.replace("_", "-") in with_value:
             values = 1
-    return None
+
+
+def _without_secret(setting: str) -> str:
+    from ddprun.spec.secrets import Secrets
+
+    return Secrets({}).redact_line(setting, override=True)
+
+
+def _as_option(setting: str) -> str:
+    return f"--set {shlex.quote(_without_secret(setting))}"
+
+
+def _is_setting(word: str) -> bool:
+    """Whether a word that should be a file is KEY=VALUE, as Hydra and others take it."""
+    return _SETTING.match(word) is not None and not Path(word).exists()
 
 
 @click.group(
@@ -104,11 +144,7 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # a terminal that knows few characters shows the others escaped
-            stream.reconfigure(errors="backslashreplace")
+    screen.protect()
     try:
         result: Any = cli.main(
             args=None if args is None else list(args), prog_name="ddprun", standalone_mode=False
@@ -120,6 +156,10 @@ def main(args: Sequence[str] | None = None) -> int:
         from ddprun.spec.secrets import Secrets
 
         message = " ".join(Secrets.of().redact(error.format_message()).split()).rstrip(".")
+        if isinstance(error, _OutputLostError):
+            if not error.quiet:
+                screen.say(f"ddprun: {message}")
+            return 1
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "ddprun"
         click.echo(f"{command}: {message[:1].lower()}{message[1:]}; see `{command} --help`", err=True)
         return 2

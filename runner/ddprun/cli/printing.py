@@ -6,12 +6,13 @@ from typing import IO
 
 import click
 
+from ddprun.screen import is_terminal
 from ddprun.spec.faults import Fault
 
 
 def colored(stream: IO[str]) -> bool:
     """Whether to color what goes to the stream: on a terminal, unless NO_COLOR is set (https://no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR")
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 def text(faults: Iterable[Fault], color: bool = False) -> str:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from ddprun.run_files import replacing
+
 
 @click.command()
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -28,21 +30,30 @@ def report(runs: tuple[Path, ...], output: Path | None, steps: str | None, trace
     from ddprun.insight.runs import NoRunError, Run
 
     chosen = _steps(steps)
-    try:
-        found = [Run(folder) for folder in runs]
-    except NoRunError as error:
-        raise click.ClickException(str(error)) from None
     target = output if output is not None else runs[0] / "report.html"
     try:
-        target.write_text(page([digest(run) for run in found]))
+        found = [Run(folder) for folder in runs]
+        text = page([digest(run) for run in found]).encode(errors="replace")
+        _write(target, text, own=output is None)
         click.echo(str(target))
         for run in found if trace else ():
-            file = run.folder / "trace.json"
-            count = traces.write(run, file, steps=chosen)
-            click.echo(f"{file}: {count:,} of {run.last_step:,} steps", err=True)
+            target = run.folder / "trace.json"
+            count = traces.write(run, target, steps=chosen)
+            click.echo(f"{target}: {count:,} of {run.last_step:,} steps", err=True)
+    except NoRunError as error:
+        raise click.ClickException(str(error)) from None
     except OSError as error:
-        raise click.ClickException(f"cannot write {error.filename}: {error.strerror}") from None
+        raise click.ClickException(f"cannot write {target}: {error.strerror or error}") from None
     return 0
+
+
+def _write(target: Path, text: bytes, *, own: bool) -> None:
+    """Write the page: where its reader wants it, or as a file of the run's own."""
+    if own:
+        with replacing(target.parent, target.name) as file:
+            file.write(text)
+    else:
+        target.write_bytes(text)
 
 
 def _steps(text: str | None) -> tuple[int, int] | None:

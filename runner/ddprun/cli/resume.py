@@ -1,11 +1,13 @@
 """`ddprun resume`."""
 
-import json
 from pathlib import Path
 
 import click
 
 from ddprun.cli.run import start, torchrun_flags
+from ddprun.run_files import open_file, read_object
+
+_MOST_BYTES = 1 << 20
 
 
 @click.command(options_metavar="[OPTIONS]")
@@ -24,12 +26,22 @@ def resume(run: Path, overrides: tuple[str, ...], **flags: str | int | float | b
     on in the same order of samples.
     """
     try:
-        folder = Path(json.loads((run / "run.json").read_text())["pipeline_folder"])
-    except (OSError, ValueError, KeyError, TypeError):
-        message = "it has no run.json" if run.is_dir() else "there is no such folder"
-        click.echo(f"ddprun: {run} is not the folder of a run: {message}", err=True)
+        folder = Path(read_object(run, "run.json", _MOST_BYTES)["pipeline_folder"])
+        open_file(run, "pipeline.yaml").close()  # nobody else may make it a pipe that is waited for
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        click.echo(f"ddprun: {run} is not the folder of a run: {_told(run, error)}", err=True)
         return 2
     return start(run / "pipeline.yaml", overrides, run, flags, folder, resuming="yes")
+
+
+def _told(run: Path, error: Exception) -> str:
+    if not run.is_dir():
+        return "there is no such folder"
+    if isinstance(error, FileNotFoundError):
+        return f"it has no {Path(error.filename).name}"
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    return "its run.json is damaged"
 
 
 torchrun_flags(resume)

@@ -62,6 +62,10 @@ def submit(
     if program is not None and to != "slurm":
         raise click.UsageError(f"--program says nothing to {to}, where the image has ddprun")
     job = _job(loaded, to, overrides, program)
+    if loaded.secrets.redact(job.text) != job.text:
+        raise click.UsageError(f"{pipeline} holds a secret under {to}, which the job would show")
+    if told := _not_passed_on(loaded, to):
+        click.echo(f"ddprun: warning: {told}", err=True)
     if dry_run:
         click.echo(job.text, nl=False)
         return 0
@@ -88,8 +92,19 @@ def _holds_secret(loaded: "Loaded") -> bool:
     """Whether the file itself does, which such a job takes along."""
     from ddprun.spec.secrets import REDACTED
 
-    text = loaded.path.read_text()
+    text = loaded.path.read_text("utf-8")
     return REDACTED in loaded.resolved() or loaded.secrets.redact(text) != text
+
+
+def _not_passed_on(loaded: "Loaded", to: str) -> str | None:
+    """What to tell about variables that the pipeline takes and the job may not have."""
+    asked = loaded.pipeline
+    if to == "slurm" or (to == "kubernetes" and asked.kubernetes.env_from is not None):
+        return None
+    missing = [name for name in loaded.variables() if to == "kubernetes" or name not in asked.docker.env]
+    if not missing:
+        return None
+    return f"{', '.join(missing)}: only what the image sets is in the job; have it set by {_VARIABLES[to]}"
 
 
 def _job(loaded: "Loaded", to: str, overrides: tuple[str, ...], program: str | None) -> "Job":

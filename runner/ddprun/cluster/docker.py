@@ -1,7 +1,8 @@
 """A pipeline as containers on one network of a Docker engine, sent through the engine's API.
 
 https://docs.docker.com/reference/api/engine/. The containers are restricted: an ordinary user, no
-capabilities, a file system that is read-only but for /tmp and the folder of runs.
+capabilities, a file system that is read-only but for /tmp and the folder of runs. The engine starts none of
+them again: ddprun does that with ranks, inside, as often as `launch.max_restarts` says.
 """
 
 import contextlib
@@ -9,14 +10,12 @@ import io
 import os
 import tarfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import yaml
 
-from ddprun.cluster.job import PORT, RUNS, ClusterError, Outcome, Show, arguments, new_name, nodes_of
+from ddprun.cluster.job import PORT, RUNS, ClusterError, Outcome, Show, arguments, limits, new_name, nodes_of
 from ddprun.spec import Loaded
 
 JOB = "ddprun.job"
@@ -24,7 +23,6 @@ JOB = "ddprun.job"
 
 _USER = 1000
 _KILLED = 137
-_POLL_S = 0.2
 
 
 class DockerJob:
@@ -42,7 +40,8 @@ class DockerJob:
         self._file, self._data = f"{RUNS}/{self.name}.yaml", loaded.path.read_bytes()
         self._network = asked.network or self.name
         self._least = launch.hosts[0] if launch.hosts[0] < nodes else nodes
-        self._env = asked.env
+        self._limits = limits()
+        self._env = [name for name in asked.env if name not in self._limits]
         self.requests: list[tuple[str, dict[str, Any]]] = []
         """Paths below the API's root, and what is posted there."""
 
@@ -64,12 +63,15 @@ class DockerJob:
                 (f"containers/create?name={self._container(node)}", self._body(loaded, node, command))
             )
 
+    def _limited(self) -> list[str]:
+        return [f"{name}={value}" for name, value in self._limits.items()]
+
     def _container(self, node: int) -> str:
         return f"{self.name}-{node}"
 
     def _body(self, loaded: Loaded, node: int, command: Sequence[str]) -> dict[str, Any]:
         """What makes one of the containers."""
-        asked, restarts = loaded.pipeline.docker, loaded.pipeline.launch.max_restarts
+        asked = loaded.pipeline.docker
         runs = {"Type": "bind" if asked.runs.startswith("/") else "volume", "Source": asked.runs}
         mounts: list[dict[str, Any]] = [{**runs, "Target": RUNS}]
         mounts += [
@@ -92,14 +94,12 @@ class DockerJob:
         if asked.gpus:
             ids = [str(node * asked.gpus + place) for place in range(asked.gpus)]
             host["DeviceRequests"] = [{"DeviceIDs": ids, "Capabilities": [["gpu"]]}]
-        if restarts:
-            host["RestartPolicy"] = {"Name": "on-failure", "MaximumRetryCount": restarts}
         return {
             "Image": asked.image,
             "Hostname": self._container(node),
             "User": f"{_USER}:{_USER}",
             "Cmd": list(command),
-            "Env": [f"{name}=${{env:{name}}}" for name in asked.env],
+            "Env": [*self._limited(), *(f"{name}=${{env:{name}}}" for name in self._env)],
             "Labels": {JOB: self.name},
             "StopSignal": "SIGINT",
             "HostConfig": host,
@@ -135,7 +135,7 @@ class DockerJob:
             if path == "networks/create":
                 api.create_network(body["Name"], driver=body["Driver"], labels=body["Labels"])
                 continue
-            env = [f"{name}={os.environ[name]}" for name in self._env]
+            env = [*self._limited(), *(f"{name}={os.environ[name]}" for name in self._env)]
             name = path.partition("=")[2]
             made.append(api.create_container_from_config({**body, "Env": env}, name)["Id"])
         api.put_archive(made[0], RUNS, _archive(self._file.removeprefix(f"{RUNS}/"), self._data))
@@ -193,13 +193,9 @@ def remove(number: str) -> None:
 
 
 def _ended(api: Any, name: str) -> tuple[int, str]:
-    """Wait for the end of a container, started again or not: its exit code, and what that means."""
-    while True:
-        api.wait(name, timeout=None)
-        state: Mapping[str, Any] = api.inspect_container(name)["State"]
-        if not state["Running"] and not state["Restarting"]:
-            break
-        time.sleep(_POLL_S)
+    """Wait for the end of a container: its exit code, and what that means."""
+    api.wait(name, timeout=None)
+    state: Mapping[str, Any] = api.inspect_container(name)["State"]
     code = int(state["ExitCode"])
     if state["OOMKilled"]:
         return code, "was killed: it had used up docker.memory"
@@ -209,25 +205,12 @@ def _ended(api: Any, name: str) -> tuple[int, str]:
 def _show_log(name: str, place: int, show: Show) -> None:
     """Show a container's output, each line with its node's number but on the first one."""
     with contextlib.suppress(ClusterError), _engine() as api:
-        since = 0.0
-        while True:  # what follows ends with the container, though it may be started again
-            rest = b""
-            for piece in api.logs(name, stream=True, follow=True, since=since or None):
-                *whole, rest = (rest + piece).split(b"\n")
-                show("".join(_line(line, place) for line in whole))
-            if rest:
-                show(_line(rest, place))
-            state = api.inspect_container(name)["State"]
-            if not state["Running"] and not state["Restarting"]:
-                return
-            since = _seconds(state["FinishedAt"])
-            time.sleep(_POLL_S)
-
-
-def _seconds(moment: str) -> float:
-    """Of the engine's own clock, since 1970: `2026-11-22T07:49:35.420977071Z`; 0 for none."""
-    found = datetime.fromisoformat(moment[:19]).replace(tzinfo=UTC).timestamp()
-    return max(0.0, found) + float(f"0.{moment[20:].rstrip('Z') or 0}")
+        rest = b""
+        for piece in api.logs(name, stream=True, follow=True):
+            *whole, rest = (rest + piece).split(b"\n")
+            show("".join(_line(line, place) for line in whole))
+        if rest:
+            show(_line(rest, place))
 
 
 def _line(line: bytes, place: int) -> str:

@@ -1,12 +1,14 @@
 """What the engines have in common: a job that can be shown, sent and followed."""
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from ddprun.spec import Loaded
+from ddprun_hooks.trust import VARIABLE
 
 PORT = 29400
 """Where the hosts of a job with a network of its own meet: torchelastic's own default."""
@@ -61,6 +63,11 @@ def new_name(loaded: Loaded) -> str:
     if not plain[:1].isalpha():
         plain = f"run-{plain}".strip("-")
     return f"{plain[:_MOST].strip('-')}-{secrets.token_hex(4)}"
+
+
+def limits() -> dict[str, str]:
+    """Environment variables that limit what a run may do, as they are here: they hold for the job, too."""
+    return {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
 
 
 def nodes_of(loaded: Loaded, asked: int | None) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ddprun.cluster.job import PORT, RUNS, ClusterError, Outcome, Show, arguments, new_name, nodes_of
+from ddprun.cluster.job import PORT, RUNS, ClusterError, Outcome, Show, arguments, limits, new_name, nodes_of
 from ddprun.spec import Loaded
 
 JOB = "ddprun.dev/job"
@@ -25,6 +25,9 @@ _USER = 1000
 _POLL_S = 2.0
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _TRAINER = "trainer.kubeflow.org"
+_RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+"""What the restricted pod security standard wants of each container."""
+
 _NODE = "node"
 """What Kubeflow calls the replicated job, and in it the container, that trains."""
 
@@ -93,7 +96,7 @@ class KubernetesJob:
         return one
 
     def _config_map(self) -> Object:
-        text = self._loaded.path.read_text()
+        text = self._loaded.path.read_text("utf-8")
         return self._object("v1", "ConfigMap", self.name, data={_FILE: text})
 
     def _claim(self) -> Object:
@@ -166,11 +169,7 @@ class KubernetesJob:
             "name": _NODE,
             "image": asked.image,
             "args": self._command,
-            "securityContext": {
-                "allowPrivilegeEscalation": False,
-                "capabilities": {"drop": ["ALL"]},
-                "readOnlyRootFilesystem": True,
-            },
+            "securityContext": {**_RESTRICTED, "readOnlyRootFilesystem": True},
             "volumeMounts": [
                 {"name": "pipeline", "mountPath": _FOLDER, "readOnly": True},
                 {"name": "runs", "mountPath": RUNS},
@@ -182,6 +181,8 @@ class KubernetesJob:
                 ),
             ],
         }
+        if variables := limits():  # before those of env_from
+            container["env"] = [{"name": name, "value": value} for name, value in variables.items()]
         if asked.env_from is not None:
             container["envFrom"] = [{"secretRef": {"name": asked.env_from}}]
         if resources := self._resources():
@@ -208,10 +209,19 @@ class KubernetesJob:
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             **asked.pod,
+            **self._init_containers(),
             "containers": [container],
             "volumes": volumes,
         }
         return {"metadata": {"labels": {JOB: self.name}}, "spec": spec}
+
+    def _init_containers(self) -> Object:
+        """Those that the file names, restricted where they do not say so themselves."""
+        found = [
+            {**one, "securityContext": {**_RESTRICTED, **(one.get("securityContext") or {})}}
+            for one in self._asked.pod.get("initContainers", ())
+        ]
+        return {"initContainers": found} if found else {}
 
     def send(self) -> str:
         """Create the objects, the job last; those that were made are deleted again if one is refused.
@@ -376,6 +386,6 @@ def _namespace() -> str:
     try:
         _, current = config.list_kube_config_contexts()
     except ConfigException:
-        with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace") as file:
+        with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace", encoding="utf-8") as file:
             return file.read().strip()
     return str(current["context"].get("namespace") or "default")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddprun import ON_USR1, QUEUE_AGAIN
-from ddprun.cluster.job import ClusterError, Outcome, Show, nodes_of
+from ddprun.cluster.job import ClusterError, Outcome, Show, limits, nodes_of
 from ddprun.spec import Loaded
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
@@ -122,11 +122,15 @@ def job_of(loaded: Loaded, overrides: Sequence[str], program: str, folder: Path)
         if value is not None and value is not False
     ]
     sets = "".join(f" --set {shlex.quote(override)}" for override in overrides)
-    srun = "srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60"
+    # All variables of this script, whatever of the shell that submits it sbatch is told to leave out.
+    srun = "srun --export=ALL --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60"
     if asked.image is not None:
         srun += f" --container-image={shlex.quote(asked.image)}"
+        if limits():  # before what the image sets
+            srun += f" --container-env={','.join(limits())}"
     body = [
         "set -u",
+        *(f"export {name}={shlex.quote(value)}" for name, value in limits().items()),
         "# The same folder each time that the job is queued: a run that is there goes on.",
         f'run={shlex.quote(str(runs))}/slurm-"$SLURM_JOB_ID"',
         'if [ -e "$run/pipeline.yaml" ]; then',

@@ -75,9 +75,12 @@ def _fixed(loaded: Loaded, old: Pipeline) -> Iterator[Fault]:
             yield _refused(loaded, key, was, now, why)
     if old.optimizer.name != new.optimizer.name:
         yield _refused(loaded, "optimizer", old.optimizer.name, new.optimizer.name, "its state is another's")
-    if old.loader.shuffle != new.loader.shuffle:
-        was, now = old.loader.shuffle, new.loader.shuffle
-        yield _refused(loaded, "loader.shuffle", was, now, "samples would be seen twice, others not at all")
+    for key in ("shuffle", "sharded"):
+        was, now = getattr(old.loader, key), getattr(new.loader, key)
+        if was != now:
+            yield _refused(
+                loaded, f"loader.{key}", was, now, "samples would be seen twice, others not at all"
+            )
 
 
 def _stages(loaded: Loaded, old: Pipeline, next_stage: int, begun: int | None) -> Iterator[Fault]:

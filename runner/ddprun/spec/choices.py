@@ -3,23 +3,28 @@
 import functools
 import keyword
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from ddprun.spec import options as built_in
-from ddprun.spec import signatures
+from ddprun.spec import signatures, sources
 from ddprun.spec.faults import listing, suggest
 from ddprun.spec.problems import located, mismatch, problem, validate, within
 from ddprun.spec.signatures import TorchKind
 from ddprun_hooks.options import BUILT_IN as HOOKS
 from ddprun_hooks.options import ENTRY_POINT_GROUP, HookSpec
-from ddprun_hooks.trust import trust
+from ddprun_hooks.trust import IN_FOLDER, METHOD, NO_METHOD, trust
 
 Origin = Literal["built-in", "torch", "dotted", "installed"]
+
+FOLDER: ContextVar[Path | None] = ContextVar("FOLDER", default=None)
+"""Of the pipeline file that is being read; None while there is none."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,7 @@ def _resolve(kind: Kind, name: str, options: dict[str, Any], path: tuple[str, ..
         if not all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")):
             text = f'"{name}" is no dotted name'
             raise within(problem(text, "write package.module.name", where=where), *path)
-        _admit(name, f'"{name}"', path, where)
+        _admit(kind.name, name, f'"{name}"', path, where)
         return Choice(kind.name, name, options, "dotted")
     if name in kind.built_in:
         settings = validate(kind.built_in[name], options, name, owner=name, context=CONTEXT)
@@ -172,16 +177,39 @@ def _resolve(kind: Kind, name: str, options: dict[str, Any], path: tuple[str, ..
         return Choice(kind.name, found, given, "torch")
     if kind.installed and name in installed_hooks():
         for target in _installed_targets(name):
-            _admit(target, f'the installed {kind.name} "{name}" ({target})', path, where)
+            _admit(kind.name, target, f'the installed {kind.name} "{name}" ({target})', path, where)
         return Choice(kind.name, name, options, "installed")
     raise _refused(kind, name, path, where)
 
 
-def _admit(name: str, shown: str, path: tuple[str, ...], where: Literal["value", "key"]) -> None:
-    """Refuse by its name what `DDPRUN_TRUSTED` does not allow; a run judges what the name leads to."""
-    limit = trust()
-    if reason := limit.refusal(name):
-        raise within(problem(f"{shown} may not be imported: {reason}", limit.allowed(), where=where), *path)
+def _admit(kind: str, name: str, shown: str, path: tuple[str, ...], where: Literal["value", "key"]) -> None:
+    """Refuse what `DDPRUN_TRUSTED` does not allow, by its name and by what source code says of it.
+
+    A run judges what the name leads to.
+    """
+    limit, folder = trust(), FOLDER.get()
+    if not limit.limited:
+        return
+    refused = f"{shown} may not be imported"
+    if reason := limit.name_refusal(name, kind):
+        raise within(problem(f"{refused}: {reason}", limit.allowed(), where=where), *path)
+    root = name.partition(".")[0]
+    if sources.only_in_folder(root, limit, folder):
+        raise within(
+            problem(
+                f'{refused}: "{root}" is not installed, and the pipeline\'s folder is not searched for it',
+                f"{limit.allowed()}, and {IN_FOLDER}{root} would name the one in the folder",
+                where=where,
+            ),
+            *path,
+        )
+    found = sources.origins(name, limit, folder)
+    reasons = [limit.refusal(origin.name, kind) for origin in found]
+    if found and all(reasons):
+        text = f"{shown} is {found[0].name}: {reasons[0]}"
+        raise within(problem(text, limit.allowed(), where=where), *path)
+    if found and all(origin.method for origin in found):
+        raise within(problem(f"{shown} {METHOD}", NO_METHOD, where=where), *path)
 
 
 @functools.cache

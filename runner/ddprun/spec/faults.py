@@ -1,11 +1,14 @@
 """What is wrong with a pipeline file, told so that the reader can mend it without a manual."""
 
-import difflib
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from ddprun_hooks.wording import listing as listing
+from ddprun_hooks.wording import sentence
+from ddprun_hooks.wording import suggest as suggest
 
 Severity = Literal["error", "warning"]
 
@@ -15,20 +18,6 @@ _WINDOW = 110
 
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """What moves a terminal's cursor, colors it or ends a line."""
-
-
-def suggest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `word` was most likely meant to be, without regard to case; None if none is near."""
-    by_lower: dict[str, str] = {}
-    for candidate in candidates:
-        by_lower.setdefault(candidate.lower(), candidate)
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
-    return by_lower[near[0]] if near else None
-
-
-def listing(words: Iterable[str]) -> str:
-    """`allowed: a, b, c`, the one way in which every fault lists what may stand there."""
-    return "allowed: " + ", ".join(words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +56,7 @@ class Fault:
     @property
     def message(self) -> str:
         """`what is wrong; what is allowed (did you mean "…"?)`, on one line."""
-        text = self.problem
-        if self.allowed:
-            text += f"; {self.allowed}"
-        if self.suggestion:
-            text += f' (did you mean "{self.suggestion}"?)'
-        return _escaped(text)
+        return _escaped(sentence(self.problem, self.allowed, self.suggestion))
 
     @property
     def headline(self) -> str:

@@ -8,7 +8,7 @@ from ddprun import __version__
 from ddprun.spec import docs, signatures
 from ddprun.spec.buffers import TIMES, Period
 from ddprun.spec.choices import KINDS, Kind, installed_hooks
-from ddprun.spec.containers import FIELD, OWN_FIELDS
+from ddprun.spec.containers import FIELD, OWN_FIELDS, REFUSED_FIELDS
 from ddprun.spec.schema import OVERRIDABLE, STAGES, DataPair, Pipeline, Stage, StepStage
 from ddprun.spec.slurm import OPTION, OWN_OPTIONS, TIME
 
@@ -42,6 +42,7 @@ def json_schema() -> Schema:
     definitions["kubernetes_pod"] = {
         "type": "object",
         "propertyNames": {"pattern": FIELD, "not": {"enum": list(OWN_FIELDS)}},
+        "properties": {name: {"const": False} for name in REFUSED_FIELDS},
     }
     times: list[Schema] = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": TIME}]
     definitions["slurm_time"] = {"anyOf": [*times, {"type": "null"}]}

@@ -13,14 +13,14 @@ from pydantic import ValidationError
 from ddprun.spec import overrides as overriding
 from ddprun.spec import resolved as resolving
 from ddprun.spec import sentences
-from ddprun.spec.choices import Choice
+from ddprun.spec.choices import FOLDER, Choice
 from ddprun.spec.clashes import clashes
 from ddprun.spec.faults import Fault, PipelineError
 from ddprun.spec.options import Mlp
 from ddprun.spec.problems import told
 from ddprun.spec.reader import read_file
 from ddprun.spec.schema import Pipeline
-from ddprun.spec.secrets import Secrets, fault_of, filled, names_secret, references
+from ddprun.spec.secrets import Secrets, fault_of, filled, holds_secret, names_secret, references
 from ddprun.spec.tree import KeyPath, Node, Place, Source, find, parse_path, show
 from ddprun_hooks.trust import VARIABLE, TrustSettingError, trust
 
@@ -61,7 +61,8 @@ class Loaded:
     ) -> Fault:
         """A fault that only a run can see, at a key path such as `optimizer.sgd.lr`.
 
-        It is located at that key, or at the nearest key above it that the file or an override has.
+        It is located at that key, or at the nearest key above it that the file or an override has; where they
+        have none of them, it is the whole file's.
         """
         return self._fault(_segments(key_path), problem, allowed, suggestion)
 
@@ -70,7 +71,15 @@ class Loaded:
     ) -> Fault:
         found = find(self.root, path)
         fault = found.node.place.fault(show(path), problem, allowed, suggestion)
+        if path and found.rest == path:
+            fault = replace(fault, line=0, column=0, source_line="")
         return _redacted([fault], self.secrets)[0]
+
+    def has(self, key_path: str) -> bool:
+        """Whether the file or an override has the key."""
+        path = _segments(key_path)
+        found = find(self.root, path)
+        return found.node is not self.root and not found.rest
 
     def filled(self, key_path: str, value: Any) -> Any:
         """A value of the file with each `${env:NAME}` in its strings replaced by the environment's.
@@ -105,6 +114,12 @@ class Loaded:
             for name in dict.fromkeys(missing)
         ]
         return value if missing else filled(value, os.environ)
+
+    def variables(self) -> tuple[str, ...]:
+        """Environment variables that the pipeline takes, each once."""
+        return tuple(
+            dict.fromkeys(name for _, text, _, _ in _strings(self.root) for name in references(text))
+        )
 
     def check_environment(self) -> None:
         """Look whether every variable that the pipeline names is set.
@@ -173,25 +188,50 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
         for at, text, node, _ in _strings(root)
         if (wrong := fault_of(text)) is not None
     ]
-    pipeline, more = _check(root, path, secrets)
+    faults += [
+        place.fault(show(at), *wrong)
+        for at, key, place in _keys(root)
+        if (wrong := fault_of(key, of_key=True)) is not None
+    ]
+    folder = path.resolve().parent if folder is None else folder
+    before = FOLDER.set(folder)
+    try:
+        pipeline, more = _check(root, path, secrets)
+    finally:
+        FOLDER.reset(before)
     faults = _redacted(_sorted([*faults, *more]), secrets)
     if pipeline is None or any(fault.severity == "error" for fault in faults):
         raise PipelineError(faults)
-    folder = path.resolve().parent if folder is None else folder
     return Loaded(path, folder, pipeline, tuple(faults), tuple(overrides), root, secrets)
 
 
 def _strings(node: Node, path: KeyPath = (), *, secret: bool = False) -> Iterator[_Text]:
     """Every string below a node."""
     if isinstance(node.value, str):
-        yield path, node.value, node, secret
+        yield path, node.value, node, secret or holds_secret(path, node.value)
     elif isinstance(node.value, list):
+        before = None
         for place, item in enumerate(node.value):
-            yield from _strings(item, (*path, place), secret=secret)
+            text, at = item.value, (*path, place)
+            below = secret or (isinstance(text, str) and holds_secret(at, text, before))
+            yield from _strings(item, at, secret=below)
+            before = text
+    elif isinstance(node.value, dict):
+        named = node.value["name"].node.value if "name" in node.value else None
+        for key, entry in node.value.items():
+            below = secret or names_secret(path, key, entry.node.value, named)
+            yield from _strings(entry.node, (*path, key), secret=below)
+
+
+def _keys(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, Place]]:
+    """Every key below a node: its path, itself and where it stands."""
+    if isinstance(node.value, list):
+        for place, item in enumerate(node.value):
+            yield from _keys(item, (*path, place))
     elif isinstance(node.value, dict):
         for key, entry in node.value.items():
-            below = secret or names_secret(path, key, entry.node.value)
-            yield from _strings(entry.node, (*path, key), secret=below)
+            yield (*path, key), key, entry.key
+            yield from _keys(entry.node, (*path, key))
 
 
 def _redacted(faults: Iterable[Fault], secrets: Secrets) -> list[Fault]:

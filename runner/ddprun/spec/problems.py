@@ -7,6 +7,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ddprun.spec.faults import listing, suggest
+from ddprun_hooks.wording import unknown_option
 
 TOLD = "ddprun"
 """Type of an error that brings its own sentence; every other type is pydantic's."""
@@ -43,7 +44,12 @@ def within(error: PydanticCustomError, *path: str | int) -> ValidationError:
 
 def all_within(errors: Iterable[tuple[PydanticCustomError, str | int]]) -> ValidationError:
     """Several errors, each one step below the value that is being validated."""
-    details = [InitErrorDetails(type=error, loc=(step,), input=None) for error, step in errors]
+    return all_below((error, (step,)) for error, step in errors)
+
+
+def all_below(errors: Iterable[tuple[PydanticCustomError, Sequence[str | int]]]) -> ValidationError:
+    """Several errors, each some steps below the value that is being validated."""
+    details = [InitErrorDetails(type=error, loc=tuple(path), input=None) for error, path in errors]
     return ValidationError.from_exception_data("pipeline", details)
 
 
@@ -121,17 +127,16 @@ def _model_at(model: type[BaseModel], location: Sequence[str | int]) -> type[Bas
 def _unknown_key(key: str, model: type[BaseModel], owner: str) -> PydanticCustomError:
     known = list(model.model_fields)
     if owner and not known:
-        return problem(f'{owner} takes no options, got "{key}"', "remove it", where="key")
+        return problem(*unknown_option(owner, key, known), where="key")
     if ":" in key and suggest(key.partition(":")[0], known) == key.partition(":")[0]:
         name, _, value = key.partition(":")
         return problem(f'unknown key "{key}"', f'put a space after the colon: "{name}: {value}"', where="key")
-    what = f'{owner} has no option "{key}"' if owner else f'unknown key "{key}"'
+    what, allowed, near = unknown_option(owner, key, known)
+    if not owner:
+        what, near = f'unknown key "{key}"', near or _in_a_section(key, model)
     if hint := getattr(model, "elsewhere", {}).get(key):
         return problem(what, hint, where="key")
-    near = suggest(key, known)
-    if near is None and not owner:
-        near = _in_a_section(key, model)
-    return problem(what, listing(known), near, where="key")
+    return problem(what, allowed, near, where="key")
 
 
 def _in_a_section(key: str, model: type[BaseModel]) -> str | None:

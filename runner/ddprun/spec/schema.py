@@ -113,6 +113,9 @@ class Loader(Options):
     drop_last: bool = False
     """Drop the last, smaller batch of an epoch."""
 
+    sharded: bool = False
+    """The data set gives each rank samples of its own, and is taken as it is."""
+
 
 class Ddp(Options):
     """What DistributedDataParallel is built with."""
@@ -222,6 +225,9 @@ class Pipeline(Options):
 
     clip_norm: PositiveFloat | None = None
     """Largest norm of all gradients together; null does not clip."""
+
+    on_nan: Literal["continue", "stop"] = "stop"
+    """What follows when weights are not finite any more: the run ends as failed, or goes on."""
 
     precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] = "fp32"
     """bf16 and fp16 are autocast; with pure_ the model itself is half."""

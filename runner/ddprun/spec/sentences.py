@@ -12,6 +12,7 @@ from ddprun.spec.patterns import WORDS
 from ddprun.spec.problems import TOLD
 from ddprun.spec.scalars import bool_hint, number_hint, write
 from ddprun.spec.tree import Found, KeyPath, Node, find, show
+from ddprun_hooks.wording import BOUNDS, WANTED, out_of_bounds
 
 Sentence = tuple[str, str | None, str | None]
 """Problem, allowed, suggestion."""
@@ -95,25 +96,11 @@ def _sentence(
         return context["problem"], context["allowed"], context["suggestion"]
     if kind == TOLD:
         return _expected(context["wanted"], node, value, redact, context["allowed"])
-    if kind in _WANTED:
-        return _expected(_WANTED[kind], node, value, redact)
+    if kind in WANTED:
+        return _expected(WANTED[kind], node, value, redact)
     if kind in _TELLERS:
         return _TELLERS[kind](context, path, describe(node, value, redact))
     return message[:1].lower() + message[1:], None, None
-
-
-_WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "tuple_type": "a list",
-    "model_type": "a mapping",
-    "dict_type": "a mapping",
-}
-"""Types of error that only say which type was wanted."""
 
 
 def _expected(
@@ -140,12 +127,10 @@ def _expected(
     return f"expected {wanted}, got {describe(node, value, redact)}", hint, None
 
 
-def _bound(words: str, key: str) -> Callable[[dict[str, Any], KeyPath, str], Sentence]:
+def _bound(kind: str) -> Callable[[dict[str, Any], KeyPath, str], Sentence]:
     def tell(context: dict[str, Any], path: KeyPath, got: str) -> Sentence:
         reason = _REASONS.get((str(path[-2]), str(path[-1]))) if len(path) > 1 else None
-        bound = context[key]
-        shown = int(bound) if isinstance(bound, float) and bound.is_integer() else bound
-        return f"must be {words} {shown}, got {got}", reason, None
+        return out_of_bounds(kind, context, got), reason, None
 
     return tell
 
@@ -189,10 +174,7 @@ def _empty(context: dict[str, Any], path: KeyPath, got: str) -> Sentence:
 
 
 _TELLERS: dict[str, Callable[[dict[str, Any], KeyPath, str], Sentence]] = {
-    "greater_than": _bound("greater than", "gt"),
-    "greater_than_equal": _bound("at least", "ge"),
-    "less_than": _bound("less than", "lt"),
-    "less_than_equal": _bound("at most", "le"),
+    **{kind: _bound(kind) for kind in BOUNDS},
     "too_short": _items("at least", "min_length"),
     "too_long": _items("at most", "max_length"),
     "literal_error": _literal,
@@ -202,5 +184,5 @@ _TELLERS: dict[str, Callable[[dict[str, Any], KeyPath, str], Sentence]] = {
     "string_too_long": _too_long,
 }
 
-MAPPED = frozenset(_WANTED) | frozenset(_TELLERS) | {TOLD}
+MAPPED = frozenset(WANTED) | frozenset(_TELLERS) | {TOLD}
 """Every type of error that has a sentence of its own; a test holds this against what the schema can raise."""

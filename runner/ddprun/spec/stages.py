@@ -40,6 +40,7 @@ class TrainSettings:
 
     optimizer: Choice
     clip_norm: float | None
+    on_nan: Literal["continue", "stop"]
     schedule: Choice | None
     warmup_steps: int
     mutate: Choice | None
@@ -99,6 +100,9 @@ class StepStage(Stage):
     clip_norm: PositiveFloat | None = None
     """As `clip_norm` above."""
 
+    on_nan: Literal["continue", "stop"] = "stop"
+    """As `on_nan` above."""
+
     mutate: MutateChoice | None = None
     """Change each rank's weights, at the stage's start and after each synchronisation but the last."""
 
@@ -128,6 +132,7 @@ class StepStage(Stage):
             accumulate=of("accumulate") if trains else 1,
             optimizer=of("optimizer"),
             clip_norm=of("clip_norm"),
+            on_nan=of("on_nan"),
             schedule=of("schedule"),
             warmup_steps=of("warmup_steps"),
             mutate=self.mutate,
@@ -172,6 +177,7 @@ OVERRIDABLE = (
     "schedule",
     "warmup_steps",
     "clip_norm",
+    "on_nan",
 )
 """Keys of the pipeline that a train stage may name for itself; a forward stage all but `accumulate`."""
 

@@ -1,5 +1,6 @@
 """The pipeline that `ddprun init` writes."""
 
+import os
 from pathlib import Path
 
 TEXT = """\
@@ -44,4 +45,4 @@ def write(path: Path) -> None:
         OSError: it cannot be written.
     """
     with path.open("x", encoding="utf-8") as file:
-        file.write(TEXT.format(file=path))
+        file.write(TEXT.format(file=os.fsencode(path).decode("utf-8", "replace")))

@@ -126,6 +126,18 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[Clash]:
                 yield Clash(path, text, "use the loss cross_entropy or nll_loss")
 
 
+@reads("stages")
+def _metrics_twice(pipeline: Pipeline) -> Iterator[Clash]:
+    for stage in pipeline.stages:
+        seen = set[str]()
+        for place, metric in enumerate(stage.metrics if isinstance(stage, Evaluate) else ()):
+            if metric.name in seen:
+                text = f'"{metric.name}" stands in the list twice, and a metric goes by its name'
+                hint = "remove one, or give the other a function of its own name"
+                yield Clash(("stages", stage.index, "evaluate", "metrics", place), text, hint)
+            seen.add(metric.name)
+
+
 @reads("data", "stages")
 def _evaluate_without_data(pipeline: Pipeline) -> Iterator[Clash]:
     reason = _nothing_held_out(pipeline.data)
@@ -140,6 +152,16 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[Clash]:
     if isinstance(pipeline.data, DataPair) and pipeline.data.evaluate is not None and not evaluates:
         text = '"data.evaluate" has no effect: no stage of "stages" is "evaluate"'
         yield Clash(("data", "evaluate"), text, "add an evaluate stage", "warning")
+
+
+@reads("data", "loader")
+def _sharded_built_in(pipeline: Pipeline) -> Iterator[Clash]:
+    data = pipeline.train_data()
+    if pipeline.loader.sharded and data.source == "built-in":
+        text = (
+            f'"sharded: true" clashes with "data: {data.name}", which is the same on every rank: each sample '
+        )
+        yield Clash(("loader", "sharded"), text + "would count once for each rank", "remove it")
 
 
 def _nothing_held_out(data: Choice | DataPair) -> str | None:
@@ -158,5 +180,7 @@ RULES = (
     _nesterov_without_momentum_in_a_stage,
     _muon_with_biases,
     _metrics_with_loss,
+    _metrics_twice,
     _evaluate_without_data,
+    _sharded_built_in,
 )

@@ -1,0 +1,574 @@
+"""A run's folder that somebody else has made: nothing in it is followed, waited for, or believed."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddprun.checkpoint import folder as checkpoints
+from ddprun.checkpoint.tensors import DamagedError, write_tensors
+from ddprun.cli import main
+from ddprun.engine.hang import log_of, note_failure
+from ddprun.engine.state import check_fields
+from ddprun.engine.summary import write_summary
+from ddprun.run_files import NotPlainError, check_folder, names_in, open_file, parse, replacing
+from ddprun.spec import load
+from ddprun.telemetry.writer import Writer
+from tests.engine.running import events, run_pipeline, summary, to_its_end
+from tests.insight.made_up import make
+from tests.ranks import as_processes
+
+TEXT = """
+model: {mlp: {inputs: 64, hidden: [8], outputs: 10}}
+data: digits
+loader: {batch_size: 8}
+optimizer: {adamw: {lr: 0.01}}
+checkpoint: {every: 2, keep: 3}
+schedule: {StepLR: {step_size: 3}}
+stages:
+  - train: {steps: 4}
+"""
+KEPT = "of nobody's business"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank, with the checkpoints of steps 2 and 4."""
+    return run_pipeline(tmp_path_factory.mktemp("original"), TEXT, 1)
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> Path:
+    """A copy of it that its user has received."""
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def _go_on(run: Path, told: Path, steps: int) -> int:
+    loaded = load(run / "pipeline.yaml", [f"stages[0].train.steps={steps}"])
+    return to_its_end(loaded, run, told, resuming="yes")
+
+
+def go_on(run: Path, steps: int = 6) -> tuple[int, str]:
+    """The exit code of a resumed run, and what it says."""
+    told = run.with_name("told")
+    (code,) = as_processes(1, _go_on, run, told, steps)
+    return code, told.read_text()
+
+
+# Links, pipes and other things that are no files.
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("run.lock", "run.lock is a symbolic link, not a regular file"),
+        ("events.jsonl", "events.jsonl is a symbolic link, not a regular file"),
+        ("steps/rank-00000.jsonl", "rank-00000.jsonl is a symbolic link, not a regular file"),
+        ("buckets", "buckets is a symbolic link, not a folder"),
+        ("checkpoints", "checkpoints is a symbolic link, not a folder"),
+        ("logs", "logs is a symbolic link, not a folder"),
+        ("run.json", "run.json is a symbolic link, not a regular file"),
+    ],
+)
+def test_a_link_is_refused_and_what_it_leads_to_stays(
+    run: Path, tmp_path: Path, name: str, said: str
+) -> None:
+    """Records were cut, and the lock written, wherever a link led."""
+    place, victim = run / name, tmp_path / "victim"
+    if place.exists():
+        place.rename(victim)
+    else:
+        victim.mkdir()
+    if victim.is_dir():
+        (victim / "rank-00000.jsonl").write_text('{"step": 9}\n')
+        (victim / ".step-00000009.old").mkdir()
+    elif name != "run.json":
+        victim.write_text(KEPT)
+    before = _listed(victim)
+    place.symlink_to(victim)
+    code, told = go_on(run)
+    assert code == 2
+    assert f"cannot go on in the run folder {run}: {said}" in told
+    assert "Traceback" not in told
+    assert _listed(victim) == before
+
+
+def _listed(path: Path) -> dict[str, bytes]:
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    return {str(file): file.read_bytes() for file in files} | {str(one): b"" for one in path.glob("**/")}
+
+
+def test_what_a_run_writes_anew_replaces_a_link(run: Path, tmp_path: Path) -> None:
+    """The summary, and the sign by which hosts find out whether they share a disk, are written beside."""
+    victim = tmp_path / "victim"
+    victim.write_text(KEPT)
+    planted = [run / name for name in (".summary.json", ".rank-0", "report.html", "trace.json")]
+    (run / "summary.json").unlink()
+    for place in [*planted, run / "summary.json"]:
+        place.symlink_to(victim)
+    code, told = go_on(run)
+    assert code == 0, told
+    assert main(["report", str(run)]) == 0
+    assert victim.read_text() == KEPT
+    assert summary(run)["steps"] == 6
+    assert not (run / "summary.json").is_symlink()
+    assert not (run / "report.html").is_symlink()
+
+
+def test_logs_and_records_are_not_written_through_links(run: Path, tmp_path: Path) -> None:
+    """They are lost then, as on a full disk."""
+    victim = tmp_path / "victim"
+    victim.write_text(KEPT)
+    (run / "logs").mkdir()
+    log = log_of(run, 0)
+    assert log is not None
+    log.symlink_to(victim)
+    note_failure(run, 0, "a failure")
+    shutil.rmtree(run / "steps")
+    (tmp_path / "elsewhere").mkdir()
+    (run / "steps").symlink_to(tmp_path / "elsewhere")
+    (run / "events.jsonl").unlink()
+    (run / "events.jsonl").symlink_to(victim)
+    writer = Writer(run)
+    writer.put("steps/rank-00000.jsonl", b"{}\n")
+    writer.flush()
+    assert writer.failure is not None
+    assert "steps is a symbolic link" in writer.failure
+    writer.close()
+    other = Writer(run)
+    other.put("events.jsonl", b"{}\n")
+    other.close()
+    assert other.failure is not None
+    assert victim.read_text() == KEPT
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "shared.json", "shared.safetensors", "rank-00000.json"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "device", "folder"])
+def test_a_checkpoints_file_that_is_none_is_damage(run: Path, tmp_path: Path, name: str, kind: str) -> None:
+    """A named pipe in a manifest's place held `resume` for ever."""
+    root = run / "checkpoints"
+    place = root / checkpoints.name_of(4) / name
+    place.rename(tmp_path / "whole")
+    _put(kind, place, tmp_path / "whole")
+    with pytest.raises(DamagedError, match=f"{name} is a (named pipe|symbolic link|folder), not a regular"):
+        checkpoints.verify(checkpoints.opened(root, 4))
+
+
+def _put(kind: str, place: Path, target: Path) -> None:
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to(target if kind == "link" else "/dev/zero")
+
+
+def test_a_checkpoint_with_a_pipe_in_it_is_passed_by(run: Path) -> None:
+    """And set aside, like any that is damaged; so is one that is a link, and what that leads to stays."""
+    root = run / "checkpoints"
+    manifest = root / checkpoints.name_of(4) / "manifest.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    shutil.copytree(root / checkpoints.name_of(2), run.with_name("elsewhere"))
+    (root / checkpoints.name_of(3)).symlink_to(run.with_name("elsewhere"))
+    code, told = go_on(run)
+    assert code == 0, told
+    assert "manifest.json is a named pipe" in told
+    assert "step-00000003 is a symbolic link" in told
+    assert f"goes on after step 2, from {root / checkpoints.name_of(2)}" in told
+    assert (root / f"{checkpoints.name_of(4)}.damaged").is_dir()
+    assert (run.with_name("elsewhere") / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["run.json", "pipeline.yaml"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "device"])
+def test_the_command_looks_before_it_opens(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    """What it has to know before there are ranks."""
+    (run / name).rename(tmp_path / "whole")
+    _put(kind, run / name, tmp_path / "whole")
+    assert main(["resume", str(run)]) == 2
+    kinds = "named pipe" if kind == "pipe" else "symbolic link"
+    expected = f"ddprun: {run} is not the folder of a run: {name} is a {kinds}, not a regular file\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"pipeline_folder": 3}', "[" * 900 + "]" * 900])
+def test_the_command_names_what_is_damaged(run: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (run / "run.json").write_text(text)
+    assert main(["resume", str(run)]) == 2
+    told = capsys.readouterr().err
+    assert told == f"ddprun: {run} is not the folder of a run: its run.json is damaged\n"
+
+
+def test_pruning_and_clearing_delete_no_more_than_the_link(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    root.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "file").write_text(KEPT)
+    for name in ("step-00000001", ".step-00000007.1f0c", ".step-00000001.old", "step-00000002.damaged"):
+        (root / name).symlink_to(elsewhere)
+    (root / "step-00000002").mkdir()
+    checkpoints.set_aside(root, 2, "damaged")
+    checkpoints.clear_unfinished(root)
+    checkpoints.prune(root, 0)
+    assert [path.name for path in root.iterdir()] == ["step-00000002.damaged"]
+    assert (elsewhere / "file").read_text() == KEPT
+
+
+# Content that is not what it claims to be. Whoever made the folder has made the hashes, too.
+
+
+def rewritten(run: Path, name: str, data: bytes, step: int = 4) -> None:
+    """Put other data into a checkpoint's file, and its hash into the manifest."""
+    place = run / "checkpoints" / checkpoints.name_of(step)
+    (place / name).write_bytes(data)
+    manifest = json.loads((place / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (place / "manifest.json").write_text(json.dumps(manifest))
+
+
+def deep(depth: int) -> str:
+    return '{"a": ' * depth + "0" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"world_size": float("inf")}, "Infinity"),
+        ({"world_size": 3_000_000}, "tells of 3000000 ranks, and lists 4 files"),
+        ({"world_size": 10**400}, "lists 4 files"),
+        ({"world_size": -1}, "tells of -1 ranks"),
+        ({"world_size": 0}, "tells of 0 ranks"),
+        ({"world_size": "1"}, "tells of 1 ranks"),
+        ({"world_size": True}, "tells of True ranks"),
+        ({"world_size": None}, "tells of None ranks"),
+        ({"world_size": 2}, "lacks rank-00001"),
+        ({"step": float("nan")}, "NaN"),
+        ({"step": 1e999}, "Infinity"),
+        ({"step": 5}, "tells of step 5"),
+        ({"v": 99}, "version 99"),
+        ({"files": []}, "lists no files"),
+        ({"files": {"../../x.json": {}, "x": {}}}, "names the file"),
+        (
+            {"files": {"shared.json": {"bytes": 1, "sha256": "0" * 63}, "x": 0}},
+            "size and SHA-256 of shared.json",
+        ),
+        (
+            {"files": {"shared.json": {"bytes": -1, "sha256": "0" * 64}, "x": 0}},
+            "size and SHA-256 of shared.json",
+        ),
+        ({"files": {"shared.json": 7, "rank-00000.json": 7}}, "size and SHA-256 of shared.json"),
+    ],
+)
+def test_a_manifest_is_not_believed(run: Path, change: dict[str, Any], said: str) -> None:
+    """Numbers of all kinds; nothing is made for ranks of which there are no files."""
+    root = run / "checkpoints"
+    path = root / checkpoints.name_of(4) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DamagedError) as raised:
+        checkpoints.opened(root, 4)
+    assert said in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text", [deep(900), deep(101), "[" * 100_000, "{}{}", "[]", "\udcff", '{"a": 1e999}']
+)
+def test_a_states_json_is_not_believed(run: Path, text: str) -> None:
+    rewritten(run, "shared.json", text.encode(errors="surrogateescape"))
+    root = run / "checkpoints"
+    with pytest.raises(DamagedError, match=r"shared\.json"):
+        checkpoints.verify(checkpoints.opened(root, 4))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(3), torch.zeros(2, dtype=torch.int64), torch.zeros(0), torch.zeros(()), torch.zeros(2, 3)],
+)
+def test_a_complex_tensor_that_is_none_is_damage(run: Path, tensor: torch.Tensor, tmp_path: Path) -> None:
+    """Torch's own complaint was a traceback."""
+    place = run / "checkpoints" / checkpoints.name_of(4)
+    tree = json.loads((place / "shared.json").read_text()) | {"x": {"$": "complex", "name": "x"}}
+    write_tensors(tmp_path / "t.safetensors", {"x": tensor})
+    rewritten(run, "shared.json", json.dumps(tree).encode())
+    rewritten(run, "shared.safetensors", (tmp_path / "t.safetensors").read_bytes())
+    with pytest.raises(DamagedError, match=r"shared\.json: a checkpoint's state does not hold together"):
+        checkpoints.verify(checkpoints.opened(run / "checkpoints", 4))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$": "counter", "items": [1, 2]},
+        {"$": "mapping", "items": [[[], 1]]},
+        {"$": "float", "value": "x"},
+        {"$": "tuple"},
+        {"$": "nothing"},
+        {"$": []},
+    ],
+)
+def test_a_tag_that_is_none_is_damage(run: Path, value: Any) -> None:
+    place = run / "checkpoints" / checkpoints.name_of(4)
+    tree = json.loads((place / "shared.json").read_text()) | {"x": value}
+    rewritten(run, "shared.json", json.dumps(tree).encode())
+    with pytest.raises(DamagedError, match=r"shared\.json: a checkpoint's state does not hold together"):
+        checkpoints.verify(checkpoints.opened(run / "checkpoints", 4))
+
+
+def test_a_checkpoint_that_does_not_hold_together_is_passed_by(run: Path) -> None:
+    """Its hashes are right, and the one before it is taken."""
+    rewritten(run, "rank-00000.json", deep(900).encode())
+    code, told = go_on(run)
+    assert code == 0, told
+    assert "the checkpoint of step 4 is damaged and not used" in told
+    assert "rank-00000.json: nested more than 100 deep" in told
+    assert [event["step"] for event in events(run) if event["event"] == "resumed"] == [2]
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def changed(run: Path, file: str, change: Change) -> Path:
+    """Change what a file of the newest checkpoint tells; gives the checkpoint's place."""
+    place = run / "checkpoints" / checkpoints.name_of(4)
+    tree = json.loads((place / file).read_text())
+    change(tree)
+    rewritten(run, file, json.dumps(tree).encode())
+    return place
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("shared.json", lambda tree: tree.pop("pipeline"), "there is no pipeline in it"),
+        ("rank-00000.json", lambda tree: tree["ledger"].clear(), "its ledger cannot be read"),
+    ],
+)
+def test_state_that_is_not_a_runs_is_passed_by(run: Path, file: str, change: Change, said: str) -> None:
+    """Its hashes are right, and the one before it is taken."""
+    place = changed(run, file, change)
+    code, told = go_on(run)
+    assert code == 0, told
+    assert "the checkpoint of step 4 is damaged and not used" in told
+    assert f"{place / 'rank-00000'}.json: {said}" in told
+    assert [event["step"] for event in events(run) if event["event"] == "resumed"] == [2]
+
+
+def _set(value: Any, *keys: str | int) -> Change:
+    """Put a value into what a checkpoint holds."""
+
+    def change(tree: Any) -> None:
+        for key in keys[:-1]:
+            tree = tree[key]
+        tree[keys[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_set("x", "step"), "its step is a str"),
+        (_set(99, "position", "next"), "its position is in none"),
+        (_set("x", "position", "seconds"), "its position.seconds is 'x'"),
+        (_set("x", "position", "run_seconds"), "its position.run_seconds is 'x'"),
+        (_set(-1, "position", "run_seconds"), "its position.run_seconds is -1"),
+        (_set([{}], "position", "entries"), r"its position.entries\[0\] is no entry"),
+        (
+            _set([{"kind": "train", "steps": 4, "seconds": "x"}], "position", "entries"),
+            r"its position.entries\[0\] is no entry",
+        ),
+        (_set([], "position", "entries"), "its position is in none"),
+        (_set({}, "feed"), "its feed.epoch is None"),
+        (_set("x", "feed", "samples"), "its feed.samples is 'x'"),
+        (_set({"last_epoch": 10**9}, "schedule"), "its schedule.last_epoch is 1000000000"),
+        (_set({"x": 1}, "schedule"), "its schedule.last_epoch is None"),
+        (_set({}, "ledger"), r"its ledger cannot be read \(KeyError: 'totals'"),
+        (_set([1, 2], "ledger", "totals"), "its ledger cannot be read"),
+        (_set({"x": 1}, "ledger", "round"), "its ledger cannot be read"),
+        (_set("x", "ledger", "own_loss"), "its ledger cannot be read"),
+        (_set({}, "told"), "its told cannot be read"),
+        (_set({"x": 1}, "told", "nonfinite"), "its told cannot be read"),
+        (_set({"x": 1}, "told", "audit"), "its told cannot be read"),
+        (_set("x", "told", "loss"), "its told cannot be read"),
+        (_set({"loss": "x"}, "told", "metrics"), "its told cannot be read"),
+    ],
+)
+def test_every_part_of_a_state_is_looked_at(original: Path, change: Change, said: str) -> None:
+    """Before anything goes on from it."""
+    found = checkpoints.opened(original / "checkpoints", 4)
+    state = {**checkpoints.read(found, "shared"), **checkpoints.read(found, "rank-00000")}
+    check_fields(state)
+    change(state)
+    with pytest.raises(ValueError, match=said):
+        check_fields(state)
+
+
+@pytest.mark.parametrize(
+    ("step", "key", "change", "said"),
+    [
+        (4, "optimizer", _set([], "optimizer", "param_groups"), "its optimizer cannot be read"),
+        (4, "optimizer", _set("x", "optimizer", "param_groups", 0, "lr"), "param_groups[0].lr is 'x'"),
+        (4, "generators", _set({}, "generators", "python"), "its generators cannot be read (KeyError"),
+        (2, "schedule", _set("x", "schedule", "step_size"), "schedule.step_size is 'x'"),
+    ],
+)
+def test_what_only_its_reader_can_tell_is_said_of_the_checkpoint(
+    run: Path, step: int, key: str, change: Change, said: str
+) -> None:
+    """Optimizers, schedules and generators keep what they like: the run ends, and names the checkpoint."""
+    if step == 2:
+        shutil.rmtree(run / "checkpoints" / checkpoints.name_of(4))
+    place = run / "checkpoints" / checkpoints.name_of(step)
+    trees = {name: json.loads((place / name).read_text()) for name in ("shared.json", "rank-00000.json")}
+    name = next(name for name, tree in trees.items() if key in tree)
+    change(trees[name])
+    rewritten(run, name, json.dumps(trees[name]).encode(), step)
+    code, told = go_on(run, steps=6 if step == 4 else 4)
+    assert code == 2, told
+    assert f"ddprun: the checkpoint of step {step} is damaged: its {key} cannot be read (" in told
+    assert said in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("name", ["next", "stage", "first_step", "first_epoch", "steps", "entries"])
+@pytest.mark.parametrize("value", [-1, 1.5, "1", True, [1], {}])
+def test_a_position_is_one(run: Path, name: str, value: Any) -> None:
+    place = run / "checkpoints" / checkpoints.name_of(4)
+    found = checkpoints.opened(run / "checkpoints", 4)
+    state = {
+        key: item for file in ("shared", "rank-00000") for key, item in checkpoints.read(found, file).items()
+    }
+    check_fields(state)
+    state["position"][name] = value
+    with pytest.raises(ValueError, match=f"position.{name}"):
+        check_fields(state)
+    assert place.is_dir()
+
+
+# Reports of such a folder.
+
+
+@pytest.mark.parametrize(
+    "name", ["events.jsonl", "steps", "steps/rank-00001.jsonl", "buckets/rank-00000.jsonl"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "link", "device"])
+def test_a_report_waits_for_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    folder = make(tmp_path / "run")
+    (folder / name).rename(tmp_path / "whole")
+    _put(kind, folder / name, tmp_path / "whole")
+    assert main(["report", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert f"{Path(name).name} is a {'named pipe' if kind == 'pipe' else 'symbolic link'}" in told
+    assert "Traceback" not in told
+
+
+LINES = [
+    b"",
+    b"no json",
+    b"[]",
+    b"null",
+    b"{}",
+    b"\xff\xfe",
+    b'{"step": 3}',
+    deep(900).encode(),
+    b"[" * 100_000,
+]
+
+
+def _mutated(record: dict[str, Any]) -> list[bytes]:
+    """A record with each of its values replaced by each of these, and without it."""
+    values: list[Any] = [None, "x", -1, 1e999, 10**15, 10**30, [], {}, [[]], [None], True, float("nan")]
+    changed = [record | {key: value} for key in record for value in values]
+    changed += [{name: item for name, item in record.items() if name != key} for key in record]
+    return [json.dumps(one).encode() for one in changed]
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "steps/rank-00000.jsonl", "buckets/rank-00000.jsonl"])
+def test_a_report_passes_over_what_is_no_record(tmp_path: Path, name: str) -> None:
+    """Lines without what a record has, or with other things in it: the page is made of the rest."""
+    folder = make(tmp_path / "run", late=1)
+    kinds: dict[Any, dict[str, Any]] = {}
+    for line in (folder / name).read_text().splitlines():
+        record = json.loads(line)
+        kinds.setdefault(record.get("event"), record)
+    strange = LINES + [line for record in kinds.values() for line in _mutated(record)]
+    with (folder / name).open("ab") as file:
+        file.writelines(line + b"\n" for line in strange)
+    assert main(["report", str(folder)]) == 0
+    json.loads((folder / "trace.json").read_text())
+
+
+def test_a_report_passes_over_files_of_no_rank(tmp_path: Path) -> None:
+    """`rank-x.jsonl` was a traceback; a number that is written otherwise is no rank's either."""
+    folder = make(tmp_path / "run")
+    for name in ("rank-x.jsonl", "rank-.jsonl", "rank-0.jsonl", "rank-000000.jsonl", "rank-٣٣٣٣٣.jsonl"):
+        (folder / "steps" / name).write_text('{"step": 1}\n')
+    assert main(["report", str(folder)]) == 0
+
+
+@pytest.mark.parametrize("text", ["", "[]", deep(900), '{"stages": 3, "metrics": [], "wire_bytes": "x"}'])
+def test_a_report_does_not_believe_a_summary(tmp_path: Path, text: str) -> None:
+    folder = make(tmp_path / "run", late=1)
+    for key in (None, *json.loads((folder / "summary.json").read_text())):
+        (folder / "summary.json").write_text(text if key is None else json.dumps({key: ["x"]}))
+        assert main(["report", str(folder), "--no-trace"]) == 0
+
+
+# What opens files.
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/etc/passwd"])
+def test_a_name_stays_below_its_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    (tmp_path / "outside").write_text(KEPT)
+    with pytest.raises(ValueError, match="is not below"):
+        open_file(tmp_path / "in", name)
+
+
+def test_a_folder_may_be_reached_through_links_and_what_is_in_it_may_not(tmp_path: Path) -> None:
+    """`runs -> /scratch/runs` is the user's own word."""
+    (tmp_path / "real" / "steps").mkdir(parents=True)
+    (tmp_path / "run").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "link").symlink_to(tmp_path / "real" / "steps")
+    with open_file(tmp_path / "run", "steps/x", "wb") as file:
+        file.write(b"1")
+    assert names_in(tmp_path / "run", "steps") == ["x"]
+    for call in (lambda: names_in(tmp_path / "run", "link"), lambda: check_folder(tmp_path / "run", "link")):
+        with pytest.raises(NotPlainError, match="link is a symbolic link, not a folder"):
+            call()
+
+
+def test_what_replaces_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("before")
+    with pytest.raises(ValueError, match="half"), replacing(tmp_path, "x") as file:
+        file.write(int("half").to_bytes() if file.write(b"half") else b"")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x", "before")]
+    with replacing(tmp_path, "x") as file:
+        file.write(b"after")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x", "after")]
+
+
+def test_a_summary_says_which_file_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file") as raised:
+        write_summary(tmp_path / "gone", {})
+    assert raised.value.filename == str(tmp_path / "gone")
+
+
+def test_json_is_bounded() -> None:
+    assert parse(deep(100).encode())
+    assert parse(b"NaN", finite=False) != 0
+    for text in (deep(101), "NaN", "-Infinity", "1e999", "1" * 5000):
+        with pytest.raises(ValueError, match=r"nested|no JSON"):
+            parse(text.encode())
