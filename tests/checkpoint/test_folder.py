@@ -57,6 +57,16 @@ def test_older_ones_are_deleted(tmp_path: Path) -> None:
     assert folder.steps_in(tmp_path) == [123_456_789, 1500]
 
 
+def test_what_a_killed_run_has_left_of_a_deletion_keeps_nothing_from_being_deleted(tmp_path: Path) -> None:
+    """A folder of that name, not empty, was in the way of the next one's rename for ever."""
+    for step in (7, 8):
+        write(tmp_path, step=step, token=str(step))
+    (tmp_path / f".{folder.name_of(7)}.old").mkdir()
+    (tmp_path / f".{folder.name_of(7)}.old" / "shared.json").write_text("half deleted")
+    folder.prune(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name_of(8)]
+
+
 def test_one_that_was_being_replaced_gets_its_name_back(tmp_path: Path) -> None:
     """Killed between the two renamings: the older of the two is whole, and there."""
     write(tmp_path, token="a").path.rename(tmp_path / ".step-00000007.replaced")

@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.folder import steps_in
 from tests.checkpoint.runs import CNN, MLP, MODULE, PIPELINE, as_rank, asked, check, final, prepare, run
-from tests.engine.running import events, lines, summary
+from tests.engine.running import events, lines, summary, weights
 from tests.ranks import Running, as_processes, ddprun
 
 SYNCS = [
@@ -78,7 +79,7 @@ def test_every_policy_with_every_hook_goes_on_bit_for_bit(
 def test_another_number_of_ranks_goes_on(tmp_path: Path, sync: str, hooks: str, after: int) -> None:
     """Each sample of the epoch counts once, whoever has seen it."""
     prepare(tmp_path, sync, hooks)
-    (tmp_path / "kill").write_text("3 43")  # in the second epoch of the second stage
+    (tmp_path / "kill").write_text("3 42")  # in the second epoch of the second stage
     run_dir = run(tmp_path, 4, may_die=True)
     (tmp_path / "kill").unlink()
     checkpoint = steps_in(run_dir / "checkpoints")[0]
@@ -93,6 +94,50 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, sync: str, hooks: str, 
         sum(line["samples"] for line in lines(run_dir, "steps") if line["step"] > checkpoint) == 183 - before
     )
     assert done["loss"] < 2.3
+
+
+SCALED = """
+
+class Scaled(torch.nn.Module):
+    \"\"\"As CLIP's `logit_scale`: a parameter of one element.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+        self.logit_scale = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return self.logit_scale.exp() * self.layer(x.flatten(1))
+"""
+APART = """
+model: samples.Scaled
+data: {train: samples.Samples}
+loader: {batch_size: 2}
+optimizer: {sgd: {lr: 0.1}}
+sync: {local_sgd: {every: 5}}
+checkpoint: {every: 3, keep: 2}
+stages:
+  - train: {steps: 20}
+  - save
+"""
+
+
+def test_another_number_of_ranks_begins_from_the_mean_of_every_parameter(tmp_path: Path) -> None:
+    """Of one element, too. A learning rate of 0 shows what the resumed run has begun from."""
+    (tmp_path / "samples.py").write_text(MODULE + SCALED)
+    (tmp_path / "p.yaml").write_text(APART)
+    (tmp_path / "kill").write_text("0 24")
+    run_dir = run(tmp_path, 3, may_die=True)
+    (tmp_path / "kill").unlink()
+    newest = checkpoints.opened(run_dir / "checkpoints", steps_in(run_dir / "checkpoints")[0])
+    own = [checkpoints.read(newest, checkpoints.rank_name(rank))["parameters"] for rank in range(3)]
+    assert len({float(one["logit_scale"]) for one in own}) == 3, "the ranks are apart"
+    (tmp_path / "p.yaml").write_text(APART.replace("lr: 0.1", "lr: 0.0"))
+    run(tmp_path, 2, resuming=True)
+    saved = weights(run_dir)
+    for name in own[0]:
+        mean = torch.stack([one[name] for one in own]).double().mean(0).float()
+        assert torch.equal(saved[name], mean), name
 
 
 def test_independent_replicas_cannot_change_their_number(tmp_path: Path) -> None:
@@ -220,6 +265,17 @@ def test_a_checkpoint_that_is_asked_for_in_a_stages_last_step_is_taken(tmp_path:
     looked = len(asked(tmp_path, 1)) - 2 * 31 - 16
     assert 3 * 4 < 18 - looked <= 4 * 4, "the signal comes in another step"
     assert 4 in steps_in(run_dir / "checkpoints")
+
+
+def test_seconds_count_the_whole_run_after_a_resume(tmp_path: Path) -> None:
+    """As those in steps do: where nothing is left to do, what was spent before is more than its steps."""
+    prepare(tmp_path, "every_step", "[]")
+    run_dir = run(tmp_path, 2)
+    before = summary(run_dir)
+    run(tmp_path, 2, resuming=True)
+    after = summary(run_dir)
+    assert after["seconds_in_steps"] == before["seconds_in_steps"]
+    assert after["seconds"] > after["seconds_in_steps"]
 
 
 def test_one_command_starts_a_run_and_goes_on_with_it(tmp_path: Path) -> None:

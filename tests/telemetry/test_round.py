@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ddprun.telemetry.clock import HostClock
+from ddprun.telemetry.overflow import Overflow, overflow
 from ddprun.telemetry.round import Round
 from ddprun.telemetry.settle import settle
 from ddprun.telemetry.step import Traffic
@@ -26,7 +28,8 @@ from ddprun.telemetry.word import (
     told_buckets,
 )
 from ddprun_hooks.flight import Flight
-from ddprun_hooks.payload import Finding
+from ddprun_hooks.payload import Finding, ParamSlice
+from tests.reads import Reads
 from tests.telemetry.made import Made, page_of
 
 OFFSET_US = 1000.0
@@ -148,6 +151,33 @@ def test_who_has_found_nothing_is_told_of_all_the_same() -> None:
     )
     assert told.finders == {0: steps[0].flights}
     assert after.finders == []
+
+
+def test_what_hooks_have_found_is_read_at_once() -> None:
+    """Not bucket by bucket, also where every bucket of every step has a finding, as on a device; what was
+    lost is told all the same, with its bucket, its hook and its parameters.
+    """
+    params = (ParamSlice("layer.weight", (2,), 0, 2),)
+    steps = [step_of(number, 1) for number in range(1, 21)]
+    for step in steps:
+        step.losses = [torch.tensor(0.0)]
+        step.flights = []
+        for bucket in range(30):
+            lost = torch.tensor(int((step.number, bucket) == (7, 4)))
+            findings = [Finding("bf16", "overflow", torch.tensor(0)), Finding("fp16", "overflow", lost)]
+            one = flight(bucket, 1000 * step.number - 5)
+            step.flights.append(replace(one, params=params, findings=findings))
+        step.backward_end = step.marks[-1]
+    page = page_of(steps)
+    with Reads() as reads:
+        settled = settle(page, HostClock(), every=1)
+        told, numbers, _ = Round().tell(settled, buckets=[], offset_us=0.0)
+        codes = numbers[:, CODE_AT].astype(int).tolist()
+        found = [overflow([0, code], told.finders.get(place, ())) for place, code in enumerate(codes)]
+    assert reads.count == 0
+    assert found == [
+        Overflow("gradient", 4, "fp16", ("layer.weight",)) if step.number == 7 else None for step in steps
+    ]
 
 
 def test_a_loss_that_is_not_a_number_is_told_once() -> None:

@@ -1,14 +1,15 @@
 """Records reach the disk beside the training thread, and a bad disk costs records, not the run."""
 
 import json
-import os
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
+from ddprun.run_files import open_file
+from ddprun.telemetry import writer as telemetry_writer
 from ddprun.telemetry.events import event_log
 from ddprun.telemetry.writer import _MOST_WAITING, Writer, dumps
 
@@ -39,20 +40,25 @@ def test_a_disk_that_fails_is_noted_and_ends_only_the_writing(tmp_path: Path) ->
     assert "Not a directory" in writer.failure or "File exists" in writer.failure
 
 
-def test_a_stalled_disk_drops_lines_and_counts_them(tmp_path: Path) -> None:
-    """What waits is bounded; `put` never waits. The file is a pipe that nobody has opened to read yet."""
-    os.mkfifo(tmp_path / "x")
+def test_a_stalled_disk_drops_lines_and_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits is bounded; `put` never waits. The disk does not answer yet when the file is opened."""
+    answers = threading.Event()
+
+    def late(*args: Any, **more: Any) -> IO[bytes]:
+        assert answers.wait(60)
+        return open_file(*args, **more)
+
+    monkeypatch.setattr(telemetry_writer, "open_file", late)
     writer = Writer(tmp_path)
     fit = _MOST_WAITING // 3
     for _ in range(fit + 9):
         writer.put("x", b"line\n" * 3, 3)
     assert writer.dropped == 27
-    with ThreadPoolExecutor(1) as reader:
-        found = reader.submit((tmp_path / "x").read_text)
-        writer.flush()
-        writer.put("x", b"line\n")
-        writer.close()
-        assert found.result(60).count("line") == 3 * fit + 1
+    answers.set()
+    writer.flush()
+    writer.put("x", b"line\n")
+    writer.close()
+    assert (tmp_path / "x").read_text().count("line") == 3 * fit + 1
 
 
 def test_events_are_one_json_object_a_line_through_the_writer(tmp_path: Path) -> None:
@@ -78,3 +84,15 @@ def test_lines_reach_the_file_while_more_keep_coming(tmp_path: Path) -> None:
         writer.put("x", b"line\n")
         time.sleep(0.001)
     writer.close()
+
+
+def test_flushing_a_writer_that_is_closed_returns_at_once(tmp_path: Path) -> None:
+    """Nobody is there any more to say that it is done; what has failed after the end may still ask."""
+    writer = Writer(tmp_path)
+    writer.put("x", b"line\n")
+    writer.close()
+    thread = threading.Thread(target=writer.flush, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert (tmp_path / "x").read_text() == "line\n"

@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import pytest
+
+from ddprun.watch import keeper as keeping
 from ddprun.watch.keeper import Keeper
 
 RANK = """
@@ -52,3 +56,25 @@ def test_ranks_that_have_told_of_a_hang_and_ended_are_still_answered_for(tmp_pat
     finally:
         for process in processes:
             process.communicate(timeout=30)
+
+
+def test_a_look_that_fails_is_told_once_and_the_launcher_is_kept_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The thread ended without a word; a launcher that waits for a lost host would have waited for ever."""
+    monkeypatch.setattr(keeping, "_LAUNCHER_ENDS_S", 0.0)
+    (tmp_path / "run" / "attempt_0").mkdir(parents=True)
+    (tmp_path / "run" / "attempt_x").mkdir()
+    given_up, answers = threading.Event(), iter([OSError, ValueError, None])
+
+    def reachable() -> bool:
+        failure = next(answers, None)
+        if failure is not None:
+            raise failure("no answer that makes sense")
+        return False
+
+    with Keeper(tmp_path, 8, None, given_up.set, reachable):
+        assert given_up.wait(30)
+    told = capsys.readouterr().err
+    assert told.count("the launcher's watch: a look has failed, and it goes on looking: OSError") == 1
+    assert "ValueError" not in told

@@ -1,9 +1,11 @@
 """Boards, the watch of one rank, and asking another host."""
 
 import json
+import mmap
 import os
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -197,3 +199,38 @@ def test_a_board_has_room_for_lines_of_many_ranks(tmp_path: Path) -> None:
         assert found is not None
         assert found.waits[0].ranks == tuple(ranks)
         assert seen_from(json.loads(json.dumps(found.plain()))) == found
+
+
+def test_a_look_that_fails_is_told_once_and_the_next_ones_find_the_hang(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The thread ended without a word, and the rank was watched by nobody."""
+    it, calls, rung = watch(tmp_path)
+    it.board._map = mmap.mmap(-1, 4096)  # too small: every note fails from here on
+    asked = threading.Semaphore(0)
+
+    def ended() -> bool:
+        asked.release()
+        raise KeyError("nobody knows")
+
+    line = it.line("world.0", [0, 1])
+    line.issue("all_reduce", what="strange").done_when(ended)
+    it.start()
+    try:
+        assert asked.acquire(timeout=30)
+        line.issue("all_reduce", what="the one that hangs")
+        assert rung.wait(30)
+    finally:
+        it.close()
+    assert [one.ticket.what for one in calls[0]] == ["the one that hangs"]
+    told = capsys.readouterr().err
+    assert told.count("the watch of rank 0: a look has failed, and it goes on looking") == 1
+
+
+@pytest.mark.parametrize("note", ["[]", "3", '{"waits": 1}', '{"waits": [{}]}', '{"waits": [[]]}', '{"wa'])
+def test_a_board_with_half_a_note_is_none_yet(tmp_path: Path, note: str) -> None:
+    board = Board(0, tmp_path)
+    place = board._map.find(b"{}", 4000)
+    board._map[place : place + len(note)] = note.encode()
+    struct.pack_into("<q", board._map, place - 8, len(note))
+    assert read(board.path) is None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _TAG = "$"
+_NOT = "a checkpoint's state does not hold together"
 
 
 class UnstorableError(TypeError):
@@ -48,7 +49,7 @@ def decode(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, 
     """Put together what `encode` has taken apart.
 
     Raises:
-        ValueError: a tensor is missing, or a tag is unknown.
+        ValueError: a tensor is missing or not what its place needs, or a tag is unknown.
     """
     return {key: _decode(value, tensors) for key, value in tree.items()}
 
@@ -103,8 +104,9 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return {key: _decode(item, tensors) for key, item in value.items()}
     try:
         return _TAGGED[value[_TAG]](value, tensors)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"a checkpoint's state does not hold together: {error}") from None
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # RuntimeError: torch's, of a tensor
+        first, *_ = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(first if first.startswith(_NOT) else f"{_NOT}: {first}") from None
 
 
 def _items(value: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:

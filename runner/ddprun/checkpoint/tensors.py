@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from ddprun.run_files import NotPlainError, open_file
 
 MAX_HEADER_BYTES = 32 * 1024 * 1024
 MAX_TENSORS = 100_000
@@ -97,7 +98,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with open_file(path.parent, path.name, "wb") as file:
         start: list[bytes | memoryview] = [len(text).to_bytes(_LENGTH_BYTES, "little"), text]
         for piece in (*start, *map(_raw, tensors.values())):
             digest.update(piece)
@@ -107,16 +108,35 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def order_metadata(path: Path) -> None:
+    """Put the metadata of a file that safetensors has written into the order of its names.
+
+    safetensors writes it in an order that is drawn anew in each process, and equal tensors would make files
+    with other hashes.
+    """
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        header = json.loads(file.read(length))
+        metadata = dict(sorted(header.pop(_METADATA).items()))
+        text = json.dumps({_METADATA: metadata, **header}, separators=(",", ":"), ensure_ascii=False)
+        ordered = text.encode().ljust(length)
+        assert len(ordered) == length  # the same words in another order
+        file.seek(_LENGTH_BYTES)
+        file.write(ordered)
+
+
 def _raw(tensor: Tensor) -> memoryview:
     """The memory of a tensor."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path, below: Path | None = None, *, outline: bool = False) -> dict[str, Tensor]:
     """Read every tensor of a safetensors file into memory of its own, on the CPU.
 
     Args:
         path: the file.
+        below: the folder in which nothing is followed; None: the file's own.
+        outline: read the header alone; the tensors are on torch's `meta` device and have no data.
 
     Returns:
         The tensors by name, in the order in which their data stand in the file.
@@ -127,19 +147,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         OSError: the file cannot be opened or read.
     """
     assert sys.byteorder == "little", "safetensors data are little-endian"
-    # Without O_NONBLOCK, opening a named pipe in the file's place would wait for ever.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    below = path.parent if below is None else below
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise DamagedError("not a regular file")
-        file = FileIO(descriptor, "rb", closefd=False)
-        entries = _entries(file, status.st_size)
-        return {entry.name: _tensor(file, entry) for entry in entries}
+        with open_file(below, path.relative_to(below)) as opened:
+            file = FileIO(opened.fileno(), "rb", closefd=False)
+            entries = _entries(file, os.fstat(opened.fileno()).st_size)
+            if outline:
+                return {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries}
+            return {entry.name: _tensor(file, entry) for entry in entries}
+    except NotPlainError as error:
+        raise DamagedError(f"{path}: {error.strerror}") from None
     except DamagedError as error:
         raise DamagedError(f"{path}: {error}") from None
-    finally:
-        os.close(descriptor)
 
 
 def _entries(file: FileIO, size: int) -> list[_Entry]:

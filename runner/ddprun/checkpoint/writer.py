@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.folder import Checkpoint, Files
+from ddprun.run_files import open_file
 from ddprun_hooks.exchange import Control
 
 _LOOK_EVERY_S = 0.01
@@ -66,6 +67,7 @@ class CheckpointWriter:
         before: is done before each checkpoint, on the writing thread.
         after: is told of each checkpoint that is over when it was put (ns of the monotonic clock), and if it
             was written.
+        not_finite: names what in a part is not finite; is asked on the writing thread.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class CheckpointWriter:
         limit_s: float,
         before: Callable[[], None] = lambda: None,
         after: Callable[[int, bool], None] = lambda _, __: None,
+        not_finite: Callable[[folder.Apart], str | None] = lambda _: None,
     ) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         """Of checkpoints that are over, on rank 0."""
@@ -89,7 +92,7 @@ class CheckpointWriter:
         self._store = dist.PrefixStore(f"checkpoints/{token}", store)
         self._token, self._rank, self._ranks, self._keep = token, rank, ranks, keep
         self._away, self._control, self._limit_s = away, control, limit_s
-        self._before, self._after = before, after
+        self._before, self._after, self._not_finite = before, after, not_finite
         self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-") if rank in away else None
         self._root = root if self._scratch is None else Path(self._scratch.name)
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
@@ -190,7 +193,8 @@ class CheckpointWriter:
         except OSError as error:
             self._post(job, f"rank {self._rank} cannot write it: {error.strerror or error}", {})
         else:
-            self._post(job, None, files)
+            found = [self._not_finite(state) for state in job.parts.values()]
+            self._post(job, None, files, folder.worst(found))
 
     def _unfinished(self, job: _Job) -> Path:
         return folder.unfinished(self._root, job.step, self._token_of(job))
@@ -198,14 +202,15 @@ class CheckpointWriter:
     def _token_of(self, job: _Job) -> str:
         return f"{self._token}-{job.number}"
 
-    def _post(self, job: _Job, problem: str | None, files: Files) -> None:
-        self._store.set(f"{job.number}/{self._rank}", json.dumps([problem, files]))
+    def _post(self, job: _Job, problem: str | None, files: Files, nonfinite: str | None = None) -> None:
+        self._store.set(f"{job.number}/{self._rank}", json.dumps([problem, files, nonfinite]))
 
     def _finish(self, job: _Job, started: float) -> Outcome:
         """On rank 0: wait for all parts, and make them a checkpoint."""
         problems: list[str] = []
         files: Files = {}
         sizes: dict[int, Files] = {}
+        nonfinite: list[str | None] = []
         keys = [f"{job.number}/{rank}" for rank in range(self._ranks)]
         until, pause = time.monotonic() + self._limit_s, _LOOK_EVERY_S
         for rank, key in enumerate(keys):
@@ -215,7 +220,8 @@ class CheckpointWriter:
             if not self._store.check([key]):
                 problems.append(f"rank {rank} has not written its part within {self._limit_s:g} s")
                 continue
-            problem, sizes[rank] = json.loads(self._store.get(key))
+            problem, sizes[rank], not_finite = json.loads(self._store.get(key))
+            nonfinite.append(not_finite)
             self._store.delete_key(key)
             files |= sizes[rank]
             problems += [problem] if problem else []
@@ -225,7 +231,8 @@ class CheckpointWriter:
             try:
                 for rank in self._away:
                     self._receive(rank, job, sizes[rank])
-                written = folder.commit(self._root, job.step, self._token_of(job), self._ranks, files)
+                token, worst = self._token_of(job), folder.worst(nonfinite)
+                written = folder.commit(self._root, job.step, token, self._ranks, files, worst)
                 folder.prune(self._root, self._keep)
                 return Outcome(job.step, time.monotonic() - started, written)
             except OSError as error:
@@ -245,7 +252,7 @@ class CheckpointWriter:
         if told and self._store.get(verdict) == b"send":
             for name in job.parts:
                 for path in folder.paths(source, name):
-                    with path.open("rb") as file:
+                    with open_file(source, path.name) as file:
                         while data := file.read(_CHUNK_BYTES):
                             self._control.send_bytes(data, 0)
         folder.discard(source)
@@ -261,7 +268,7 @@ class CheckpointWriter:
                 data = self._control.receive_bytes(rank)
                 left -= len(data)
                 try:
-                    with (target / name).open("ab") as file:
+                    with open_file(target, name, "ab") as file:
                         file.write(data)
                 except OSError as error:
                     problem = error

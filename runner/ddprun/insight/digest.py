@@ -7,9 +7,11 @@ and bucket records are read of every n-th step, never of the first so many only.
 import math
 import random
 from array import array
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from ddprun.insight.runs import Run
@@ -116,49 +118,63 @@ class Digest:
 
 
 class _Column:
-    """A number for each step."""
+    """A number for each recorded step; room is taken for these alone, whatever number a step has.
 
-    def __init__(self, size: int) -> None:
-        self.sums = array("d", bytes(8 * size))
-        self.counts = array("l", bytes(array("l").itemsize * size))
+    Args:
+        steps: in order.
+    """
 
-    def add(self, place: int, value: float | None) -> None:
-        # A run that goes on, or was killed, has records of later steps than those that were counted.
-        if value is not None and value == value and 0 <= place < len(self.sums):
+    def __init__(self, steps: Sequence[int]) -> None:
+        self._steps = steps
+        self.sums = array("d", bytes(8 * len(steps)))
+        self.counts = array("l", bytes(array("l").itemsize * len(steps)))
+
+    def add(self, place: int | None, value: float | None) -> None:
+        # A run that goes on has records of later steps than those that were counted.
+        if value is not None and value == value and place is not None:
             self.sums[place] += value
             self.counts[place] += 1
 
-    def mean(self, place: int) -> float | None:
-        return self.sums[place] / self.counts[place] if self.counts[place] else None
+    def mean(self, place: int | None) -> float | None:
+        return self.sums[place] / self.counts[place] if place is not None and self.counts[place] else None
+
+    def of(self, step: int) -> float:
+        """The mean of a step; 0 if nothing is known of it."""
+        return self.mean(_place(self._steps, step)) or 0.0
 
     def curve(self, points: int = POINTS) -> Curve:
-        """Index 0 is step 1."""
-        size = len(self.sums)
-        stretch = max(1, math.ceil(size / points))
+        """Means over as many equal stretches of steps as there are points."""
+        last = self._steps[-1] if self._steps else 0
+        stretch = max(1, math.ceil(last / points))
         found = Curve([], [], [], [])
-        for start in range(0, size, stretch):
-            inside = [self.mean(place) for place in range(start, min(size, start + stretch))]
-            known = [value for value in inside if value is not None]
+        for number, group in groupby(range(len(self._steps)), lambda at: (self._steps[at] - 1) // stretch):
+            known = [value for place in group if (value := self.mean(place)) is not None]
             if known:
-                found.steps.append(start + (len(inside) + 1) / 2)
+                start = number * stretch
+                found.steps.append(start + (min(last, start + stretch) - start + 1) / 2)
                 found.means.append(sum(known) / len(known))
                 found.lowest.append(min(known))
                 found.highest.append(max(known))
         return found
 
 
+def _place(steps: Sequence[int], step: int) -> int | None:
+    place = bisect_left(steps, step)
+    return place if place < len(steps) and steps[place] == step else None
+
+
 def digest(run: Run) -> Digest:
     """Read a run's records."""
-    size = run.last_step
-    loss, step = _Column(size), _Column(size)
-    rank_losses = [_Column(size) for _ in run.ranks]
-    parts = {part: _Column(size) for part in PARTS}
-    waited = _Column(size)
+    steps = run.recorded
+    loss, step = _Column(steps), _Column(steps)
+    rank_losses = [_Column(steps) for _ in run.ranks]
+    parts = {part: _Column(steps) for part in PARTS}
+    waited = _Column(steps)
     means = []
     for place, rank in enumerate(run.ranks):
         totals, count = dict.fromkeys((*PARTS, "step_us"), 0), 0
         for line in run.steps(rank):
-            at = line["step"] - 1
+            at = _place(steps, line["step"])
             loss.add(at, line["mean_loss"])
             rank_losses[place].add(at, line["loss"])
             step.add(at, line["step_us"])
@@ -169,7 +185,7 @@ def digest(run: Run) -> Digest:
             totals["step_us"] += line["step_us"]
             count += 1
         means.append({part: total / count for part, total in totals.items()} if count else {})
-    recorded = [place + 1 for place in range(size) if step.counts[place]]
+    recorded = [number for number, count in zip(steps, step.counts, strict=True) if count]
     step_us = sum(one.get("step_us", 0.0) for one in means) / max(1, len(means))
     other = sum(one.get("other_us", 0.0) for one in means) / max(1, len(means))
     sent, fidelity, gathered, bucket_steps = _sent(run, recorded)
@@ -204,8 +220,7 @@ def _sent(run: Run, recorded: Sequence[int]) -> tuple[list[Sent], dict[str, Curv
     found: dict[tuple[str, tuple[str, ...]], Sent] = {}
     steps: dict[tuple[str, tuple[str, ...]], set[int]] = defaultdict(set)
     gathered: dict[int, Gathered] = {}
-    size = recorded[-1]
-    columns = {name: _Column(size) for name in ("cosine", "relative_l2")}
+    columns = {name: _Column(recorded) for name in ("cosine", "relative_l2")}
     for rank in run.ranks:
         for line in run.buckets(rank, wanted.__contains__):
             key = line["kind"], tuple(line["hooks"])
@@ -222,7 +237,7 @@ def _sent(run: Run, recorded: Sequence[int]) -> tuple[list[Sent], dict[str, Curv
                 gathered.setdefault(line["bucket"], Gathered(tuple(line["params"]))).add(line)
         for line in run.buckets(rank, holding=b'"fidelity"'):
             for name, column in columns.items():
-                column.add(line["step"] - 1, line["fidelity"][name])
+                column.add(_place(recorded, line["step"]), line["fidelity"][name])
     for key, one in found.items():
         one.steps = len(steps[key])
     curves = {name: column.curve() for name, column in columns.items() if any(column.counts)}
@@ -237,9 +252,9 @@ def _worth_a_look(recorded: Sequence[int], step: _Column, waited: _Column) -> di
     places = [round(place * (len(recorded) - 1) / max(1, count - 1)) for place in range(count)]
     chosen = {recorded[place]: "" for place in places}
     later = recorded[len(recorded) // 10 :]  # the first steps are slower than all others
-    typical = sorted(later, key=lambda number: step.mean(number - 1) or 0.0)[len(later) // 2]
-    most = max(later, key=lambda number: waited.mean(number - 1) or 0.0)
-    longest = max(later, key=lambda number: step.mean(number - 1) or 0.0)
+    typical = sorted(later, key=lambda number: step.of(number))[len(later) // 2]
+    most = max(later, key=lambda number: waited.of(number))
+    longest = max(later, key=lambda number: step.of(number))
     for number, why in ((typical, "the median step"), (most, "most waited in"), (longest, "the longest")):
         chosen[number] = f"{chosen[number]}, {why}" if chosen.get(number) else why
     return dict(sorted(chosen.items()))

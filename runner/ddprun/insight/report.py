@@ -15,6 +15,7 @@ from ddprun.insight.late import late_ranks
 from ddprun.insight.pieces import Page, shown, table
 from ddprun.telemetry.progress import data_size
 from ddprun.telemetry.records import PARTS
+from ddprun.telemetry.writer import finite
 
 _FAULTS = {
     "resumed": "went on",
@@ -22,6 +23,8 @@ _FAULTS = {
     "checkpoint_left_out": "checkpoint left out",
     "checkpoint_passed_by": "checkpoint passed by",
     "overflow": "overflow",
+    "nonfinite": "not finite",
+    "data_differs": "ranks read different data",
     "step_skipped": "step skipped",
 }
 _MOST_FAULTS = 50
@@ -55,7 +58,7 @@ def report(
         f'<section id="{_anchor(title)}"><h2>{escape(title)}</h2>{body}</section>' for title, body in sections
     )
     here = files("ddprun.insight") / "page"
-    library = (files("plotly") / "package_data" / "plotly.min.js").read_text()
+    library = (files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -64,7 +67,7 @@ def report(
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <link rel="icon" href="data:,">
 <title>{escape(head)}</title>
-<style>{(here / "report.css").read_text()}</style>
+<style>{(here / "report.css").read_text("utf-8")}</style>
 </head>
 <body>
 <a class="skip" href="#main">To the content</a>
@@ -76,7 +79,7 @@ def report(
 means over stretches of steps, with the lowest and the highest value as a band.</p></footer>
 <script type="application/json" id="charts">{_json(page.charts)}</script>
 <script>{library}</script>
-<script>{(here / "report.js").read_text()}</script>
+<script>{(here / "report.js").read_text("utf-8")}</script>
 </body>
 </html>
 """
@@ -89,7 +92,7 @@ def _marked(text: str) -> str:
 
 def _json(value: Any) -> str:
     """JSON inside a script element: nothing in it ends the element."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(finite(value), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _names(digests: Sequence[Digest]) -> list[str]:
@@ -315,7 +318,7 @@ def _faults(page: Page) -> str:
             return text + "<p>Nothing went wrong.</p>"
         left = f"The last {_MOST_FAULTS} of {len(found)}." if len(found) > _MOST_FAULTS else ""
         rows = [
-            [event["time"], _FAULTS[event["event"]], event.get("step"), _said(event)]
+            [event.get("time"), _FAULTS[event["event"]], event.get("step"), _said(event)]
             for event in found[-_MOST_FAULTS:]
         ]
         return text + table(["when", "what", "step", ""], rows, left)
@@ -324,7 +327,9 @@ def _faults(page: Page) -> str:
 
 
 def _said(event: Mapping[str, Any]) -> str:
-    left_out = ("event", "level", "time", "monotonic_us", "rank", "step", "params")
+    left_out = {"event", "level", "time", "monotonic_us", "rank", "step", "params"}
+    if event["event"] == "nonfinite":
+        left_out.remove("rank")  # whose loss it was
     return ", ".join(f"{key}: {shown(value)}" for key, value in event.items() if key not in left_out)
 
 

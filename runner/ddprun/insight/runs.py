@@ -1,19 +1,27 @@
 """Reading what a run left: its folder may be of a run that goes on, was killed, or is very long."""
 
-import json
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from ddprun.insight import shapes
+from ddprun.run_files import open_file, parse, read_object
 from ddprun.telemetry.events import FILE as EVENTS
 from ddprun.telemetry.profile import FOLDER as PROFILE
+from ddprun.telemetry.records import file_of, ranks_in
 
-_STEP = re.compile(rb'"step": ?(\d+)')
+_STEP = re.compile(rb'"step": ?(\d{1,18})\b')
 _TAIL_BYTES = 1 << 20
+_LINE_BYTES = 64 << 20
+"""A line that is longer is none of a run's."""
+
+_SUMMARY_BYTES = 256 << 20
 _DRIFT = 1e-3
 """Clocks of computers drift by less than this."""
 
@@ -33,14 +41,18 @@ class Run:
     folder: Path
 
     def __post_init__(self) -> None:
-        if not (self.folder / EVENTS).is_file():
+        try:
+            open_file(self.folder, EVENTS).close()
+        except FileNotFoundError:
             what = "has no events.jsonl" if self.folder.is_dir() else "does not exist"
-            raise NoRunError(f"{self.folder} is no run's folder: it {what}")
+            raise NoRunError(f"{self.folder} is no run's folder: it {what}") from None
+        except OSError as error:
+            raise NoRunError(f"{self.folder} cannot be read: {error.strerror}") from None
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
         """All events, in the order in which they came."""
-        return list(_lines(self.folder / EVENTS))
+        return list(self._lines(EVENTS, shapes.event))
 
     def first(self, event: str) -> dict[str, Any] | None:
         """The first event of a kind."""
@@ -54,22 +66,34 @@ class Run:
     def summary(self) -> dict[str, Any] | None:
         """What the run came to; None if it has not ended, or was killed."""
         try:
-            found = json.loads((self.folder / "summary.json").read_text())
+            found = read_object(self.folder, "summary.json", _SUMMARY_BYTES, finite=False)
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
+        return shapes.of_summary(found)
 
     @cached_property
     def ranks(self) -> list[int]:
         """The ranks of which there are step records."""
-        return sorted(
-            int(path.stem.rpartition("-")[2]) for path in (self.folder / "steps").glob("rank-*.jsonl")
-        )
+        try:
+            return ranks_in(self.folder, "steps")
+        except OSError as error:
+            raise NoRunError(f"{self.folder} cannot be read: {error.strerror}") from None
 
     @cached_property
     def last_step(self) -> int:
         """Of which there are records; 0 if there are none."""
-        return max((_last_step(self._file("steps", rank)) for rank in self.ranks), default=0)
+        return max((self._last_step(rank) for rank in self.ranks), default=0)
+
+    @cached_property
+    def recorded(self) -> Sequence[int]:
+        """The steps of which any rank has a record, in order."""
+        found: set[int] = set()
+        for rank in self.ranks:
+            with self._opened(file_of("steps", rank)) as file:
+                while line := file.readline(_LINE_BYTES):
+                    if step := _STEP.search(line):
+                        found.add(int(step[1]))
+        return array("q", sorted(found))
 
     def steps(self, rank: int, wanted: Callable[[int], bool] | None = None) -> Iterator[dict[str, Any]]:
         """A rank's step records.
@@ -78,7 +102,7 @@ class Run:
             rank: whose.
             wanted: of these steps only.
         """
-        return _lines(self._file("steps", rank), wanted)
+        return self._lines(file_of("steps", rank), shapes.STEP, wanted)
 
     def buckets(
         self, rank: int, wanted: Callable[[int], bool] | None = None, *, holding: bytes = b""
@@ -90,27 +114,69 @@ class Run:
             wanted: of these steps only.
             holding: only those whose line has this in it.
         """
-        return _lines(self._file("buckets", rank), wanted, holding)
+        return self._lines(file_of("buckets", rank), shapes.BUCKET, wanted, holding)
 
     def profile(self, rank: int) -> Iterator[dict[str, Any]]:
         """What torch's profiler saw of a rank; nothing if it was not asked to look."""
-        return _lines(self._file(PROFILE, rank))
+        return self._lines(file_of(PROFILE, rank), shapes.profiled)
 
     @cached_property
-    def profiled(self) -> frozenset[int]:
+    def profiled(self) -> set[int]:
         """The steps that torch's profiler looked at."""
         stretches = {
             (line["first_step"], line["step"]) for rank in self.ranks[:1] for line in self.profile(rank)
         }
-        return frozenset(step for first, last in stretches for step in range(first, last + 1))
-
-    def _file(self, kind: str, rank: int) -> Path:
-        return self.folder / kind / f"rank-{rank:05}.jsonl"
+        ends = {step for stretch in stretches for step in stretch}
+        return ends.union(*(between(self.recorded, first, last + 1) for first, last in stretches))
 
     @cached_property
     def clocks(self) -> "Clocks":
         """How to compare times of different ranks."""
         return Clocks.of(self.all("clock_offsets"))
+
+    def _lines(
+        self,
+        name: str,
+        fits: shapes.Shape,
+        wanted: Callable[[int], bool] | None = None,
+        holding: bytes = b"",
+    ) -> Iterator[dict[str, Any]]:
+        """The records of a file; a last line that is torn, and what is no record, are passed over."""
+        with self._opened(name) as file:
+            while line := file.readline(_LINE_BYTES):
+                if holding not in line:
+                    continue
+                if wanted is not None:
+                    step = _STEP.search(line)
+                    if step is None or not wanted(int(step[1])):
+                        continue
+                try:
+                    found = parse(line, finite=False)
+                except ValueError:
+                    continue
+                if fits(found):
+                    yield found
+
+    def _last_step(self, rank: int) -> int:
+        with self._opened(file_of("steps", rank)) as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            found = _STEP.findall(file.read())
+        return int(found[-1]) if found else 0
+
+    def _opened(self, name: str) -> IO[bytes]:
+        """A file; an empty one if it is not there."""
+        try:
+            return open_file(self.folder, name)
+        except FileNotFoundError:
+            return BytesIO()
+        except OSError as error:
+            raise NoRunError(f"{self.folder} cannot be read: {error.strerror}") from None
+
+
+def between(steps: Sequence[int], low: int, high: int) -> Sequence[int]:
+    """Those from `low` up to, and without, `high`."""
+    return steps[bisect_left(steps, low) : bisect_left(steps, high)]
 
 
 @dataclass(frozen=True)
@@ -159,38 +225,3 @@ class Clocks:
             rows.sort()
             self._known[rank] = [at for at, _ in rows], [offset for _, offset in rows]
         return self._known[rank]
-
-
-def _lines(
-    path: Path, wanted: Callable[[int], bool] | None = None, holding: bytes = b""
-) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file; a last line that is torn, and what is none, are passed over."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        for line in file:
-            if holding not in line:
-                continue
-            if wanted is not None:
-                step = _STEP.search(line)
-                if step is None or not wanted(int(step[1])):
-                    continue
-            try:
-                found = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(found, dict):
-                yield found
-
-
-def _last_step(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            found = _STEP.findall(file.read())
-    except OSError:
-        return 0
-    return int(found[-1]) if found else 0

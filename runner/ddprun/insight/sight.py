@@ -193,6 +193,7 @@ def _open_feed(loaded: Loaded, world: World) -> Feed:
             rank=0,
             ranks=world.ranks,
             pin=False,
+            sharded=loader.sharded,
         )
     except ValueError as error:
         raise PipelineError([loaded.fault("data", str(error))]) from None

@@ -12,7 +12,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from ddprun.insight.runs import Run
+from ddprun.insight.runs import Run, between
+from ddprun.run_files import replacing
+from ddprun.telemetry.writer import finite
 
 _EVENTS = 200_000
 """In a trace at most, about: what a browser still opens at once."""
@@ -38,6 +40,7 @@ _TOLD = {
     "checkpoint_taken": "checkpoint taken",
     "checkpoint_left_out": "checkpoint left out",
     "overflow": "overflow",
+    "nonfinite": "not finite",
     "step_skipped": "step skipped",
     "audit": "audit",
     "hang": "hang",
@@ -59,19 +62,17 @@ def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> in
         steps: from and to, both included; None: a selection that is small enough.
     """
     chosen = _choose(run) if steps is None else range(steps[0], steps[1] + 1)
-    unfinished = target.with_name(f".{target.name}")
-    with unfinished.open("w") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        separator = ""
+    with replacing(target.parent, target.name) as file:
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        separator = b""
         for event in _events(run, chosen, whole=steps is None):
-            file.write(separator + json.dumps(event, separators=(",", ":")))
-            separator = ",\n"
-        file.write("\n]}\n")
-    unfinished.replace(target)
+            file.write(separator + json.dumps(finite(event), separators=(",", ":"), allow_nan=False).encode())
+            separator = b",\n"
+        file.write(b"\n]}\n")
     return len(chosen)
 
 
-def _choose(run: Run) -> range | frozenset[int]:
+def _choose(run: Run) -> range | set[int]:
     """All steps, or stretches of steps that begin evenly over the run."""
     last = run.last_step
     if not run.ranks or not last:
@@ -87,7 +88,7 @@ def _choose(run: Run) -> range | frozenset[int]:
     starts = [
         1 + round(place * (last - _STRETCH * every) / max(1, stretches - 1)) for place in range(stretches)
     ]
-    shown = chain.from_iterable(range(start, start + _STRETCH * every) for start in starts)
+    shown = chain.from_iterable(between(run.recorded, start, start + _STRETCH * every) for start in starts)
     return run.profiled.union(shown)
 
 
@@ -97,7 +98,7 @@ def _recorded_every(run: Run) -> int:
     return max(1, first[-1] - first[-2]) if len(first) > 1 else 1
 
 
-def _events(run: Run, chosen: range | frozenset[int], *, whole: bool) -> Iterator[dict[str, Any]]:
+def _events(run: Run, chosen: range | set[int], *, whole: bool) -> Iterator[dict[str, Any]]:
     yield from _names(run)
     low, high = math.inf, -math.inf
     for rank in run.ranks:
@@ -136,7 +137,7 @@ def _at(process: int, track: int) -> dict[str, int]:
     return {"pid": process + 1, "tid": (process + 1) * _TRACKS + track}
 
 
-def _of_rank(run: Run, rank: int, chosen: range | frozenset[int]) -> Iterator[dict[str, Any]]:
+def _of_rank(run: Run, rank: int, chosen: range | set[int]) -> Iterator[dict[str, Any]]:
     def slice_(track: int, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
         # Whole microseconds on both sides: what lies in another slice on this rank's clock does on rank 0's.
         begin, done = round(run.clocks.aligned(rank, start)), round(run.clocks.aligned(rank, end))
@@ -196,7 +197,7 @@ def _of_rank(run: Run, rank: int, chosen: range | frozenset[int]) -> Iterator[di
                 )
 
 
-def _profiled(run: Run, rank: int, chosen: range | frozenset[int]) -> Iterator[dict[str, Any]]:
+def _profiled(run: Run, rank: int, chosen: range | set[int]) -> Iterator[dict[str, Any]]:
     """What torch's profiler saw, in tracks of their own below the rank's others."""
     tracks: dict[str, int] = {}
     for line in run.profile(rank):

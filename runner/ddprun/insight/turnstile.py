@@ -5,11 +5,23 @@ import json
 import secrets
 import selectors
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 _HELLO_BYTES = 1024
+_HELLO_S = 5.0
+"""How long a connection may take to say which rank it is. Every user of this host can connect, so nobody is
+waited for meanwhile."""
+
+
+@dataclass(slots=True)
+class _Unknown:
+    """A connection that has not said who it is."""
+
+    until: float
+    said: bytes = b""
 
 
 @dataclass(slots=True)
@@ -46,10 +58,11 @@ class Turnstile:
         self._selector.register(self._listening, selectors.EVENT_READ)
         self.members: dict[int, Member] = {}
         self._of: dict[socket.socket, Member] = {}
+        self._unknown: dict[socket.socket, _Unknown] = {}
 
     def close(self) -> None:
         """End all turns: runs that wait for one fail."""
-        for connection in self._of:
+        for connection in (*self._of, *self._unknown):
             connection.close()
         self._listening.close()
         self._selector.close()
@@ -98,27 +111,57 @@ class Turnstile:
             connection = key.fileobj
             assert isinstance(connection, socket.socket)
             if connection is self._listening:
-                self._admit()
+                self._accept()
+            elif connection in self._unknown:
+                self._introduce(connection)
             else:
                 self._hear(connection)
+        now = time.monotonic()
+        for connection in [one for one, unknown in self._unknown.items() if now > unknown.until]:
+            self._send_away(connection)
 
-    def _admit(self) -> None:
-        connection, _ = self._listening.accept()
-        connection.settimeout(5)
+    def _accept(self) -> None:
         try:
-            hello = json.loads(connection.makefile("rb", buffering=0).readline(_HELLO_BYTES))
-            known = hmac.compare_digest(str(hello["secret"]), self._secret)
+            connection, _ = self._listening.accept()
+        except OSError:  # it has gone already
+            return
+        connection.setblocking(False)
+        self._unknown[connection] = _Unknown(time.monotonic() + _HELLO_S)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _introduce(self, connection: socket.socket) -> None:
+        """Hear who a connection is."""
+        unknown = self._unknown[connection]
+        try:
+            heard = connection.recv(_HELLO_BYTES - len(unknown.said))
+        except OSError:
+            heard = b""
+        unknown.said += heard
+        line, ended, more = unknown.said.partition(b"\n")
+        if not ended and heard and len(unknown.said) < _HELLO_BYTES:
+            return
+        try:
+            hello = json.loads(line)
+            known = hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode())
             member = self.members[hello["run"]] if known else None
             ranks = int(hello["ranks"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             member, ranks = None, 0
         if member is None:
-            connection.close()
+            self._send_away(connection)
             return
+        del self._unknown[connection]
+        connection.settimeout(_HELLO_S)
         member.ranks = ranks
         member.connections.append(connection)
         self._of[connection] = member
-        self._selector.register(connection, selectors.EVENT_READ)
+        if more == b"p":
+            member.paused.add(connection)
+
+    def _send_away(self, connection: socket.socket) -> None:
+        del self._unknown[connection]
+        self._selector.unregister(connection)
+        connection.close()
 
     def _hear(self, connection: socket.socket) -> None:
         member = self._of[connection]

@@ -30,6 +30,9 @@ class Agreed(NamedTuple):
     compare_clocks: bool
     """Rank 0 wants the clocks compared again."""
 
+    nonfinite: bool = False
+    """Some rank's loss was not finite in one of the steps, or in one before them."""
+
     overflows: Sequence[tuple[int, Overflow]] = ()
     """In which step, and the first of it that is known."""
 
@@ -70,6 +73,7 @@ def agree(own: OwnWords, words: Words, stragglers: Stragglers | None) -> list[Ag
             stop=wishes & STOP > 0,
             checkpoint=wishes & CHECKPOINT > 0,
             compare_clocks=wishes & COMPARE_CLOCKS > 0,
+            nonfinite=words.nonfinite,
             overflows=overflows,
             straggler=late,
             news=news,

@@ -5,11 +5,14 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from ddprun.run_files import open_file, replacing
 from ddprun.telemetry.profile import FOLDER as PROFILE
+from ddprun.telemetry.records import file_of
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.exchange import Control
 
 FOLDERS = ("steps", "buckets", PROFILE)
+_TOKEN = ".rank-0"
 
 
 class Records:
@@ -49,10 +52,15 @@ class Records:
                 elif self._control.rank == 0:
                     data = self._control.receive_bytes(rank)
                     if data:
-                        path = self._target / name / f"rank-{rank:05}.jsonl"
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        with path.open("ab") as file:
-                            file.write(data)
+                        self._append(file_of(name, rank), data)
+
+    def _append(self, name: str, data: bytes) -> None:
+        """Write what another host has sent; a disk that fails costs records, not the run."""
+        try:
+            with open_file(self._target, name, "ab", make_folders=True) as file:
+                file.write(data)
+        except OSError as error:
+            self.writer.failure = self.writer.failure or error.strerror or str(error)
 
     def close(self) -> None:
         """End the writing; what `collect` did not bring over is lost with its host."""
@@ -61,29 +69,29 @@ class Records:
             self._scratch.cleanup()
 
     def _sees_rank_0(self, tell_all: Callable[[str, Callable[[], str]], str]) -> bool:
-        token = self._target / ".rank-0"
-
         def make() -> str:
             name = uuid.uuid4().hex
-            token.write_text(name)
+            with replacing(self._target, _TOKEN) as file:
+                file.write(name.encode())
             return name
 
         name = tell_all("token", make)
         try:
-            seen = bool(token.read_text() == name)
+            with open_file(self._target, _TOKEN) as file:
+                seen = file.read(len(name) + 1) == name.encode()
         except OSError:
             seen = False
         self._control.barrier("the run folder")
         if self._control.rank == 0:
-            token.unlink()
+            (self._target / _TOKEN).unlink()
         return seen
 
     def _new_bytes(self, name: str) -> bytes:
-        path = self.writer.folder / name / f"rank-{self._control.rank:05}.jsonl"
-        if not path.exists():
+        try:
+            with open_file(self.writer.folder, file_of(name, self._control.rank)) as file:
+                file.seek(self._sent[name])
+                data = file.read()
+        except FileNotFoundError:
             return b""
-        with path.open("rb") as file:
-            file.seek(self._sent[name])
-            data = file.read()
         self._sent[name] += len(data)
         return data

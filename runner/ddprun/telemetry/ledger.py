@@ -9,7 +9,7 @@ not synchronise have no word: their loss is in the next one.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -29,7 +29,8 @@ from ddprun.telemetry.stragglers import Stragglers
 from ddprun.telemetry.word import CHECKPOINT, COMPARE_CLOCKS, STOP, Words, blank, told_buckets
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.exchange import Control
-from ddprun_hooks.flight import Flight, now_us
+from ddprun_hooks.flight import Flight, now_us, read_findings
+from ddprun_hooks.uncounted import Uncounted
 
 _TOGETHER_US = 500_000.0
 """Words of about so much time are posted together: an exchange, however small, costs threads of all ranks
@@ -80,9 +81,16 @@ class Ledger:
         self.own_loss = math.nan
         """This rank's mean loss in the newest step whose marks have been read."""
 
+        self.nonfinite: tuple[int, float] | None = None
+        """The first step whose own loss was not finite, and the loss; None: each was that has been read."""
+
         self.mark: Callable[[], Any] = clock.mark
         """This moment on the training thread's time line."""
 
+        self.uncounted: list[tuple[int, Uncounted]] = []
+        """Collectives of hooks' own that nobody has been told of yet, and in which step each was found."""
+
+        self._known_uncounted: set[Uncounted] = set()
         self._clock = clock
         self._most_together = _MOST_ON_A_DEVICE if clock.lag else _MOST_TOGETHER
         self._control = control
@@ -244,6 +252,8 @@ class Ledger:
         traffic, self._aside = self._aside, Traffic()
         journeys = beside([(0, traffic)], self._clock)
         landed = journeys.flights
+        read_findings(landed)
+        self._note_uncounted((step, flight) for flight in landed)
         self._round.find(landed)
         self._count_traffic(landed, int(under_way_us(journeys.landed, 1)[0]))
         records = Unwritten(self._control.rank)
@@ -283,7 +293,13 @@ class Ledger:
         if page.steps:
             last = page.steps[-1].number
             settled = settle(page, self._clock, every=self._every)
+            self._note_uncounted(settled.numbered_flights())
             self.own_loss = settled.own_loss
+            if self.nonfinite is None and not math.isfinite(sum(settled.loss_sums)):
+                losses = zip(settled.steps, settled.loss_sums, strict=True)
+                self.nonfinite = next(
+                    ((step.number, loss) for step, loss in losses if not math.isfinite(loss)), None
+                )
             words, numbers, self._round = self._round.tell(
                 settled, buckets=self._told_buckets, offset_us=self.offset_us
             )
@@ -300,6 +316,18 @@ class Ledger:
             self._batches.append(batch)  # first, so that it is salvaged if nothing can be posted any more
             if words.steps:
                 batch.posted = self._control.post(torch.from_numpy(numbers.ravel()))
+
+    def _note_uncounted(self, flights: Iterable[tuple[int, Flight[int]]]) -> None:
+        """Note what hooks have issued by themselves.
+
+        Args:
+            flights: each with its step.
+        """
+        for step, flight in flights:
+            for note in flight.uncounted:
+                if note not in self._known_uncounted:
+                    self._known_uncounted.add(note)
+                    self.uncounted.append((step, note))
 
     def _collect_all(self) -> list[Agreed]:
         agreed = [agreed for _ in range(len(self._batches)) for agreed in self._collect()]

@@ -28,11 +28,14 @@ def first_finding(flights: Sequence[Flight[int]]) -> int:
     """The first payload that did not come back finite, as a number for the control word.
 
     0: all did. Else its kind, its bucket, and 1: this rank's values were finite, or 2: they were not.
+
+    Args:
+        flights: whose findings have been read.
     """
     for flight in sorted(flights, key=lambda flight: (flight.kind, flight.bucket)):
         for finding in flight.findings:
-            if code := int(finding.code):
-                return _CODES * (_BUCKETS * _KINDS.index(flight.kind) + flight.bucket) + code
+            if finding.code:
+                return _CODES * (_BUCKETS * _KINDS.index(flight.kind) + flight.bucket) + int(finding.code)
     return 0
 
 
@@ -48,7 +51,9 @@ def overflow(found: Sequence[int], flights: Sequence[Flight[int]]) -> Overflow |
     kind, bucket = divmod(max(found) // _CODES, _BUCKETS)
     for flight in flights:
         if (flight.kind, flight.bucket) == (_KINDS[kind], bucket):
-            hook = next((finding.hook for finding in flight.findings), "")
+            # Here nothing may be lost of it, though it is on another rank: then any of its hooks will do.
+            findings = sorted(flight.findings, key=lambda finding: not finding.code)
+            hook = next((finding.hook for finding in findings), "")
             names = tuple(param.name for param in flight.params)
             return Overflow(flight.kind, bucket, hook, names)
     return None

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ddprun.screen import is_terminal
 from ddprun.telemetry.agreed import Agreed
 from ddprun.telemetry.spells import totals
 
@@ -145,7 +146,7 @@ def screen_for(rank: int, redact: Callable[[str], str]) -> Screen:
     """The screen of a rank; `redact` replaces secrets in what it says."""
     if rank != 0:
         return Silent()
-    return Bar(redact) if sys.stderr.isatty() else Plain(redact)
+    return Bar(redact) if is_terminal(sys.stderr) else Plain(redact)
 
 
 def losses(agreed: Agreed | None, own_loss: float) -> str:

@@ -1,9 +1,12 @@
 """Step and bucket records: their fields (`docs/records.md`), and what a run adds up."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ddprun.run_files import names_in
 from ddprun_hooks.flight import Flight
 
 VERSION = 1
@@ -20,6 +23,29 @@ PARTS = (
     "other_us",
 )
 """The parts of a step: they add up to `step_us`."""
+
+
+_FILE = re.compile(r"rank-(\d{5,9})\.jsonl")
+
+
+def file_of(kind: str, rank: int) -> str:
+    """The file of a rank's records, in the folder of the run."""
+    return f"{kind}/rank-{rank:05}.jsonl"
+
+
+def ranks_in(run_dir: Path, kind: str) -> list[int]:
+    """The ranks of which there are records of a kind; what is called otherwise is none.
+
+    Raises:
+        NotPlainError: the records' folder is something else.
+        OSError: it cannot be read.
+    """
+    try:
+        names = names_in(run_dir, kind)
+    except FileNotFoundError:
+        return []
+    found = {int(match[1]): name for name in names if (match := _FILE.fullmatch(name))}
+    return sorted(rank for rank, name in found.items() if file_of(kind, rank) == f"{kind}/{name}")
 
 
 def bucket_record(
@@ -90,6 +116,8 @@ def bucket_record(
         known = {name: at for name, at in of_params.items() if at is not None}
         record["params_ready_us"] = list(of_params.values())
         record["completed_by"] = max(known, key=known.__getitem__, default=None)
+    if flight.uncounted:
+        record["uncounted"] = [{"hook": note.hook, "op": note.op} for note in flight.uncounted]
     if flight.fidelity is not None:
         record["fidelity"] = asdict(flight.fidelity)
     return record

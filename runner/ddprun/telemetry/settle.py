@@ -20,7 +20,7 @@ from ddprun.telemetry.records import PARTS
 from ddprun.telemetry.step import Page, Step, Traffic
 from ddprun.telemetry.stretches import Ints, Union
 from ddprun.telemetry.word import SPENT
-from ddprun_hooks.flight import Flight
+from ddprun_hooks.flight import Flight, read_findings
 
 _COLUMN = {part: column for column, part in enumerate((*PARTS, ""))}
 _BACKWARD, _SYNC = _COLUMN["backward_us"], _COLUMN["sync_us"]
@@ -166,6 +166,13 @@ class Settled:
         rows = (self.journeys.landed[0] // 2).tolist()
         return [(row, one) for row, one in zip(rows, self.journeys.flights, strict=True) if one.findings]
 
+    def numbered_flights(self) -> list[tuple[int, Flight[int]]]:
+        """Payloads in which hooks have issued collectives by themselves, each with its step."""
+        if not any(flight.uncounted for flight in self.journeys.flights):
+            return []
+        numbers = [self.steps[line // 2].number for line in self.journeys.landed[0].tolist()]
+        return list(zip(numbers, self.journeys.flights, strict=True))
+
     @property
     def own_loss(self) -> float:
         """This rank's mean in the newest step."""
@@ -201,6 +208,7 @@ def settle(page: Page, clock: Clock, *, every: int) -> Settled:
     journeys = in_backward(page, times, clock)
     if traffic := [(2 * row + 1, step.sync) for row, step in enumerate(steps) if step.sync is not None]:
         journeys = journeys.and_those(beside(traffic, clock))
+    read_findings(journeys.flights)
     gradients = [
         _complete(step.gradients, clock) if step.gradients and step.number % every == 0 else {}
         for step in steps

@@ -86,6 +86,11 @@ class Words:
         found: list[list[int]] = codes.astype(int).tolist()
         return {place: of_ranks for place, of_ranks in enumerate(found) if any(of_ranks)}
 
+    @property
+    def nonfinite(self) -> bool:
+        """Whether some rank's loss was not finite in any of the steps."""
+        return not np.isfinite(self.numbers[..., LOSS_AT]).all()
+
     def rank_losses(self, word: int) -> list[float]:
         """Each rank's own mean in one word."""
         with np.errstate(invalid="ignore", divide="ignore"):

@@ -4,14 +4,18 @@ import json
 import queue
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import orjson
 
+from ddprun.run_files import open_file
+
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _MOST_WAITING = 50_000
 _FLUSH_EVERY_S = 0.5
+_LOOK_EVERY_S = 0.05
 
 
 class Writer:
@@ -48,10 +52,11 @@ class Writer:
         self._queue.put((file, lines, count))
 
     def flush(self) -> None:
-        """Wait until everything put so far is in the files."""
+        """Wait until everything put so far is in the files; returns at once after `close`."""
         done = threading.Event()
         self._queue.put(done)
-        done.wait()
+        while not done.wait(_LOOK_EVERY_S) and self._thread.is_alive():
+            pass
 
     def close(self) -> None:
         """Write what is left and end the thread."""
@@ -80,26 +85,29 @@ class Writer:
                     self._write(name, lines)
                 with self._lock:
                     self._waiting -= count
-        self._flush_files()
-        for file in self._files.values():
-            file.close()
+        self._each_file(lambda file: file.close())
 
     def _write(self, name: str, lines: bytes) -> None:
         try:
             if name not in self._files:
-                path = self.folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._files[name] = path.open("ab")
+                self._files[name] = open_file(self.folder, name, "ab", make_folders=True)
             self._files[name].write(lines)
         except OSError as error:
-            self.failure = str(error)
+            self._failed(error)
 
     def _flush_files(self) -> None:
-        try:
-            for file in self._files.values():
-                file.flush()
-        except OSError as error:
-            self.failure = str(error)
+        self._each_file(lambda file: file.flush())
+
+    def _each_file(self, call: Callable[[IO[bytes]], None]) -> None:
+        for file in self._files.values():
+            try:
+                call(file)
+            except OSError as error:
+                self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        """The first failure is the one that is told."""
+        self.failure = self.failure or error.strerror or str(error)
 
 
 def dumps(record: dict[str, Any]) -> bytes:
@@ -110,14 +118,15 @@ def dumps(record: dict[str, Any]) -> bytes:
             return line  # else other texts' line ends and control characters would be in it as they are
     except TypeError:  # a number of more than 64 bits, a path that is not UTF-8
         pass
-    return _ENCODER.encode(_finite(record)).encode() + b"\n"
+    return _ENCODER.encode(finite(record)).encode() + b"\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A nested value as JSON can hold it: NaN and infinities become None."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import math
 import queue
 import threading
 import time
@@ -126,7 +127,8 @@ class Trackers:
             one.put(lambda tracker: tracker.step(told))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass on what an evaluate stage has measured."""
+        """Pass on what an evaluate stage has measured, as far as it is finite."""
+        values = finite_only(values)
         for one in self._fed:
             one.put(lambda tracker: tracker.metrics(step, values))
 
@@ -192,4 +194,9 @@ def curves(told: StepTold) -> dict[str, float]:
     if record["mean_loss"] is not None:
         found["loss/mean"] = record["mean_loss"]
     found["communication/bytes"] = float(sum(told.sent.values()))
-    return {name: float(value) for name, value in found.items() if value == value}
+    return finite_only(found)
+
+
+def finite_only(values: Mapping[str, float]) -> dict[str, float]:
+    """Those that are numbers: a curve has no point at NaN or an infinity."""
+    return {name: float(value) for name, value in values.items() if math.isfinite(value)}

@@ -8,15 +8,16 @@ end.
 import faulthandler
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from ddprun import screen
+from ddprun.run_files import open_file, replacing
 from ddprun.watch.board import Seen, claim, read, read_all
 from ddprun.watch.desk import ask_all
 from ddprun.watch.verdict import Verdict, doing, headline, judge, named
@@ -104,11 +105,10 @@ class Alarm:
         try:
             self._tell(waits)
         except Exception as error:  # the process must end, and not without a word
-            print(f"ddprun: rank {self._around.rank} hangs, and cannot tell why: {error!r}", file=sys.stderr)
+            screen.say(f"ddprun: rank {self._around.rank} hangs, and cannot tell why: {error!r}")
         with suppress(Exception):
             self._around.leave()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        screen.flush()
         os._exit(1)
 
     def _tell(self, waits: list[Overdue]) -> None:
@@ -264,13 +264,23 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_PARAMS_SHOWN]) + more
 
 
+def open_log(log: Path) -> IO[bytes]:
+    """Open a rank's log, `logs/rank-….log` in the folder of the run, to append to it.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    return open_file(log.parent.parent, Path(log.parent.name) / log.name, "ab", make_folders=True)
+
+
 def write_log(log: Path, report: Report) -> None:
     """Append to a rank's log what it has found, and where its threads are."""
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:
+        with open_log(log) as file:
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            print(f"{now}\n{report.message}\n{report.details}\nthreads of this rank:", file=file, flush=True)
+            text = f"{now}\n{report.message}\n{report.details}\nthreads of this rank:\n"
+            file.write(text.encode(errors="backslashreplace"))
+            file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
     except OSError:
         return
@@ -286,6 +296,7 @@ def dump_flight_recorder(target: Path) -> None:
 
         trace: bytes = _distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
         if json.loads(trace).get("entries"):
-            target.write_bytes(trace)
+            with replacing(target.parent, target.name) as file:
+                file.write(trace)
     except (ImportError, AttributeError, OSError, ValueError, RuntimeError):
         return

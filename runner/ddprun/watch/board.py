@@ -205,8 +205,9 @@ def read(path: str | Path) -> Seen | None:
         beat, length = _BEAT.unpack_from(data, _BEAT_AT)
         note = json.loads(data[_NOTE_AT : _NOTE_AT + length])
         counts = struct.unpack_from(f"<{LINES}q", data, _COUNTS_AT)
-    except (OSError, struct.error, ValueError):
-        return None
+        waits, at = tuple(_wait_from(wait) for wait in note.get("waits", ())), str(note.get("at", ""))
+    except (OSError, struct.error, ValueError, TypeError, KeyError, AttributeError):
+        return None  # half of it is written
     used = max((place + 1 for place, count in enumerate(counts) if count), default=0)
     return Seen(
         rank=rank,
@@ -218,8 +219,8 @@ def read(path: str | Path) -> Seen | None:
         phase=phase.rstrip(b"\0").decode(errors="replace"),
         phase_age_s=(now - since) / 1e6,
         issued=counts[:used],
-        waits=tuple(_wait_from(wait) for wait in note.get("waits", ())),
-        at=note.get("at", ""),
+        waits=waits,
+        at=at,
         told=bool(told),
     )
 
@@ -233,7 +234,7 @@ def read_all(folder: Path) -> dict[int, Seen]:
 def state_of(pid: int) -> str:
     """The state of a process of this host (Linux): a letter as in `ps`, `gone`, or `?` if nobody can say."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return "gone" if Path("/proc/self").exists() else "?"
     except OSError:

@@ -3,17 +3,17 @@
 import os
 import secrets
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ddprun.screen import say
 from ddprun.watch.board import Seen, read_all
 from ddprun.watch.desk import Desk
 from ddprun.watch.verdict import named
-from ddprun.watch.watcher import HANG
+from ddprun.watch.watcher import HANG, Mishaps
 
 DESK = "DDPRUN_DESK"
 """Environment variable of ranks: where other hosts' ranks can ask about them."""
@@ -57,7 +57,7 @@ class Keeper:
         if address is not None:
             with suppress(OSError):  # then other hosts' ranks say that nobody answers here
                 self._desk = Desk(address, secrets.token_hex(8), self.look, self._called)
-        self._closed = threading.Event()
+        self._closed, self._mishaps = threading.Event(), Mishaps("the launcher's watch")
         self._alone_s, self._unreachable = 0.0, 0
         # By folder: how long all its ranks have been stopped; when its hang was found.
         self._stopped_s: dict[Path, float] = {}
@@ -95,7 +95,9 @@ class Keeper:
 
     def _places(self) -> list[Path]:
         """One folder for each time that ranks were started."""
-        return sorted(self._folder.glob("*/attempt_*"), key=lambda place: int(place.name.rpartition("_")[2]))
+        return sorted(
+            self._folder.glob("*/attempt_[0-9]*"), key=lambda place: int(place.name.rpartition("_")[2])
+        )
 
     def _called(self) -> None:
         for place in self._places():
@@ -109,11 +111,20 @@ class Keeper:
             passed, before = now - before, now
             if passed > _LOST_S:  # this process was stopped, and its ranks with it: no time has passed
                 continue
-            places = self._places()
-            for place in places:
-                self._keep_one(place, passed)
-            if places and self._give_up is not None and self._is_to_be_given_up(places, passed):
-                self._give_up()
+            for look in (self._keep_all, self._keep_launcher):
+                try:
+                    look(passed)
+                except Exception as error:
+                    self._mishaps.tell(error)
+
+    def _keep_all(self, passed_s: float) -> None:
+        for place in self._places():
+            self._keep_one(place, passed_s)
+
+    def _keep_launcher(self, passed_s: float) -> None:
+        places = self._places()
+        if places and self._give_up is not None and self._is_to_be_given_up(places, passed_s):
+            self._give_up()
 
     def _is_to_be_given_up(self, places: list[Path], passed_s: float) -> bool:
         """Whether all ranks are gone, for long, and torchelastic waits for what will not come."""
@@ -142,13 +153,11 @@ class Keeper:
             _call(place)
             who = named([one.rank for one in stopped])
             verb = "is" if len(stopped) == 1 else "are"
-            print(
-                f"ddprun: the run hangs: {who} {verb} all that is left on this host, and stopped for "
-                f"{self._timeout_s:g} s, by SIGSTOP or a debugger; ending them",
-                file=sys.stderr,
-                flush=True,
-            )
             self._end(stopped)
+            say(
+                f"ddprun: the run hangs: {who} {verb} all that is left on this host, and stopped for "
+                f"{self._timeout_s:g} s, by SIGSTOP or a debugger; ending them"
+            )
 
     def _end(self, stuck: list[Seen]) -> None:
         for one in stuck:
@@ -168,7 +177,7 @@ def _living(place: Path) -> dict[int, Seen]:
 
 def _parent(pid: int) -> int:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
         return -1
 

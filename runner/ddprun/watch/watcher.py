@@ -6,11 +6,13 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from ddprun.screen import say
 from ddprun.watch.board import Board, Wait, plain_waits
 from ddprun_hooks.flight import now_us
 from ddprun_hooks.payload import Kind, Payload
@@ -31,6 +33,27 @@ _WAITS_TOLD = 4
 
 _PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
 _TORCH = os.path.join(_PACKAGES, "torch", "")
+
+
+class Mishaps:
+    """Says on the screen that a look has failed: once, whatever the later ones come to.
+
+    Args:
+        who: looks.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who, self._said = who, False
+
+    def tell(self, error: Exception) -> None:
+        """One more."""
+        if not self._said:
+            self._said = True
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            say(
+                f"ddprun: {self._who}: a look has failed, and it goes on looking: "
+                f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
+            )
 
 
 class Onlooker(Protocol):
@@ -208,8 +231,10 @@ class Watch:
     _training_thread: int = field(default_factory=threading.get_ident)
     _closed: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
+    _mishaps: Mishaps = field(init=False)
 
     def __post_init__(self) -> None:
+        self._mishaps = Mishaps(f"the watch of rank {self.rank}")
         try:
             self.board = Board(self.rank, self.folder)
         except OSError:  # the disk is full: the ranks find this board once they have joined
@@ -253,7 +278,7 @@ class Watch:
                 age_s = (until - ticket.since - (self.lost_us - ticket.lost_us)) / 1e6
                 if age_s < after_s and ticket.ended is None:
                     continue
-                if ticket.ended is not None and _says_so(ticket.ended):
+                if ticket.ended is not None and self._is_over(ticket.ended):
                     ticket.done()
                 elif age_s >= after_s:
                     found.append(Overdue(line, ticket, age_s))
@@ -267,12 +292,29 @@ class Watch:
             if now - before > tick + _LOST_S:
                 self.lost_us += round((now - before - tick) * 1e6)
             before = now
-            waits = self.overdue(tick)
-            self.note(waits)
+            waits: list[Overdue] = []
+            # Each by itself: what keeps a rank from writing its board keeps it not from seeing a hang.
+            try:
+                waits = self.overdue(tick)
+            except Exception as error:
+                self._mishaps.tell(error)
+            try:
+                self.note(waits)
+            except Exception as error:
+                self._mishaps.tell(error)
             if (waits and waits[0].age_s > self.timeout_s) or self._called():
                 self.alarmed = True
                 self.alarm(waits)
                 return
+
+    def _is_over(self, ended: Callable[[], bool]) -> bool:
+        try:
+            return ended()
+        except RuntimeError:  # of a device that has failed; the training thread will hear of that, too
+            return True
+        except Exception as error:  # nobody can say; the group's own timeout is left
+            self._mishaps.tell(error)
+            return True
 
     def note(self, waits: Sequence[Overdue]) -> None:
         """Write on the board what this rank waits for, and where it is."""
@@ -280,14 +322,7 @@ class Watch:
         self.board.beat({"waits": told, "at": place_of(self._training_thread)})
 
     def _called(self) -> bool:
-        return self.folder is not None and (self.folder / HANG).exists()
-
-
-def _says_so(ended: Callable[[], bool]) -> bool:
-    try:
-        return ended()
-    except RuntimeError:  # of a device that has failed; the training thread will hear of that, too
-        return True
+        return self.folder is not None and os.path.exists(self.folder / HANG)  # False if nobody can tell
 
 
 def place_of(thread: int) -> str:

@@ -1,0 +1,240 @@
+"""Files in the folder of a run. Such a folder may have come from anybody, and so nothing in it is followed.
+
+A file is opened by its name below the folder. A symbolic link, in its place or in that of a folder on the way
+to it, a named pipe, a socket and a device are refused: what they lead to is not the run's, and to open a pipe
+may wait for ever. The folder itself is the user's word, and may be reached through links.
+"""
+
+import errno
+import json
+import os
+import shlex
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from math import isfinite
+from pathlib import Path
+from typing import IO, Any, Literal, NoReturn
+
+Mode = Literal["rb", "r+b", "a+b", "ab", "wb", "xb"]
+"""As `open` has them; `a+b` is also for files that are locked."""
+
+MAX_DEPTH = 100
+"""Of JSON: what a run writes is nested less than half as deeply."""
+
+_OPENED_BY: dict[Mode, int] = {
+    "rb": os.O_RDONLY,
+    "r+b": os.O_RDWR,
+    "a+b": os.O_RDWR | os.O_CREAT | os.O_APPEND,
+    "ab": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    "wb": os.O_WRONLY | os.O_CREAT,
+    "xb": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+}
+_FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFREG: "a file",
+}
+
+
+class NotPlainError(OSError):
+    """Where a file, or a folder, of a run should be there is something else; says what."""
+
+    def __init__(self, path: Path, found: int, wanted: str) -> None:
+        told = f"{path.name} is {_KINDS.get(stat.S_IFMT(found), 'something else')}, not {wanted}"
+        super().__init__(errno.ELOOP, told, str(path))
+
+
+def as_path(text: str) -> str:
+    """Text as the name of a file: in UTF-8 where the locale's encoding lacks one of its characters."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return os.fsdecode(text.encode())
+    return text
+
+
+def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders: bool = False) -> IO[bytes]:
+    """Open a regular file of a run.
+
+    Args:
+        folder: what is below it is not trusted.
+        name: of the file, with the folders that lead to it.
+        mode: as `open` has it.
+        make_folders: make those that are not there.
+
+    Raises:
+        NotPlainError: it is no regular file, or is behind a link.
+        OSError: it cannot be opened.
+    """
+    *folders, last = Path(name).parts
+    inside = _opened_folder(folder, folders, make=make_folders)
+    try:
+        handle = _opened(folder / name, last, inside, _OPENED_BY[mode])
+    finally:
+        os.close(inside)
+    try:
+        if mode == "wb":
+            os.ftruncate(handle, 0)
+        return os.fdopen(handle, mode)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def names_in(folder: Path, name: str | Path = "") -> list[str]:
+    """What is in a folder of a run, in the order of names.
+
+    Raises:
+        NotPlainError: it is no folder, or is behind a link.
+        OSError: it cannot be read.
+    """
+    handle = _opened_folder(folder, Path(name).parts, make=False)
+    try:
+        return sorted(os.listdir(handle))
+    finally:
+        os.close(handle)
+
+
+def resume_command(run_dir: Path) -> str:
+    """What to type to go on with a run."""
+    return f"ddprun resume {shlex.quote(str(run_dir))}"
+
+
+def check_folder(folder: Path, name: str) -> None:
+    """Make sure that a folder of a run is one, if there is anything of that name.
+
+    Raises:
+        NotPlainError: it is something else.
+    """
+    with suppress(FileNotFoundError):
+        os.close(_opened_folder(folder, Path(name).parts, make=False))
+
+
+@contextmanager
+def replacing(folder: Path, name: str) -> Iterator[IO[bytes]]:
+    """Write a file that is there when the block ends without an error, whole; else what was there stays.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    inside = _opened_folder(folder, [], make=False)
+    unfinished = f".{name}.{os.getpid()}"
+    try:
+        with suppress(FileNotFoundError):  # of a process that had the same number, or planted
+            os.unlink(unfinished, dir_fd=inside)
+        try:
+            with os.fdopen(_opened(folder / name, unfinished, inside, _OPENED_BY["xb"]), "wb") as file:
+                yield file
+            os.rename(unfinished, name, src_dir_fd=inside, dst_dir_fd=inside)
+        except OSError as error:
+            error.filename = error.filename or str(folder / name)
+            raise
+        finally:
+            with suppress(OSError):
+                os.unlink(unfinished, dir_fd=inside)
+    finally:
+        os.close(inside)
+
+
+def read_object(folder: Path, name: str | Path, most_bytes: int, *, finite: bool = True) -> dict[str, Any]:
+    """A JSON object from a file of a run.
+
+    Args:
+        folder: what is below it is not trusted.
+        name: of the file.
+        most_bytes: a longer one is refused.
+        finite: refuse NaN and infinities, which JSON does not have.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: says what is wrong with it.
+    """
+    with open_file(folder, name) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"longer than {most_bytes:,} bytes")
+    found = parse(data, finite=finite)
+    if not isinstance(found, dict):
+        raise ValueError("no JSON object")
+    return found
+
+
+def parse(data: bytes, *, finite: bool = True) -> Any:
+    """JSON that somebody else may have written.
+
+    Raises:
+        ValueError: it is none, or nested too deeply.
+    """
+    try:
+        if finite:
+            found = json.loads(data, parse_constant=_no_constant, parse_float=_finite)
+        else:
+            found = json.loads(data)
+    except RecursionError:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
+    except ValueError as error:
+        raise ValueError(f"no JSON: {error}") from None
+    level = [found] if isinstance(found, dict | list) else []
+    for _ in range(MAX_DEPTH + 1):
+        if not level:
+            return found
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    raise ValueError(f"nested more than {MAX_DEPTH} deep")
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text} is out of range")
+    return value
+
+
+def _opened_folder(folder: Path, names: "list[str] | tuple[str, ...]", *, make: bool) -> int:
+    """A descriptor of the folder that these names lead to."""
+    handle, path = os.open(folder, _FOLDER), folder
+    for name in names:
+        path /= name
+        if name == os.pardir or os.sep in name:
+            os.close(handle)
+            raise ValueError(f"{path} is not below {folder}")
+        outer = handle
+        try:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=outer)
+            handle = _opened(path, name, outer, _FOLDER | os.O_NOFOLLOW, wanted="a folder")
+        finally:
+            os.close(outer)
+    return handle
+
+
+def _opened(path: Path, name: str, inside: int, flags: int, wanted: str = "a regular file") -> int:
+    try:
+        handle = os.open(name, flags | _FILE, 0o666, dir_fd=inside)
+    except OSError as error:
+        with suppress(FileNotFoundError):
+            found = os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode
+            if not (stat.S_ISDIR(found) if flags & os.O_DIRECTORY else stat.S_ISREG(found)):
+                raise NotPlainError(path, found, wanted) from None
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    found = os.fstat(handle).st_mode
+    if not flags & os.O_DIRECTORY and not stat.S_ISREG(found):
+        os.close(handle)
+        raise NotPlainError(path, found, wanted)
+    return handle
