@@ -1,14 +1,17 @@
 """Running a pipeline on forked ranks, and reading what it left."""
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from ddprun.engine.run_folder import Resuming
 from ddprun.engine.worker import work
-from ddprun.spec import load
+from ddprun.spec import Loaded, load
 from tests.ranks import as_processes
 
 
@@ -23,6 +26,29 @@ def run_pipeline(folder: Path, text: str, ranks: int, name: str = "run") -> Path
 
 def _work(file: Path, run_dir: Path) -> int:
     return work(load(file), run_dir)
+
+
+class _EndedError(BaseException):
+    pass
+
+
+def to_its_end(loaded: Loaded, run_dir: Path, told: Path, *, resuming: Resuming = "no") -> int:
+    """Be a rank until it ends, with its screen in a file; gives the exit code, of a failed one, too."""
+    handle = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 2)
+    leave = os._exit
+
+    def end(code: int) -> None:
+        raise _EndedError(code)
+
+    os._exit = end  # type: ignore[assignment]
+    try:
+        return work(loaded, run_dir, resuming=resuming)
+    except _EndedError as ended:
+        return int(ended.args[0])
+    finally:
+        os._exit = leave
+        sys.stderr.flush()
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from ddprun.engine.worker import BAD_INPUT, work
 from ddprun.spec import load
+from tests.engine.running import run_pipeline, summary
 from tests.ranks import as_processes
 from tests.spec.bad import FOLDER, matches, read
 
@@ -36,3 +37,117 @@ def test_each_fault_of_a_run_is_told_with_its_place(file: Path, tmp_path: Path) 
     assert "Traceback" not in printed
     assert not list(tmp_path.glob("runs/*/*/steps"))
     assert BAD_INPUT == 2
+
+
+MODULE = """
+import os
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+RANK = int(os.environ["RANK"])
+
+
+class Samples(Dataset):
+    def __init__(self, at=-1, what=""):
+        self.at, self.what = at, what
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, place):
+        if place == self.at:
+            if self.what == "reset":
+                raise ConnectionResetError(104, "Connection reset by peer")
+            if self.what == "ends":
+                os._exit(1)
+            return torch.zeros(5), 0
+        return torch.ones(4), place % 2
+
+
+class Heads(nn.Module):
+    '''Uses its second head for so many forward passes only.'''
+
+    def __init__(self, passes=0, ignored=False):
+        super().__init__()
+        self.first, self.second, self.left = nn.Linear(4, 2), nn.Linear(4, 2), passes
+        if ignored:
+            self._ddp_params_and_buffers_to_ignore = ["second.weight", "second.bias"]
+
+    def forward(self, numbers):
+        self.left -= 1
+        return self.first(numbers) + (self.second(numbers) if self.left >= 0 else 0)
+"""
+PIPELINE = """
+model: MODEL
+data: {train: {mine.Samples: {OPTIONS}}}
+loader: {batch_size: 4, shuffle: false}
+optimizer: {sgd: {lr: 0.1}}
+stages: [{train: {steps: 8}}]
+"""
+
+
+def said(folder: Path, model: str = "mine.Heads", options: str = "") -> str:
+    """What two ranks print that do not come to their end."""
+    (folder / "mine.py").write_text(MODULE)
+    (folder / "p.yaml").write_text(PIPELINE.replace("MODEL", model).replace("OPTIONS", options))
+    outcomes = as_processes(2, attempt, Path("p.yaml"), cwd=folder, may_die=True)
+    assert outcomes == [None, None]
+    return (folder / "printed.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "of"),
+    [
+        ("mine.Heads", "the loss of a rank's first batch"),
+        # Two passes freeze the layout, and two look at step 1 and 2.
+        ("{mine.Heads: {passes: 4}}", "the loss of rank [01] in step 3"),
+    ],
+)
+def test_parameters_that_take_no_part_are_named(tmp_path: Path, model: str, of: str) -> None:
+    """With the key of the file, before step 1 or when it first happens, and no word of torch's flags."""
+    printed = said(tmp_path, model)
+    told = (
+        r"^p\.yaml: ddp.find_unused_parameters: is false, its default, but second.weight, second.bias "
+        f"took no part in {of}, so ranks would wait for their gradients for ever; "
+        "write ddp: {find_unused_parameters: true}"
+    )
+    assert len(re.findall(told, printed, re.MULTILINE)) == 1, printed
+    assert "^" not in printed
+    assert "Traceback" not in printed
+    assert "find_unused_parameters=True" not in printed
+
+
+def test_parameters_that_ddp_ignores_may_take_no_part(tmp_path: Path) -> None:
+    """DDP waits for none of their gradients."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    text = PIPELINE.replace("MODEL", "{mine.Heads: {ignored: true}}").replace("OPTIONS", "")
+    assert summary(run_pipeline(tmp_path, text, 2))["steps"] == 8
+
+
+def test_samples_that_are_no_batch_are_told_with_their_place(tmp_path: Path) -> None:
+    """In mid-run, and in the words of the file."""
+    printed = said(tmp_path, "{mlp: {inputs: 4, outputs: 2}}", "at: 20")
+    told = (
+        'data.train: "mine.Samples": samples do not fit into one batch: sample 16 is (a tensor (4,), int), '
+        "sample 20 is (a tensor (5,), int); give all samples one shape"
+    )
+    assert told in printed
+    assert "Traceback" not in printed
+
+
+def test_a_datasets_own_connection_is_no_lost_rank(tmp_path: Path) -> None:
+    """Its traceback says where it comes from."""
+    printed = said(tmp_path, "{mlp: {inputs: 4, outputs: 2}}", "at: 21, what: reset")
+    assert "another rank is gone" not in printed
+    assert "ConnectionResetError: [Errno 104] Connection reset by peer" in printed
+    assert "mine.py" in printed
+    assert "in __getitem__" in printed
+
+
+def test_a_rank_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
+    """By a rank whose exchange with it breaks: its own traceback would lead nowhere."""
+    printed = said(tmp_path, "{mlp: {inputs: 4, outputs: 2}}", "at: 20, what: ends")
+    assert "another rank is gone; its own message" in printed
+    assert "Traceback" not in printed

@@ -1,15 +1,20 @@
 """The order of samples: each once, known in advance, as DistributedSampler has it, resumable."""
 
 import random
+import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from ddprun.engine.data import Feed
+from ddprun_hooks.exchange import Control
+from ddprun_hooks.team import Team
+from tests.ranks import as_threads
 
 
 class Ids(Dataset[tuple[int, int]]):
@@ -78,6 +83,26 @@ def test_each_sample_counts_once_and_totals_say_how_many(
         assert {total for micros in steps for _, total in micros} == {len(ids)}
         seen += ids
     assert sorted(seen) == list(range(size))
+
+
+def batch_sizes(team: Team, data: Any, **changes: Any) -> list[int]:
+    """Samples of each micro-batch of an epoch, those that do not count included."""
+    source = feed(data, team.rank, team.size, shuffle=False, **changes)
+    met(team, source)
+    return [len(micro.content[0]) for step in source.steps(3, epochs=1) for micro in step.micro_batches]
+
+
+@pytest.mark.parametrize("size", [37, 38, 39, 40, 44])
+@pytest.mark.parametrize("kind", [Ids, Stream])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_an_epochs_end_are_one_sample_apart_at_most(
+    kind: type[Ids | Stream], size: int, workers: int
+) -> None:
+    """Those of ranks without a sample, too, which compute along."""
+    sizes = as_threads(3, lambda team: batch_sizes(team, kind(size), workers=workers))
+    for micro in zip(*sizes, strict=True):
+        assert max(micro) - min(micro) <= 1
+    assert [max(micro) for micro in zip(*sizes, strict=True)] == [4, 4, 4, -(-(size - 36) // 3)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -239,3 +264,362 @@ def test_no_epochs_left_are_no_steps() -> None:
     """A run may be resumed with fewer epochs than it has done."""
     source = feed(Ids(21), 0, 2)
     assert [source.steps_left(2, epochs) for epochs in (2, 1, 0, -1)] == [4, 2, 0, 0]
+
+
+class OneShot(IterableDataset[tuple[int, int]]):
+    """Its own iterator: what was read is gone."""
+
+    def __init__(self, size: int) -> None:
+        self.left = iter(range(size))
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return self
+
+    def __next__(self) -> tuple[int, int]:
+        index = next(self.left)
+        return index, index
+
+
+class OneSource(OneShot):
+    """Another iterator each time, over one source."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((index, index) for index in self.left)
+
+
+class StartsAnew(OneShot):
+    """Its own iterator, which starts anew with each epoch."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        self.left = iter(range(self.size))
+        return self
+
+
+def generator(size: int) -> Iterator[tuple[int, int]]:
+    return ((index, index) for index in range(size))
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [(OneShot, 0), (OneShot, 2), (OneSource, 0), (StartsAnew, 0), (StartsAnew, 2), (generator, 0)],
+)
+def test_looking_at_data_before_step_1_loses_none_of_it(kind: Any, workers: int) -> None:
+    """What the passes before step 1 have read of an iterable that is read once is handed out again."""
+    seen = []
+    for rank in range(2):
+        source = feed(kind(23), rank, 2, workers=workers, shuffle=False)
+        for _ in range(3):
+            assert source.first_batch()[0].tolist() == [rank, rank + 2, rank + 4, rank + 6]
+        seen += [i for step in epoch(source) for batch, _ in step for i in batch]
+    assert sorted(seen) == list(range(23))
+
+
+def test_map_style_samples_are_read_once_before_step_1() -> None:
+    """However often the first batch is looked at."""
+
+    class Counts(Ids):
+        asked = 0
+
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            self.asked += 1
+            return index, index
+
+    data = Counts(23)
+    source = feed(data, 0, 2)
+    first = [source.first_batch()[0].tolist() for _ in range(3)]
+    assert first[0] == first[1] == first[2]
+    assert data.asked == 4
+
+
+class Random(Stream):
+    """Draws from the seeded generators, as loading processes do with seeds of their own."""
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        return iter((torch.rand(()), index) for index in range(self.size))
+
+
+@pytest.mark.parametrize(("kind", "lost"), [(OneSource, 1), (Random, 0), (Stream, 0), (StartsAnew, 0)])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_are_lost_to_loading_processes_are_told(
+    kind: Any, lost: int, sharded: bool, workers: int
+) -> None:
+    """Once; not where the data set draws at random, or nothing is lost."""
+
+    def body(team: Team) -> list[str]:
+        told: list[str] = []
+        changes: dict[str, Any] = {"sharded": sharded, "workers": workers, "shuffle": False}
+        source = feed(kind(40), team.rank, team.size, tell=told.append, **changes)
+        met(team, source)
+        for _ in islice(source.steps(1), 3):
+            pass
+        return told
+
+    (told,) = as_threads(1, body)
+    assert len(told) == (lost if workers else 0)
+    assert all("write loader: {workers: 0} then" in text for text in told)
+
+
+def test_a_dataset_that_begins_anew_is_not_read_again() -> None:
+    """Looking for lost samples costs a digest of one batch."""
+    opened = []
+
+    class Counts(Stream):
+        def __iter__(self) -> Iterator[tuple[int, int]]:
+            opened.append(1)  # in loading processes: of their own list
+            return super().__iter__()
+
+    source = feed(Counts(40), 0, 1, workers=1)
+    source.first_batch()
+    assert len(list(source.steps(1, epochs=1))) == 10
+    assert opened == [1]
+
+
+@pytest.mark.parametrize("kind", [OneShot, StartsAnew, Stream])
+def test_a_stage_that_ends_in_mid_epoch_loses_nothing(kind: Any) -> None:
+    """The next stage goes on with the next sample."""
+    source, seen = feed(kind(40), 0, 1), []
+    source.first_batch()
+    for count in (3, 2, 5):
+        for _, step in zip(range(count), source.steps(1), strict=False):
+            seen += [i for micro in step.micro_batches for i in micro.content[0].tolist()]
+    assert seen == list(range(40))
+
+
+@pytest.mark.parametrize("kind", [StartsAnew, Stream])
+def test_epochs_of_an_iterable_are_alike(kind: Any) -> None:
+    """What was read ahead is handed out in the first one only."""
+    source = feed(kind(23), 1, 2)
+    source.first_batch()
+    steps = [
+        [micro.content[0].tolist() for micro in step.micro_batches] for step in source.steps(1, epochs=2)
+    ]
+    assert steps[:3] == steps[3:]
+
+
+def test_an_iterator_at_its_end_is_named() -> None:
+    """A second epoch has nothing to read."""
+    steps = feed(OneShot(24), 0, 2).steps(1, epochs=2)
+    assert len(list(islice(steps, 3))) == 3
+    with pytest.raises(ValueError, match=r"its own iterator and has nothing left for epoch 2.* only once"):
+        next(steps)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_were_read_ahead_are_those_of_any_rank(workers: int) -> None:
+    """A run that is resumed on more ranks begins in the midst of them."""
+    seen = []
+    for rank in range(3):
+        source = feed(OneShot(37), rank, 3, shuffle=False, workers=workers)
+        source.first_batch()
+        source.load_state_dict({"epoch": 0, "samples": 8})
+        seen += [i for step in epoch(source) for batch, _ in step for i in batch]
+    assert sorted(seen) == list(range(8, 37))
+
+
+class ByWorker(Stream):
+    """Divides itself among loading processes, as torch's documentation shows."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        info = get_worker_info()
+        first, every = (info.id, info.num_workers) if info else (0, 1)
+        return iter((index, index) for index in range(first, self.size, every))
+
+
+def test_a_dataset_that_divides_itself_among_loading_processes_loses_nothing() -> None:
+    """It is not divided twice."""
+    for rank in range(2):
+        assert epoch(feed(ByWorker(40), rank, 2, workers=2)) == epoch(feed(Stream(40), rank, 2))
+
+
+# Data that shards itself by rank.
+
+
+class Part(Ids):
+    """Of `size` samples those of a rank."""
+
+    def __init__(self, size: int, rank: int, ranks: int) -> None:
+        self.ids = range(rank, size, ranks)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return self.ids[index], self.ids[index]
+
+
+class PartStream(IterableDataset[tuple[int, int]]):
+    """The same, one after the other."""
+
+    def __init__(self, size: int, rank: int, ranks: int) -> None:
+        self.ids = range(rank, size, ranks)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter((index, index) for index in self.ids)
+
+
+def met(team: Team, source: Feed) -> list[int]:
+    return source.meet(Control(team.groups[0], team.rank, team.size))
+
+
+@pytest.mark.parametrize("kind", [Part, PartStream])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_that_read_different_samples_are_found(kind: type[Part | PartStream], workers: int) -> None:
+    """Before step 1; of the ranks that read what rank 0 reads nothing is said."""
+
+    def body(team: Team) -> tuple[list[int], list[int]]:
+        same = kind(24, 0, 1) if team.rank < 2 else kind(48, 1, 2)
+        shuffle = kind is Part
+        odd = met(team, feed(same, team.rank, 3, workers=workers, shuffle=shuffle))
+        alike = met(team, feed(kind(24, 0, 1), team.rank, 3, workers=workers, shuffle=shuffle))
+        return odd, alike
+
+    assert as_threads(3, body) == [([2], [])] * 3
+
+
+def test_datasets_of_different_lengths_are_refused() -> None:
+    """Ranks would take different numbers of steps."""
+
+    def body(team: Team) -> str:
+        with pytest.raises(ValueError, match="sharded: true") as caught:
+            met(team, feed(Part(25, team.rank, 2), team.rank, 2))
+        return str(caught.value)
+
+    messages = as_threads(2, body)
+    assert messages[0].startswith("the data set has 13 samples on rank 0 and 12 on rank 1; give every rank")
+
+
+@pytest.mark.parametrize("kind", [Part, PartStream])
+@pytest.mark.parametrize(
+    ("size", "accumulate", "workers"), [(24, 1, 0), (41, 1, 0), (50, 3, 0), (41, 3, 0), (41, 1, 2)]
+)
+def test_data_that_shards_itself_is_taken_as_it_is(
+    kind: type[Part | PartStream], size: int, accumulate: int, workers: int
+) -> None:
+    """Each sample counts once; ranks take equally many steps and know each one's total; so in every epoch."""
+
+    def body(team: Team) -> list[list[tuple[int, list[int]]]]:
+        data = kind(size, team.rank, team.size)
+        source = feed(data, team.rank, team.size, sharded=True, shuffle=kind is Part, workers=workers)
+        assert met(team, source) == list(range(1, team.size))
+        source.first_batch()
+        return [
+            [
+                (step.total, micro.content[0].tolist()[: micro.samples])
+                for step in source.steps(accumulate, epochs=1)
+                for micro in step.micro_batches
+            ]
+            for _ in range(2)
+        ]
+
+    for epochs in zip(*as_threads(3, body), strict=True):
+        assert len({len(steps) for steps in epochs}) == 1
+        assert sorted(i for steps in epochs for _, ids in steps for i in ids) == list(range(size))
+        for row in zip(*epochs, strict=True):
+            assert len({total for total, _ in row}) == 1
+
+
+@pytest.mark.parametrize("kind", [Part, PartStream])
+def test_parts_of_very_different_sizes(kind: type[Part | PartStream]) -> None:
+    """A rank that has none left computes along on what counts nothing; `drop_last` ends with it."""
+
+    def body(team: Team, **changes: Any) -> list[tuple[int, int]]:
+        data = kind(30, 0, 1) if team.rank == 0 else kind(5, 0, 1)
+        source = feed(data, team.rank, 2, sharded=True, shuffle=False, **changes)
+        met(team, source)
+        return [
+            (step.total, micro.samples)
+            for step in source.steps(1, epochs=1)
+            for micro in step.micro_batches
+            if len(micro.content[0])
+        ]
+
+    first, second = as_threads(2, body)
+    assert first == [(8, 4), (5, 4), *[(4, 4)] * 5, (2, 2)]
+    assert second == [(8, 4), (5, 1), *[(4, 0)] * 5, (2, 0)]
+    assert as_threads(2, lambda team: body(team, drop_last=True)) == [[(8, 4)], [(8, 4)]]
+
+
+@pytest.mark.parametrize("kind", [Part, PartStream])
+def test_a_rank_without_a_sample_computes_along_on_as_many_as_the_largest_share(
+    kind: type[Part | PartStream],
+) -> None:
+    """Of data that shards itself, whose parts may be of any size."""
+
+    def body(team: Team) -> list[int]:
+        return batch_sizes(team, kind(15, 0, 1) if team.rank == 0 else kind(4, 0, 1), sharded=True)
+
+    assert as_threads(2, body) == [[4, 4, 4, 3]] * 2
+
+
+@pytest.mark.parametrize("kind", [Part, PartStream])
+def test_sharded_data_goes_on_where_its_state_was_taken(kind: type[Part | PartStream]) -> None:
+    """On as many ranks."""
+
+    def body(team: Team, done: int = 3) -> tuple[list[int], list[int]]:
+        def ids(steps: Any, source: Feed) -> list[int]:
+            return [i for step in steps for micro in step.micro_batches for i in micro.content[0].tolist()]
+
+        sources = []
+        for _ in range(2):
+            data = kind(60, team.rank, team.size)
+            sources.append(feed(data, team.rank, team.size, sharded=True, shuffle=kind is Part))
+            met(team, sources[-1])
+        whole = ids(sources[0].steps(1, epochs=1), sources[0])
+        first = feed(kind(60, team.rank, team.size), team.rank, 2, sharded=True, shuffle=kind is Part)
+        met(team, first)
+        begun = ids(islice(first.steps(1, epochs=1), done), first)
+        sources[1].load_state_dict(first.state_dict())
+        return whole, begun + ids(sources[1].steps(1, epochs=1), sources[1])
+
+    for whole, parts in as_threads(2, body):
+        assert parts == whole
+
+
+# Samples that are no batch.
+
+
+class Odd(Ids):
+    """Sample 5 is larger than the others."""
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return torch.zeros(3, 9 if index == 5 else 8), index
+
+
+class Objects(Ids):
+    """Samples with something that is no tensor."""
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return (1.5, random.Random()), index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            Odd(16),
+            "samples do not fit into one batch: sample 4 is (a tensor (3, 8), int), sample 5 is "
+            "(a tensor (3, 9), int); give all samples one shape (resize, crop or pad them in the data set), "
+            "or write loader: {batch_size: 1}",
+        ),
+        (
+            Objects(16),
+            "sample 0 is ((float, random.Random), int), and random.Random cannot be put into a batch; a "
+            "sample is made of tensors, NumPy arrays, numbers and text, and of tuples, lists and mappings of "
+            "these: convert it in the data set",
+        ),
+    ],
+)
+def test_samples_that_are_no_batch_are_named(data: Any, message: str, iterable: bool, workers: int) -> None:
+    """With their numbers and shapes, wherever they are loaded; no traceback of a loading process."""
+    if iterable:
+        data = [data[place] for place in range(len(data))]
+        data = type("Row", (), {"__iter__": lambda self, row=data: iter(row)})()
+    source = feed(data, 0, 1, shuffle=False, workers=workers)
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        epoch(source)

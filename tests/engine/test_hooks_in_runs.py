@@ -1,12 +1,18 @@
 """Hooks where they belong: under DDP, switched between stages, compared with the exact mean."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from tests.engine.running import events, lines, run_pipeline, summary
-from tests.ranks import ddprun
+from ddprun.engine.worker import work
+from ddprun.spec import load
+from tests.engine.running import events, lines, run_pipeline, summary, weights
+from tests.ranks import as_processes, ddprun
 
 HEAD = """
 model:
@@ -56,6 +62,70 @@ def test_one_run_goes_through_every_stack(tmp_path: Path) -> None:
         assert sent <= plain if lossless else sent < plain, stack
 
 
+def run_in_turns(folder: Path, run_dir: Path, resuming: bool) -> int:
+    """A rank of a run whose ranks were placed on two hosts in turns."""
+    name = "ab"[int(os.environ["RANK"]) % 2]
+    with mock.patch("socket.gethostname", return_value=name):
+        return work(load(folder / "p.yaml"), run_dir, resuming="yes" if resuming else "no")
+
+
+def test_hosts_whose_ranks_lie_in_turns(tmp_path: Path) -> None:
+    """Gradients and weights are averaged inside a host, which the audit sees at every step; between hosts
+    goes what the across leg sends, and nothing else. The run goes on where it was, bit for bit.
+    """
+    text = (
+        f"{HEAD}hooks: [{{hierarchical: {{within: [shared_memory], across: [int8]}}}}]\n"
+        "audit: {every: 1}\ncheckpoint: {every: 2, keep: 9}\n"
+        "stages:\n  - train: {steps: 3}\n"
+        "  - train: {steps: 4, sync: {hierarchical_sgd: {within: 1, across: 4}}}\n  - save\n"
+    )
+    (tmp_path / "p.yaml").write_text(text)
+    run_dir = tmp_path / "run"
+    assert as_processes(4, run_in_turns, tmp_path, run_dir, False, cwd=tmp_path) == [0] * 4
+    expected = weights(run_dir)
+    records = [line for line in lines(run_dir, "buckets") if line["kind"] == "gradient"]
+    assert {line["stage"] for line in records} == {0, 1}
+    for line in records:
+        across = sum(leg["wire_bytes"] for leg in line["legs"] if leg["group"].startswith("across"))
+        assert line["between_hosts_bytes"] == across
+        assert (across > 0) == (line["stage"] == 0)
+    for checkpoint in (run_dir / "checkpoints").glob("step-*[4-9]"):
+        shutil.rmtree(checkpoint)
+    assert as_processes(4, run_in_turns, tmp_path, run_dir, True, cwd=tmp_path) == [0] * 4
+    assert [event["step"] for event in events(run_dir) if event["event"] == "resumed"] == [2]
+    assert all(torch.equal(value, expected[name]) for name, value in weights(run_dir).items())
+
+
+OF_ITS_OWN = """
+import torch.distributed as dist
+from ddprun_hooks import Hook
+
+class Own(Hook):
+    role = "reducer"
+    rounds = 0
+
+    async def __call__(self, payload, link):
+        dist.all_reduce(payload.tensor)
+        return payload.tensor
+"""
+
+
+def test_a_hook_that_goes_past_its_link_is_named_once_and_its_records_are_marked(tmp_path: Path) -> None:
+    """0 bytes alone would say that nothing was sent."""
+    (tmp_path / "own.py").write_text(OF_ITS_OWN)
+    (tmp_path / "p.yaml").write_text(f"{HEAD}hooks: [own.Own]\nstages:\n  - train: {{steps: 4}}\n")
+    done = ddprun("p.yaml", "--nproc-per-node=2", "--run-dir=run", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert done.stderr.count('hook "own.Own" calls all_reduce of torch.distributed itself') == 1
+    told = [event for event in events(tmp_path / "run") if event["event"] == "uncounted"]
+    assert [(event["hook"], event["op"]) for event in told] == [("own.Own", "all_reduce")]
+    records = [line for line in lines(tmp_path / "run", "buckets") if line["kind"] == "gradient"]
+    assert records
+    for line in records:
+        assert line["wire_bytes"] == 0
+        assert line["uncounted"] == [{"hook": "own.Own", "op": "all_reduce"}]
+
+
 LOSSES = """
 import torch
 
@@ -75,7 +145,7 @@ def sometimes_infinite(output, target):
 def test_fp16_says_in_which_bucket_it_overflowed(tmp_path: Path) -> None:
     """An event with the parameters, each step; it comes from a finite gradient, which a later step shows."""
     (tmp_path / "losses.py").write_text(LOSSES)
-    text = HEAD.replace("lr: 0.02", "lr: 1.0e-12") + "loss: losses.huge\nhooks: [fp16]\n"
+    text = HEAD.replace("lr: 0.02", "lr: 1.0e-12") + "loss: losses.huge\nhooks: [fp16]\non_nan: continue\n"
     folder = run_pipeline(tmp_path, text + "stages: [{train: {steps: 4}}]\n", 2)
     told = [event for event in events(folder) if event["event"] == "overflow"]
     assert told

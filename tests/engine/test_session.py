@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ddprun.checkpoint.folder import Checkpoint
 from ddprun.engine.course import Course, open_course, synchronise
 from ddprun.engine.opening import open_session
 from ddprun.engine.place import place_of
@@ -86,7 +87,8 @@ def second_part(folder: Path) -> list[bytes]:
     session = open_here(folder, "second")
     state = torch.load(folder / f"state-{os.environ['RANK']}", weights_only=True)
     bring_back(session, state)
-    session.mid_stage = {**state, "new_rates": False}
+    found = Checkpoint(folder, step=6, world_size=session.ranks.size, files={})
+    session.mid_stage = {**state, "new_rates": False, "checkpoint": found}
     course = begin(session)
     assert session.step == 6
     go(course, 5)

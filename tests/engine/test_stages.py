@@ -1,5 +1,6 @@
 """What stages do: precision, evaluation, losses, dotted parts, schedules, saving."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from torch import nn
 
+from ddprun.engine.save import MADE
 from ddprun.zoo.data import digits
 from tests.engine.running import events, lines, run_pipeline, summary, weights
+from tests.ranks import ddprun
 
 MINE = """
 import torch
@@ -286,9 +290,57 @@ def test_save_leaves_weights_and_the_pipeline_that_made_them(tmp_path: Path) -> 
     """The file beside it runs again to the same weights."""
     folder = on_digits(tmp_path, epochs=1)
     assert not list(folder.glob(".*")), "unfinished files are left"
+    assert (folder / "model.yaml").read_text() == MADE + (folder / "pipeline.yaml").read_text()
     again = run(tmp_path, (folder / "model.yaml").read_text(), name="again")
     for name, value in weights(folder).items():
         assert torch.equal(value, weights(again)[name])
+
+
+TIED = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wörter = nn.Linear(64, 64)
+        self.shared = nn.ModuleList([self.wörter] * 5)
+        self.last = nn.Linear(64, 10, dtype=torch.float32)
+
+    def forward(self, inputs):
+        return self.last(self.shared[0](inputs.flatten(1)))
+"""
+
+
+def test_equal_runs_leave_equal_files(tmp_path: Path) -> None:
+    """Byte for byte, whatever order a process has drawn for its hashes: weights with tied names and what else
+    depends on the pipeline alone.
+    """
+    (tmp_path / "tied.py").write_text(TIED, encoding="utf-8")
+    text = "name: x\nmodel: tied.Net\ndata: digits\noptimizer: {sgd: {lr: 0.1}}\nhooks: [fp16]\n"
+    stages = "stages: [{train: {steps: 1}}, save]\n"
+    found: dict[str, set[str]] = {}
+    (tmp_path / "p.yaml").write_text(text + stages)
+    for number in range(2):  # processes of their own, since forks of one draw alike
+        run_dir = tmp_path / f"run-{number}"
+        done = ddprun("p.yaml", "--run-dir", run_dir.name, "--nproc-per-node", "1", cwd=tmp_path)
+        assert done.code == 0, done.stderr
+        files = [run_dir / name for name in ("model.safetensors", "model.yaml", "pipeline.yaml", "run.json")]
+        for file in (
+            *files,
+            *(run_dir / "checkpoints").glob("*/shared.*"),
+            *run_dir.glob("*/*/*.safetensors"),
+        ):
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            found.setdefault(str(file.relative_to(run_dir)), set()).add(digest)
+    assert len(found) >= 7
+    assert {name: len(digests) for name, digests in found.items()} == dict.fromkeys(found, 1)
+    assert torch.equal(weights(run_dir)["last.bias"], weights(tmp_path / "run-0")["last.bias"])
+    with safe_open(run_dir / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "pt"
+    assert len(metadata) == 12, "names of tied tensors"
 
 
 WALKED = """

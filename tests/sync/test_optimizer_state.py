@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddprun.sync.optimizer_state import complete_state, floating_state
+from ddprun.sync.optimizer_state import complete_state, floating_state, mean_state
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,67 @@ def test_completed_state_is_that_before_a_first_step(name: str, options: dict[st
             optimizer.step()
     assert torch.equal(one.weight, other.weight)
     assert torch.equal(one.bias, other.bias)
+
+
+class OneElement(nn.Module):
+    """A parameter of one element beside one of several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+        self.weight = nn.Parameter(torch.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("Adam", {"amsgrad": True}),
+        ("NAdam", {}),
+        ("Adagrad", {}),
+        ("Adadelta", {}),
+        ("Adamax", {}),
+        ("RMSprop", {"momentum": 0.9, "centered": True}),
+        ("Rprop", {}),
+    ],
+)
+def test_ranks_that_are_apart_become_one_by_the_mean_and_counters_by_the_most_steps(
+    name: str, options: dict[str, Any]
+) -> None:
+    """State of a parameter of one element is averaged like that of any other: only counters, which go by
+    their names, are those of the rank with most steps.
+    """
+    states = []
+    for rank, steps in enumerate((2, 5, 3)):
+        model = OneElement()
+        optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+        for step in range(steps):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 1.0 + rank + 0.1 * step)
+            optimizer.step()
+        states.append(optimizer.state_dict())
+    merged = mean_state(states)
+    assert merged["param_groups"] == states[0]["param_groups"]
+    for place in (0, 1):
+        for key, value in merged["state"][place].items():
+            of_ranks = [state["state"][place][key] for state in states]
+            wanted = of_ranks[1] if key in ("step", "mu_product") else torch.stack(of_ranks).double().mean(0)
+            assert torch.equal(value, wanted.to(of_ranks[0].dtype)), (place, key)
+
+
+def test_state_of_a_kind_that_nobody_knows_is_rank_0s_and_missing_state_does_not_count() -> None:
+    """A number or whole numbers of an optimizer of one's own have no mean; a rank that has not stepped has
+    no state to average.
+    """
+    groups: list[dict[str, Any]] = [{"lr": 0.1, "params": [0, 1]}]
+    rate, seen = torch.tensor([2.0]), torch.tensor([7, 8])
+    one = {"state": {0: {"d": 1.5, "seen": seen, "rate": rate}}, "param_groups": groups}
+    other = {
+        "state": {0: {"d": 9.5, "seen": seen + 1, "rate": rate + 1}, 1: {"rate": rate}},
+        "param_groups": groups,
+    }
+    merged = mean_state([one, other])["state"]
+    assert merged[0]["d"] == 1.5
+    assert torch.equal(merged[0]["seen"], seen)
+    assert torch.equal(merged[0]["rate"], torch.tensor([2.5]))
+    assert torch.equal(merged[1]["rate"], rate)

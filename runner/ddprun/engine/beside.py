@@ -13,8 +13,9 @@ from ddprun_hooks.trust import trust
 def make_folder_importable(beside: Path) -> None:
     """Let dotted names find modules in the folder of the pipeline file, after everything that is installed.
 
-    Where `DDPRUN_TRUSTED` sets a limit, only the packages that it lists are looked for there: what is
-    installed may try to import something that is not, and would find it in a stranger's folder.
+    Where `DDPRUN_TRUSTED` sets a limit, only the packages that it names with `./` are looked for there.
+    Another one that it lists may not be installed, and what is installed may try to import more than that:
+    either would be found in a stranger's folder.
 
     Raises:
         TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
@@ -23,8 +24,10 @@ def make_folder_importable(beside: Path) -> None:
     if not limit.limited:
         if folder not in sys.path:
             sys.path.append(folder)
-    elif not any(isinstance(finder, _Beside) and finder.folder == folder for finder in sys.meta_path):
-        sys.meta_path.append(_Beside(folder, limit.roots()))
+    elif limit.in_folder and not any(
+        isinstance(finder, _Beside) and finder.folder == folder for finder in sys.meta_path
+    ):
+        sys.meta_path.append(_Beside(folder, limit.folder_roots()))
 
 
 class _Beside(MetaPathFinder):

@@ -28,16 +28,27 @@ MUTATIONS: dict[str, Callable[..., None]] = {"noise": noise}
 UPDATES: dict[str, Callable[..., None]] = {"evolution_strategies": evolution_strategies}
 
 _WANTED = {
-    "model": Wanted("a model is an nn.Module class or a function that returns one", nn.Module, (), nn.Module),
-    "data": Wanted(
-        "data is a Dataset class or a function that returns a dataset", Dataset, ("__getitem__", "__iter__")
-    ),
-    "loss": Wanted("a loss is a function of (output, target) or an nn.Module class", nn.Module),
-    "optimizer": Wanted("an Optimizer class is wanted", Optimizer, (), Optimizer),
-    "schedule": Wanted("an LRScheduler class is wanted", LRScheduler, (), LRScheduler),
-    "mutate": Wanted("a function of (model) is wanted"),
-    "update": Wanted("a function of (model, score) is wanted"),
-    "metric": Wanted("a metric is a function of (output, target)"),
+    wanted.kind: wanted
+    for wanted in (
+        Wanted(
+            "a model is an nn.Module class or a function that returns one",
+            nn.Module,
+            returns=nn.Module,
+            kind="model",
+        ),
+        Wanted(
+            "data is a Dataset class or a function that returns a dataset",
+            Dataset,
+            ("__getitem__", "__iter__"),
+            kind="data",
+        ),
+        Wanted("a loss is a function of (output, target) or an nn.Module class", nn.Module, kind="loss"),
+        Wanted("an Optimizer class is wanted", Optimizer, returns=Optimizer, kind="optimizer"),
+        Wanted("an LRScheduler class is wanted", LRScheduler, returns=LRScheduler, kind="schedule"),
+        Wanted("a function of (model) is wanted", kind="mutate"),
+        Wanted("a function of (model, score) is wanted", kind="update"),
+        Wanted("a metric is a function of (output, target)", kind="metric"),
+    )
 }
 """By the kind of a choice."""
 

@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,14 @@ from ddprun import __version__
 from ddprun.checkpoint.codec import UnstorableError, check
 from ddprun.checkpoint.folder import Apart, rank_name
 from ddprun.checkpoint.writer import CheckpointWriter, Outcome
+from ddprun.engine.nonfinite import in_state
 from ddprun.engine.notes import keep_checkpoint
 from ddprun.engine.ranks import Ranks
 from ddprun.engine.state import shared_keys, state_of
 from ddprun.spec import Loaded, PipelineError
 from ddprun.telemetry.gather import Records
 from ddprun_hooks.exchange import open_control
+from ddprun_hooks.teams import Layout
 
 if TYPE_CHECKING:
     from ddprun.engine.session import Session
@@ -31,13 +34,25 @@ class Checkpoints:
         ranks: this rank among the others.
         records: knows which ranks do not see the run's folder.
         token: of this attempt at the run, the same on all ranks.
+        infinite_at_first: parameters that are meant to be so.
     """
 
-    def __init__(self, loaded: Loaded, run_dir: Path, ranks: Ranks, records: Records, token: str) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        run_dir: Path,
+        ranks: Ranks,
+        records: Records,
+        token: str,
+        infinite_at_first: frozenset[str] = frozenset(),
+    ) -> None:
         wanted, timeout_s = loaded.pipeline.checkpoint, loaded.pipeline.launch.timeout_s
         self._every = wanted.every
         self._away = bool(records.away)
         self._failed = False
+        self.lost: str | None = None
+        """On rank 0: why the checkpoint of the run's end is not there; it is otherwise."""
+
         self._writer: CheckpointWriter | None = None
         if wanted.keep:
             self._writer = CheckpointWriter(
@@ -52,6 +67,7 @@ class Checkpoints:
                 limit_s=timeout_s,
                 before=records.writer.flush,
                 after=keep_checkpoint,
+                not_finite=partial(in_state, infinite_at_first=infinite_at_first),
             )
 
     def check(self, session: "Session") -> None:
@@ -71,19 +87,26 @@ class Checkpoints:
         """Whether one is taken after so many steps of the run; the same on all ranks."""
         return self._writer is not None and self._every > 0 and step % self._every == 0
 
-    def take(self, session: "Session", *, at_end: bool = False) -> None:
+    def take(self, session: "Session", *, at_end: bool = False, wished: bool = False) -> None:
         """Take one of the state as it is now; called by all ranks after the same step.
 
         Args:
             session: of the run.
             at_end: nothing comes after it, so it is waited for.
+            wished: somebody has asked for it by a signal, and is told.
         """
+        if wished:
+            what = "no checkpoint is taken, because of checkpoint.keep: 0"
+            session.screen.note(
+                f"SIGUSR1: {what if self._writer is None else f'checkpoint of step {session.step}'}"
+            )
         if self._writer is None:
             return
         started = time.monotonic()
         step, position = session.step, session.position
         if position.mid_stage:
             position.elapsed_s()
+        position.run_elapsed_s()
         if at_end:  # ranks that never meet have stopped each after a step of its own
             known = session.exchange.control.gather([float(step), float(self._writer.count)])
             step = int(known[:, 0].max())
@@ -98,6 +121,8 @@ class Checkpoints:
         session.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
         self._writer.put(step, parts, wait=at_end)
         self.tell(session)
+        if at_end and self._failed:
+            self.lost = f"the checkpoint of step {step}, the last one, is lost: {self._reason}"
 
     def tell(self, session: "Session") -> None:
         """Say what has become of those that were taken."""
@@ -121,6 +146,7 @@ class Checkpoints:
                 seconds=seconds,
                 bytes=outcome.written.bytes,
                 folder=str(outcome.written.path),
+                nonfinite=outcome.written.nonfinite,
             )
             self._failed = False
             return
@@ -131,13 +157,15 @@ class Checkpoints:
             session.screen.note(
                 f"the checkpoint of step {outcome.step} is left out, and older ones stay: {outcome.problem}"
             )
-        self._failed = True
+        self._failed, self._reason = True, outcome.problem
 
 
 def layout_of(session: "Session") -> str:
     """By what the ranks' shares of what hooks keep are cut."""
     cap_mb, hooks = session.loaded.pipeline.ddp.bucket_cap_mb, sorted(session.stacks.used)
-    return repr((cap_mb, session.ranks.local_sizes, hooks))
+    ranks = session.ranks
+    hosts = Layout(ranks.rank, ranks.hosts, ranks.local_sizes).launched()
+    return repr((cap_mb, hosts, hooks))
 
 
 def _about(session: "Session") -> dict[str, object]:

@@ -20,10 +20,11 @@ from typing import Any
 
 from torch import nn
 
-from ddprun.engine import build
+from ddprun.engine import build, nonfinite
 from ddprun.engine.common import look, make_equal
 from ddprun.engine.data import StepBatches
 from ddprun.engine.policies import build_policy, key_path
+from ddprun.engine.resume import agreed
 from ddprun.engine.session import Session
 from ddprun.engine.state import bring_back_stage
 from ddprun.engine.teller import Teller
@@ -58,8 +59,9 @@ Compute = Callable[[Course, StepBatches, int], None]
 def run(session: Session, stage: StepStage, compute: Compute) -> dict[str, Any]:
     """Run a stage; gives its entry in the summary.
 
-    If any rank was asked to stop, all stop after the same step and the entry's `interrupted` is true. Ranks
-    that never synchronise stop each for itself.
+    If any rank was asked to stop, all stop after the same step and the entry's `interrupted` is true; so they
+    do where weights are not finite any more, and then the session has `failed`. Ranks that never synchronise
+    stop each for itself.
     """
     course = open_course(session, stage)
     session.screen.begin(stage.name, course.steps)
@@ -73,7 +75,8 @@ def run(session: Session, stage: StepStage, compute: Compute) -> dict[str, Any]:
     if session.profiler is not None:
         session.profiler.stop(session.step)  # what lies between stages is no step's
     if interrupted:
-        session.checkpoints.take(session, at_end=True)
+        if not session.failed:
+            session.checkpoints.take(session, at_end=True)
         course.policy.finish(reconcile=False)  # nothing may be under way when the process groups go
     else:
         close_course(course)
@@ -142,7 +145,8 @@ def open_course(session: Session, stage: StepStage) -> Course:
     course = Course(session, stage, settings, policy, mutate, steps)
     if state is not None:
         policy.begin()
-        bring_back_stage(session, state, new_rates=state["new_rates"] or not as_long)
+        with agreed(session, state["checkpoint"], "stage"):
+            bring_back_stage(session, state, new_rates=state["new_rates"] or not as_long)
         return course
     _share_optimizer_state(session, stage, settings)
     policy.begin()
@@ -187,25 +191,34 @@ def _run(course: Course, compute: Compute) -> bool:
         )
         if _pauses(session) or any(word.checkpoint or word.compare_clocks for word in agreed):
             agreed += ledger.drain()
-        due = session.checkpoints.due(session.step) or any(word.checkpoint for word in agreed)
+        wished = any(word.checkpoint for word in agreed)
+        due = session.checkpoints.due(session.step) or wished
         teller.tell(agreed)
+        if nonfinite.stops(session, agreed, settings.on_nan):
+            session.failed = True
+            return True
         if not agreed and not synchronised:
             teller.between(step)
         if any(word.stop for word in agreed):
             teller.tell(ledger.drain())  # what has been added up since ranks met is part of the checkpoint
             return True
         if due:
-            session.checkpoints.take(session)
+            session.checkpoints.take(session, wished=wished)
         session.checkpoints.tell(session)
         if any(word.compare_clocks for word in agreed):
             session.compare_clocks()
-        if alone and session.stop_is_known():
+        if alone and session.stop_is_known(stop_if_lost=settings.on_nan == "stop"):
             break
     agreed = ledger.flush()
     teller.tell(agreed)
-    if any(word.checkpoint for word in agreed):
-        session.checkpoints.take(session)
-    return bool(session.exchange.control.gather([float(session.stop.wanted)], "the stage's end").any())
+    session.failed = nonfinite.stops(session, agreed, settings.on_nan)
+    if any(word.checkpoint for word in agreed) and not session.failed:
+        session.checkpoints.take(session, wished=True)
+    mine = [float(session.stop.wanted), float(session.finite.first())]
+    wanted, places = session.exchange.control.gather(mine, "the stage's end").T.tolist()
+    if nonfinite.stops_at_end(session, [int(place) for place in places], settings.on_nan):
+        session.failed = True
+    return session.failed or any(wanted)
 
 
 def _take_turns(session: Session, teller: Teller) -> None:

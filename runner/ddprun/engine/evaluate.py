@@ -1,112 +1,309 @@
 """The evaluate stage: the held-out data, each sample once, summed over ranks."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
-from ddprun.engine import build
+from ddprun.engine import build, seeding
 from ddprun.engine.common import make_buffers_equal
-from ddprun.engine.data import is_iterable, tie_to_rank
+from ddprun.engine.data import Batches, as_it_is, is_iterable, tie_to_rank
 from ddprun.engine.objective import Outcome
+from ddprun.engine.samples import BatchError, collate, differing, digest_of, shards_itself
 from ddprun.engine.session import Session
-from ddprun.spec import Evaluate
+from ddprun.spec import Choice, Evaluate, PipelineError
 
-Measure = Callable[[Outcome, int], tuple[Tensor | float, int]]
+_FIELDS = frozenset(
+    ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")
+)
+"""What the event `evaluated` has beside metrics, and what structlog calls its own arguments."""
+
+Measure = Callable[[Outcome, int], tuple[Tensor | float, Tensor | float]]
 """From an outcome and its number of samples to (sum of values, number of values)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A mean over the held-out data, and what is made of it."""
+
+    measure: Measure
+    finish: Callable[[float], float] = float
 
 
 def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
     """Run an evaluate stage; gives its entry in the summary.
 
-    The bare module is called, so no rank waits for another in a forward pass, and ranks may have different
-    numbers of batches. Sums are kept in fp64 and added over ranks in rank order; accuracy is a quotient of
-    whole numbers.
+    The bare module is called, as often on every rank and each time on batches of one size, so that a model
+    may call collectives itself. Sums are kept in fp64 and added over ranks in rank order; accuracy is a
+    quotient of whole numbers.
     """
     session.where = stage.path
     make_buffers_equal(session, stage)
-    measures = _measures(session, stage)
-    sums = [torch.zeros((), dtype=torch.float64, device=session.place.device) for _ in measures]
-    counts = [0] * len(measures)
+    metrics = _metrics(session, stage)
+    sums = torch.zeros((len(metrics), 2), dtype=torch.float64, device=session.place.device)
+    counted = 0
     session.model.eval()
     with torch.no_grad():
         for content, samples in _batches(session):
             with session.precision.computing():
                 outcome = session.objective(session.model, session.precision.admit(content))
-            for place, measure in enumerate(measures.values()):
-                value, count = measure(outcome, samples)
-                sums[place] += value
-                counts[place] += count
-    mine = [*(float(total) for total in sums), *counts]
-    words = session.exchange.control.gather(mine, "sums of the evaluation").sum(0).tolist()
-    metrics = {
-        name: words[place] / words[len(measures) + place] if words[len(measures) + place] else math.nan
-        for place, name in enumerate(measures)
+            if not samples:
+                continue
+            counted += samples
+            for place, metric in enumerate(metrics.values()):
+                value, count = metric.measure(outcome, samples)
+                sums[place, 0] += value
+                sums[place, 1] += count
+    mine = [*sums.flatten().tolist(), counted]
+    *words, samples = session.exchange.control.gather(mine, "sums of the evaluation").sum(0).tolist()
+    found = {
+        name: metric.finish(words[2 * place] / words[2 * place + 1]) if words[2 * place + 1] else math.nan
+        for place, (name, metric) in enumerate(metrics.items())
     }
-    if "perplexity" in metrics:
-        metrics["perplexity"] = math.exp(min(metrics["perplexity"], 700.0))
-    session.metrics = metrics
-    session.trackers.metrics(session.step, metrics)
-    session.events.info("evaluated", stage=stage.index, step=session.step, **metrics)
-    told = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    session.metrics = found
+    session.trackers.metrics(session.step, found)
+    session.events.info("evaluated", stage=stage.index, step=session.step, **found)
+    told = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
     session.screen.note(f"{stage.name}: held-out {told}")
-    return {"metrics": metrics, "samples": int(words[len(measures)])}
+    return {"metrics": found, "samples": int(samples)}
 
 
-def _measures(session: Session, stage: Evaluate) -> dict[str, Measure]:
-    measures: dict[str, Measure] = {"loss": _loss(summed=session.objective.summed)}
-    for place, choice in enumerate(stage.metrics):
-        if choice.name == "accuracy":
-            measures["accuracy"] = _accuracy
-        elif choice.name == "perplexity":
-            measures["perplexity"] = _loss(summed=session.objective.summed)
-        else:
+def _metrics(session: Session, stage: Evaluate) -> dict[str, Metric]:
+    objective = session.objective
+    found = {"loss": Metric(_summed_loss if objective.summed else _mean_loss(session))}
+    for place, (name, choice) in enumerate(zip(names_of(stage.metrics), stage.metrics, strict=True)):
+        if choice.source != "built-in":
             metric = build.build_metric(session.loaded, f"{stage.path}.metrics[{place}]", choice)
-            measures[choice.name.rpartition(".")[2]] = _dotted(metric)
-    return measures
+            found[name] = Metric(_dotted(metric))
+        elif choice.name == "accuracy":
+            found[name] = Metric(_accuracy(session))
+        else:
+            found[name] = Metric(_mean_loss(session), lambda mean: math.exp(min(mean, 700.0)))
+    return found
 
 
-def _loss(*, summed: bool) -> Measure:
-    def measure(outcome: Outcome, samples: int) -> tuple[Tensor | float, int]:
-        loss = outcome.loss.double()
-        return (loss if summed else loss * samples), samples
+def names_of(metrics: Sequence[Choice]) -> list[str]:
+    """What metrics are called: by the last part of a dotted name; by all of it where the last part is taken
+    by another metric or by a field of the event.
+    """
+    last = [choice.name.rpartition(".")[2] for choice in metrics]
+    often = Counter(last)
+    return [
+        choice.name if short in _FIELDS or often[short] > 1 else short
+        for choice, short in zip(metrics, last, strict=True)
+    ]
+
+
+def _summed_loss(outcome: Outcome, samples: int) -> tuple[Tensor | float, Tensor | float]:
+    return outcome.loss.double(), samples
+
+
+def _mean_loss(session: Session) -> Measure:
+    """Of a cross-entropy, the mean over the targets that count; of another loss, over samples."""
+    objective = session.objective
+
+    def measure(outcome: Outcome, samples: int) -> tuple[Tensor | float, Tensor | float]:
+        loss, count = outcome.loss.double(), objective.weight_of_mean(outcome, samples)
+        if objective.summed:
+            return loss, count
+        # The mean over no target at all is not a number.
+        return (
+            torch.where(count > 0, loss * count, 0.0) if isinstance(count, Tensor) else loss * count
+        ), count
 
     return measure
 
 
-def _accuracy(outcome: Outcome, samples: int) -> tuple[Tensor | float, int]:
+def _accuracy(session: Session) -> Measure:
     """Classes lie on dimension 1 of the output, as for torch's cross_entropy."""
-    right = outcome.output.argmax(1) == outcome.target
-    return right.sum(), right.numel()
+    ignored = session.objective.ignore_index
+
+    def measure(outcome: Outcome, samples: int) -> tuple[Tensor | float, Tensor | float]:
+        target = outcome.target
+        if target.is_floating_point() and target.shape == outcome.output.shape:
+            target = target.argmax(1)  # of probabilities
+        right = outcome.output.argmax(1) == target
+        if ignored is None:
+            return right.sum(), right.numel()
+        counts = target != ignored
+        return (right & counts).sum(), counts.sum()
+
+    return measure
 
 
 def _dotted(metric: Callable[[Any, Any], Any]) -> Measure:
-    def measure(outcome: Outcome, samples: int) -> tuple[Tensor | float, int]:
+    def measure(outcome: Outcome, samples: int) -> tuple[Tensor | float, Tensor | float]:
         return float(metric(outcome.output, outcome.target)) * samples, samples
 
     return measure
 
 
 def _batches(session: Session) -> Iterator[tuple[Any, int]]:
-    """This rank's share as (collated batch, samples): sample i goes to rank i modulo ranks."""
+    """This rank's share as (collated batch, samples): sample i goes to rank i modulo ranks, or each rank has
+    its own if the data shards itself. A rank that has none left for a call computes along on a batch of 0.
+    """
+    made = _picked(session) if not is_iterable(session.held_out) else _streamed(session)
+    for content, samples in made:
+        if isinstance(content, BatchError):
+            raise _refused(session, content.problem, content.allowed)
+        yield content, samples
+
+
+def _picked(session: Session) -> Iterator[tuple[Any, int]]:
+    """Of map-style data: all ranks know all lengths from the start."""
     loader, rank, ranks = session.loaded.pipeline.loader, session.ranks.rank, session.ranks.size
-    dataset, size = session.held_out, loader.batch_size
-    if not is_iterable(dataset):
-        mine = range(rank, len(dataset), ranks)
-        shares = [list(mine[start : start + size]) for start in range(0, len(mine), size)]
-        batches: Iterable[Any] = DataLoader(
-            dataset,
-            batch_sampler=shares,
-            num_workers=loader.workers,
-            generator=torch.Generator(),
-            worker_init_fn=tie_to_rank,
+    dataset = session.held_out
+    lengths = _of_all(session, len(dataset))
+    mine: Sequence[int] = range(len(dataset))
+    odd = next((one for one, length in enumerate(lengths) if length != lengths[0]), None)
+    if odd is not None and not _may_be_sharded(session):
+        raise _refused(
+            session,
+            f"it has {lengths[0]} samples on rank 0 and {lengths[odd]} on rank {odd}",
+            "give every rank the same data, or write loader: {sharded: true} if it shards itself",
         )
-        yield from zip(batches, map(len, shares), strict=True)
-        return
-    row = islice(iter(dataset), rank, None, ranks)
-    while items := list(islice(row, size)):
-        yield default_collate(items), len(items)
+    _refuse_nothing(session, lengths)
+    looked_at = mine[: loader.batch_size if loader.sharded else 1]
+    if odd is not None or _sharded(session, lambda: [dataset[place] for place in looked_at]):
+        held = lengths
+    else:
+        held = [len(range(one, lengths[0], ranks)) for one in range(ranks)]
+        mine = mine[rank::ranks]
+    sizes, taken = call_sizes(held, loader.batch_size), 0
+    calls, counts = list[list[int]](), list[int]()
+    spare = mine or range(len(dataset))
+    for size in sizes:
+        own = list(mine[taken : taken + size])
+        taken += len(own)
+        calls.append(own or [spare[place % len(spare)] for place in range(size)])
+        counts.append(len(own))
+    batches = DataLoader(
+        Batches(dataset, None),
+        batch_size=None,
+        sampler=calls,
+        collate_fn=as_it_is,
+        num_workers=loader.workers,
+        generator=torch.Generator(),
+        worker_init_fn=tie_to_rank,
+    )
+    yield from zip(batches, counts, strict=True)
+
+
+def _streamed(session: Session) -> Iterator[tuple[Any, int]]:
+    """Of iterable data: a batch of every rank at a time."""
+    size, rank, ranks = session.loaded.pipeline.loader.batch_size, session.ranks.rank, session.ranks.size
+    row, at = iter(session.held_out), 0
+    first = list(islice(row, size * ranks))
+    # If not all ranks read alike, they find out together.
+    _refuse_nothing(session, _of_all(session, len(first)))
+    sharded = _sharded(session, lambda: first)
+    row = chain(first, row)
+    spare: list[Any] = []
+    while True:
+        items = list(islice(row, size if sharded else size * ranks))
+        if sharded:
+            own, numbers, held = items, range(at, at + len(items)), _of_all(session, len(items))
+        else:
+            own, numbers = items[rank::ranks], range(at + rank, at + len(items), ranks)
+            held = [len(range(one, len(items), ranks)) for one in range(ranks)]
+        if not any(held):
+            return
+        spare = spare or own or items
+        at, taken = at + len(items), 0
+        for count in call_sizes(held, size):
+            part = own[taken : taken + count]
+            if part:
+                yield collate(part, numbers[taken : taken + count]), len(part)
+            else:
+                again = [spare[place % len(spare)] for place in range(count)]
+                yield collate(again, [0] * count), 0
+            taken += len(part)
+
+
+def call_sizes(held: Sequence[int], most: int) -> list[int]:
+    """Sizes of the batches of all ranks, call by call: each rank that has samples left takes so many.
+
+    Args:
+        held: samples of each rank.
+        most: samples in a batch.
+    """
+    left, sizes = list(held), list[int]()
+    while any(left):
+        least = min(count for count in left if count)
+        size, calls = (most, least // most) if least >= most else (least, 1)
+        sizes += [size] * calls
+        left = [max(0, count - size * calls) for count in left]
+    return sizes
+
+
+def _of_all(session: Session, number: int) -> list[int]:
+    """Every rank's number."""
+    told = session.exchange.control.gather([float(number)], "samples to evaluate on")
+    return [int(one) for one in told[:, 0].tolist()]
+
+
+def _sharded(session: Session, first: Callable[[], Sequence[Any]]) -> bool:
+    """Whether each rank has held-out samples of its own; else all have the same, and each takes its share.
+
+    Ranks compare their first samples once in a run. Data that is said to shard itself, and that all ranks
+    have alike, is one set. Said once: that, or that ranks read different samples though they share them.
+    """
+    if session.held_out_sharded is not None:
+        return session.held_out_sharded
+    session.held_out_sharded = _may_be_sharded(session)
+    with seeding.generators_kept(session.place.device):
+        seeding.seed_everything(session.loaded.pipeline.seed)
+        digest = digest_of(first())
+    told = session.exchange.control.tell(digest, "a digest of the held-out samples")
+    odd = [rank for rank, theirs in enumerate(told) if theirs != told[0]]
+    if session.held_out_sharded:
+        session.held_out_sharded = bool(odd)
+        if not odd and session.ranks.size > 1:
+            session.events.info("data_not_sharded", held_out=True)
+            session.screen.note(
+                "held-out data: all ranks read the same samples, so each counts once, loader.sharded or not"
+            )
+    elif odd:
+        how = shards_itself(session.held_out)
+        session.events.warning("data_differs", ranks=odd, sharded_by=how, held_out=True)
+        told_before = session.feed.odd_ranks == odd and shards_itself(session.feed.dataset) == how
+        text = "the same holds as for data" if told_before else differing(odd, session.ranks.size, how)
+        session.screen.note(f"held-out data: {text}")
+    return session.held_out_sharded
+
+
+def _may_be_sharded(session: Session) -> bool:
+    """Whether the file says that data shards itself; a built-in never does."""
+    return session.loaded.pipeline.loader.sharded and _choice(session)[1].source != "built-in"
+
+
+def _refuse_nothing(session: Session, held: Sequence[int]) -> None:
+    """Data without any sample for a rank: of all that can be seen, it was read before, or is empty."""
+    none = [rank for rank, count in enumerate(held) if not count]
+    if none:
+        whose = "" if len(none) == len(held) else f" for rank {none[0]}"
+        raise _refused(
+            session,
+            f"it has no sample to evaluate on{whose}",
+            "data that can be read only once serves one evaluate stage: have its __iter__ start anew",
+        )
+
+
+def _refused(session: Session, problem: str, allowed: str) -> PipelineError:
+    path, choice = _choice(session)
+    return PipelineError([session.loaded.fault(path, f'"{choice.name}": {problem}', allowed)])
+
+
+def _choice(session: Session) -> tuple[str, Choice]:
+    """The key of the held-out data, and what is chosen there."""
+    data = session.loaded.pipeline.data
+    if isinstance(data, Choice):
+        return "data", data
+    assert data.evaluate is not None, "check refuses an evaluate stage without data"
+    return "data.evaluate", data.evaluate

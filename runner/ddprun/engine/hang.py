@@ -1,7 +1,6 @@
 """What a rank's watch needs of the run to tell of a hang, and where it is told."""
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 from ddprun.engine.notes import attempt_folder
 from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.summary import write_summary
+from ddprun.screen import say
 from ddprun.telemetry.events import event_log
 from ddprun.telemetry.writer import Writer
-from ddprun.watch.alarm import Alarm, Report, Surroundings
+from ddprun.watch.alarm import Alarm, Report, Surroundings, open_log
 from ddprun.watch.watcher import Watch
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def open_watch(environment: Environment, timeout_s: float, known: Known, ranks: 
         session = known.session
         if session is not None:
             session.screen.end()
-        print(report.message, file=sys.stderr, flush=True)
+        say(report.message)
         _keep(report, known, environment.rank)
 
     def leave() -> None:
@@ -95,10 +95,8 @@ def note_failure(run_dir: Path | None, rank: int, text: str) -> None:
     """Append to a rank's log, if there can be one."""
     log = log_of(run_dir, rank)
     if log is not None:
-        with suppress(OSError):
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("a") as file:
-                file.write(f"{text}\n")
+        with suppress(OSError), open_log(log) as file:
+            file.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
 def _keep(report: Report, known: Known, rank: int) -> None:

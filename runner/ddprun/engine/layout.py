@@ -38,6 +38,16 @@ def wrap(model: nn.Module, settings: Ddp, device: torch.device) -> DistributedDa
     )
 
 
+def without_gradient(model: nn.Module) -> list[str]:
+    """Parameters that a backward pass should have given a gradient, and has not; none that DDP ignores."""
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # as DDP itself reads it
+    return [
+        name
+        for name, param in model.named_parameters()
+        if param.requires_grad and param.grad is None and name not in ignored
+    ]
+
+
 def look_at_buffers(
     model: nn.Module, objective: Objective, precision: Precision, feed: Feed, *, automatic: bool
 ) -> Verdict:
@@ -91,6 +101,9 @@ def freeze_layout(
             with precision.computing():
                 loss = objective(ddp, content).loss
             loss.backward()  # type: ignore[no-untyped-call]
+            unused = without_gradient(module)
+            if unused and not (ddp.find_unused_parameters or static_graph):
+                raise objective.unused(unused, "the loss of a rank's first batch")
             module.zero_grad(set_to_none=True)
             meet()  # the next pass begins with an exchange of DDP's own, of which no watch is told
     with torch.no_grad():

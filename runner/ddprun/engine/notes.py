@@ -9,6 +9,9 @@ SCRATCH = "DDPRUN_SCRATCH"
 """Environment variable: a folder of this launcher's own, gone when it ends."""
 
 _RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
+_OUTCOME_WIDTH = 4
+_UNTOLD = 1
+"""Exit code of a rank that has finished the run and cannot say so."""
 
 
 def attempt_folder() -> Path | None:
@@ -16,6 +19,11 @@ def attempt_folder() -> Path | None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     folder = Path(error_file).parent.parent
     return folder if error_file and folder.is_dir() else None
+
+
+def prepare_outcome(scratch: Path) -> None:
+    """Make room for the outcome, which a disk that fills up later cannot take away. By the launcher."""
+    (scratch / _OUTCOME).write_text(" " * _OUTCOME_WIDTH)
 
 
 def keep_run_dir(folder: Path) -> None:
@@ -27,10 +35,13 @@ def keep_run_dir(folder: Path) -> None:
 def run_dir() -> Path | None:
     """The folder of the ranks that this host's launcher had started before."""
     scratch = _scratch()
-    if scratch is None:
-        return None
+    return None if scratch is None else run_dir_of(scratch)
+
+
+def run_dir_of(scratch: Path) -> Path | None:
+    """The run's folder, as the ranks of a launcher have noted it."""
     try:
-        return Path((scratch / _RUN_DIR).read_text())
+        return Path((scratch / _RUN_DIR).read_text("utf-8", "surrogateescape"))
     except OSError:
         return None
 
@@ -44,13 +55,18 @@ def keep_outcome(code: int) -> int:
     """
     if SCRATCH not in os.environ:
         return code
-    return 0 if _write(Path(os.environ[SCRATCH]) / _OUTCOME, str(code)) else code
+    try:
+        with (Path(os.environ[SCRATCH]) / _OUTCOME).open("r+") as file:
+            file.write(f"{code:{_OUTCOME_WIDTH}}")
+    except OSError:
+        return code or _UNTOLD
+    return 0
 
 
 def outcome(scratch: Path) -> int | None:
     """The exit code that ranks have left; None if the run has not ended."""
     try:
-        return int((scratch / _OUTCOME).read_text())
+        return int((scratch / _OUTCOME).read_text("ascii"))
     except (OSError, ValueError):
         return None
 
@@ -69,7 +85,7 @@ def keep_checkpoint(put_ns: int, written: bool) -> None:
 def checkpoint(scratch: Path) -> tuple[int, bool]:
     """When the last one was taken that is over, and whether it was written."""
     try:
-        put_ns, written = json.loads((scratch / _CHECKPOINT).read_text())
+        put_ns, written = json.loads((scratch / _CHECKPOINT).read_text("ascii"))
     except (OSError, ValueError):
         return 0, False
     return put_ns, written
@@ -102,7 +118,7 @@ def pids(scratch: Path) -> list[int]:
 def _is_our_living_child(pid: int) -> bool:
     """A number may have been given to another process since."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except OSError:
         return not Path("/proc").is_dir()
     state, parent, *_ = stat.rpartition(")")[2].split()
@@ -121,7 +137,7 @@ def _write(path: Path, text: str) -> bool:
     """Whether it could be written: on a full disk the run goes on without."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(text)
+        unfinished.write_text(text, "utf-8", "surrogateescape")
         unfinished.replace(path)
     except OSError:
         return False

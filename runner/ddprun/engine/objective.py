@@ -1,6 +1,6 @@
 """From a batch to a loss: what the model is called with, and what the loss sees."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -37,6 +37,10 @@ class Objective:
         self.summed = loaded.pipeline.loss.options.get("reduction") == "sum"
         """The loss is a sum over samples, not a mean."""
 
+        ignored = getattr(loss, "ignore_index", loaded.pipeline.loss.options.get("ignore_index"))
+        self.ignore_index = ignored if isinstance(ignored, int) else None
+        """Targets of this value do not count; None: all do."""
+
     def __call__(self, model: nn.Module, content: Any) -> Outcome:
         """Forward and loss.
 
@@ -64,6 +68,39 @@ class Objective:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise self._refused("loss", f"gives {shape}", "one number is wanted: the mean over the batch")
         return Outcome(loss.reshape(()), output, target)
+
+    def weight_of_mean(self, outcome: Outcome, samples: int) -> Tensor | int:
+        """What a batch's loss counts in a mean over batches: of a cross-entropy, how many targets count, each
+        by its class's weight; of another loss, its samples.
+
+        Args:
+            outcome: of the batch.
+            samples: in it.
+        """
+        loss, target = self._loss, outcome.target
+        if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or not isinstance(target, Tensor):
+            return samples
+        if target.is_floating_point():  # probabilities of classes, which lie on dimension 1
+            return target.numel() // target.shape[min(1, target.dim() - 1)]
+        counts = target != loss.ignore_index
+        return counts.sum() if loss.weight is None else loss.weight[target[counts]].sum()
+
+    def unused(self, names: Sequence[str], of: str) -> PipelineError:
+        """An error for parameters that have no gradient where DDP waits for all of them.
+
+        Args:
+            names: of the parameters, one at least.
+            of: what they took no part in.
+        """
+        key = "ddp.find_unused_parameters"
+        false = "is false" if self._loaded.has(key) else "is false, its default"
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        return self._refused(
+            key,
+            f"{false}, but {shown} took no part in {of}, so ranks would wait for their gradients for ever",
+            "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
+            "(requires_grad_(False))",
+        )
 
     def _own_loss(self, returned: Any) -> Tensor:
         loss = returned

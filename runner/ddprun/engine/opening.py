@@ -1,11 +1,11 @@
 """Builds what the stages of one run share, once, in an order that all ranks follow."""
 
-import sys
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from structlog.typing import FilteringBoundLogger as BoundLogger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -14,15 +14,19 @@ from ddprun.engine.beside import make_folder_importable
 from ddprun.engine.checkpoints import Checkpoints
 from ddprun.engine.data import Feed
 from ddprun.engine.layout import freeze_layout, look_at_buffers, wrap
+from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective
 from ddprun.engine.place import Place
 from ddprun.engine.precision import Precision
 from ddprun.engine.ranks import Ranks
+from ddprun.engine.run_folder import RunFolderError
+from ddprun.engine.samples import differing, shards_itself
 from ddprun.engine.session import Session
 from ddprun.engine.stacks import Stacks, open_stacks
 from ddprun.engine.stop import StopRequest
 from ddprun.engine.tracking import check_trackers, fail_when_ended, open_trackers, pass_on
-from ddprun.spec import Loaded, PipelineError, StepStage
+from ddprun.screen import say
+from ddprun.spec import DataPair, Loaded, PipelineError, StepStage
 from ddprun.sync.buffers import BufferSync, agree
 from ddprun.sync.carrier import Carrier
 from ddprun.telemetry.clock import clock_for
@@ -31,7 +35,7 @@ from ddprun.telemetry.gather import Records
 from ddprun.telemetry.gradients import GradientTimes
 from ddprun.telemetry.ledger import Ledger
 from ddprun.telemetry.profile import Profiler
-from ddprun.telemetry.progress import screen_for
+from ddprun.telemetry.progress import Screen, screen_for
 from ddprun.telemetry.stragglers import Stragglers
 from ddprun_hooks.dispatcher import Dispatcher
 from ddprun_hooks.errors import HookSetupError
@@ -84,7 +88,10 @@ def open_session(
     exchange = _open_exchange(loaded, control, ranks, place, stacks, timeout)
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
-    records = Records(run_dir, control, ranks.tell_all)
+    try:
+        records = Records(run_dir, control, ranks.tell_all)
+    except OSError as error:
+        raise RunFolderError(f"cannot write into the run folder {run_dir}: {error.strerror}") from None
     screen = screen_for(ranks.rank, loaded.secrets.redact)
     events = event_log(
         records.writer if ranks.rank == 0 else None, loaded.secrets.redact_all, rank=ranks.rank
@@ -104,6 +111,7 @@ def open_session(
     wanted = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
     automatic = any(setting.when == "auto" for setting in wanted)
     ranks.watch.turn(b"warm-up passes")
+    _compare_data(feed, control, screen, events)
     verdict = look_at_buffers(model, objective, precision, feed, automatic=automatic)
     buffers = BufferSync(model, carrier, agree(verdict, model, control), pipeline.buffers)
     ddp = dispatcher = None
@@ -123,6 +131,7 @@ def open_session(
             dispatcher.meanwhile = ledger.chores.do_some
     _check_room(loaded, feed, ranks, place.backend)
     seeding.seed_everything(pipeline.seed + ranks.rank)
+    finite = FiniteCheck(model)
     session = Session(
         loaded=loaded,
         run_dir=run_dir,
@@ -148,7 +157,8 @@ def open_session(
         objective=objective,
         feed=feed,
         held_out=data.evaluate,
-        checkpoints=Checkpoints(loaded, run_dir, ranks, records, token),
+        checkpoints=Checkpoints(loaded, run_dir, ranks, records, token, finite.infinite_at_first),
+        finite=finite,
         gradients=GradientTimes(model, clock.mark) if timings.gradients else None,
         profiler=Profiler(timings.profile, records.writer, ranks.rank) if timings.profile else None,
     )
@@ -178,7 +188,7 @@ def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks, backend: str) -> None:
     if missing.certain:
         raise PipelineError([loaded.fault("loader.workers", told, f"workers: 0, or {shm.REMEDY}")])
     if here.local_rank == 0:
-        print(f"ddprun: warning: {told}: {shm.REMEDY}", file=sys.stderr, flush=True)
+        say(f"ddprun: warning: {told}: {shm.REMEDY}")
 
 
 def _open_exchange(
@@ -213,7 +223,11 @@ def _has_hierarchical_hook(loaded: Loaded) -> bool:
 
 
 def _open_feed(loaded: Loaded, dataset: Any, ranks: Ranks, pin: bool) -> Feed:
-    loader = loaded.pipeline.loader
+    loader, name = loaded.pipeline.loader, loaded.pipeline.train_data().name
+
+    def refuse(problem: str, allowed: str | None) -> PipelineError:
+        return PipelineError([loaded.fault(_path_of_data(loaded), f'"{name}": {problem}', allowed)])
+
     try:
         return Feed(
             dataset,
@@ -225,6 +239,38 @@ def _open_feed(loaded: Loaded, dataset: Any, ranks: Ranks, pin: bool) -> Feed:
             rank=ranks.rank,
             ranks=ranks.size,
             pin=pin,
+            sharded=loader.sharded,
+            refuse=refuse,
         )
     except ValueError as error:
         raise PipelineError([loaded.fault("data", str(error))]) from None
+
+
+def _path_of_data(loaded: Loaded) -> str:
+    return "data.train" if isinstance(loaded.pipeline.data, DataPair) else "data"
+
+
+def _compare_data(feed: Feed, control: Control, screen: Screen, events: BoundLogger) -> None:
+    """Say if ranks read different samples, though each takes its share of them; or if they read the same ones
+    from a data set that is said to shard itself.
+    """
+
+    def tell(text: str) -> None:
+        events.warning("data_lost")
+        screen.note(f"data: {text}")
+
+    feed.tell = tell
+    odd = feed.meet(control)
+    if feed.ranks == 1:
+        return
+    if feed.sharded and not odd:
+        events.warning("data_not_sharded")
+        screen.note(
+            "data: loader.sharded is true, but all ranks read the same first samples. If the data set does "
+            f"not shard itself, each sample is used {feed.ranks} times in an epoch: remove loader.sharded"
+        )
+    if feed.sharded or not odd:
+        return
+    how = shards_itself(feed.dataset)
+    events.warning("data_differs", ranks=odd, sharded_by=how)
+    screen.note(f"data: {differing(odd, feed.ranks, how)}")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_KEPT = ("next", "stage", "first_step", "first_epoch", "steps", "seconds", "entries")
+_KEPT = ("next", "stage", "first_step", "first_epoch", "steps", "seconds", "run_seconds", "entries")
 
 
 @dataclass(slots=True)
@@ -30,6 +30,9 @@ class Position:
     seconds: float = 0.0
     """Time spent in it up to when it was looked at last."""
 
+    run_seconds: float = 0.0
+    """Time spent in all stages up to when it was looked at last."""
+
     entries: list[dict[str, Any]] = field(default_factory=list)
     """The summary's entries of the stages that are done."""
 
@@ -41,6 +44,9 @@ class Position:
     looked_at_s: float = 0.0
     """When that was, on this process's clock."""
 
+    run_looked_at_s: float = 0.0
+    """The same, of `run_seconds`."""
+
     def begin(self, stage: int, step: int, epoch: int) -> None:
         """A stage that takes steps begins."""
         self.stage, self.first_step, self.first_epoch, self.seconds = stage, step, epoch, 0.0
@@ -48,6 +54,19 @@ class Position:
     def start_clock(self) -> None:
         """Steps are taken from here on."""
         self.looked_at_s = time.monotonic()
+
+    def start_run_clock(self) -> None:
+        """The run's stages begin, or go on."""
+        self.run_looked_at_s = time.monotonic()
+
+    def run_elapsed_s(self) -> float:
+        """Time spent in the run's stages so far, in all attempts; of one that was broken off, up to the
+        checkpoint.
+        """
+        now = time.monotonic()
+        self.run_seconds += now - self.run_looked_at_s
+        self.run_looked_at_s = now
+        return self.run_seconds
 
     def elapsed_s(self) -> float:
         """Time spent in the stage so far, in all attempts."""
@@ -71,6 +90,6 @@ class Position:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring it back."""
-        for name in _KEPT:
+        for name in state.keys() & set(_KEPT):
             setattr(self, name, state[name])
         self.entries = list(state["entries"])

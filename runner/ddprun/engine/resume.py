@@ -1,18 +1,18 @@
 """Going on from a checkpoint: which one, on which all ranks agree, and what becomes of it.
 
-The newest checkpoint that is whole counts. Every rank checks a share of its files; a damaged one is named and
-left alone, and the one before it is looked at. Ranks that do not see the run's folder get their files from
-rank 0.
+The newest checkpoint that is whole and finite counts. Every rank checks a share of its files; one that is
+damaged, or whose weights are not finite, is named and left alone, and the one before it is looked at. Ranks
+that do not see the run's folder get their files from rank 0.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ddprun.checkpoint import folder
@@ -23,9 +23,11 @@ from ddprun.engine.checkpoints import FOLDER, layout_of
 from ddprun.engine.ranks import Ranks
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
-from ddprun.engine.state import StateError, bring_back
+from ddprun.engine.state import StateError, bring_back, check_fields, reading
+from ddprun.run_files import open_file
 from ddprun.spec import AverageStage, BroadcastStage, PipelineError, StepStage
 from ddprun.spec.changes import changes, schedule_changed
+from ddprun.sync.optimizer_state import has_mean, mean_of, mean_state
 from ddprun.telemetry.cut import cut_records
 from ddprun.telemetry.records import Totals
 from ddprun.telemetry.round import NOTHING_ADDED
@@ -45,21 +47,26 @@ def resume(session: Session) -> Checkpoint | None:
     root = session.run_dir / FOLDER
     found = _newest_whole(session, root)
     if session.ranks.rank == 0:
-        cut_records(session.run_dir, 0 if found is None else found.step)
+        try:
+            cut_records(session.run_dir, 0 if found is None else found.step)
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot go on in the run folder {session.run_dir}: {error.strerror}"
+            ) from None
     if found is None:
         session.screen.note("there is no whole checkpoint: the run starts anew")
         return None
-    with TemporaryDirectory(prefix="ddprun-") as scratch:
+    with TemporaryDirectory(prefix="ddprun-") as scratch, agreed(session, found, "state"):
         state = _state(session, found, Path(scratch))
-    before, position = state["pipeline"], state["position"]
-    _reopen(session, before, position)
+        before, position = state["pipeline"], state["position"]
+        with reading("pipeline"):
+            _reopen(session, before, position)
     notes = changes(session.loaded, before, next_stage=position["next"], begun=position["stage"])
-    try:
+    with agreed(session, found, "session"):
         bring_back(session, state)
-    except StateError as error:
-        raise PipelineError([session.loaded.fault("model", f"{error} ({found.path})")]) from None
     if session.position.mid_stage:
-        session.mid_stage = {**state, "new_rates": schedule_changed(session.loaded, before, position["next"])}
+        new_rates = schedule_changed(session.loaded, before, position["next"])
+        session.mid_stage = {**state, "new_rates": new_rates, "checkpoint": found}
     for note in notes:
         session.screen.note(note)
     session.events.info(
@@ -74,6 +81,34 @@ def resume(session: Session) -> Checkpoint | None:
     left = "; nothing is left to do: every stage is done" if nothing else ""
     session.screen.note(f"goes on after step {session.step}, from {found.path}{left}")
     return found
+
+
+@contextmanager
+def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
+    """Around what reads a checkpoint's state: if one rank cannot, all end, for the same reason.
+
+    Args:
+        session: of the run.
+        found: the checkpoint.
+        part: what is read; another word each time.
+
+    Raises:
+        PipelineError: the state does not fit the model.
+        RunFolderError: it is no state.
+    """
+    problem = ["", ""]
+    try:
+        yield
+    except StateError as error:
+        problem = ["unfit", str(error)]
+    except DamagedError as error:
+        problem = ["damaged", str(error)]
+    told = map(json.loads, session.ranks.gather(f"resume/{part}", json.dumps(problem)))
+    kind, text = next((one for one in told if one[0]), problem)
+    if kind == "unfit":
+        raise PipelineError([session.loaded.fault("model", f"{text} ({found.path})")])
+    if kind:
+        raise RunFolderError(f"the checkpoint of step {found.step} is damaged: {text} ({found.path})")
 
 
 def _reopen(session: Session, before: Mapping[str, Any], position: dict[str, Any]) -> None:
@@ -97,7 +132,8 @@ def _reopen(session: Session, before: Mapping[str, Any], position: dict[str, Any
 
 
 def _newest_whole(session: Session, root: Path) -> Checkpoint | None:
-    """The newest checkpoint that every rank finds whole; each looks at a share of the files.
+    """The newest checkpoint that every rank finds whole, and whose weights and optimizer state are finite
+    unless `on_nan` of the stage is `continue`; each rank looks at a share of the files.
 
     Raises:
         RunFolderError: there are some, which can only not be read, here or now.
@@ -108,7 +144,11 @@ def _newest_whole(session: Session, root: Path) -> Checkpoint | None:
     for step in steps:
         reason = _problem(session, root, step)
         if reason is None:
-            break
+            lost = ranks.tell_all(f"resume/{step}/finite", partial(_lost, session, root, step))
+            if not lost:
+                break
+            passed.append((step, "nonfinite", f"{lost} is not finite in it"))
+            continue
         passed.append((step, ranks.tell_all(f"resume/{step}/why", partial(_why, root, step)), reason))
     unreadable = [reason for _, why, reason in passed if why == "unused"]
     if unreadable and len(passed) == len(steps):
@@ -117,6 +157,34 @@ def _newest_whole(session: Session, root: Path) -> Checkpoint | None:
         if ranks.rank == 0:
             _pass_by(session, root, step, why, reason)
     return None if len(passed) == len(steps) else _told(ranks, root, steps[len(passed)])
+
+
+def _lost(session: Session, root: Path, step: int) -> str:
+    """On rank 0: what a whole checkpoint has that is not finite and cannot become so; empty: nothing."""
+    found = folder.opened(root, step)
+    name = found.nonfinite
+    if name in (None, folder.LOSS):
+        return ""
+    if _on_nan(session, _outline(found, 0)["position"]) == "continue":
+        session.screen.note(f"the checkpoint of step {step} is used though {name} is not finite in it")
+        return ""
+    return str(name)
+
+
+def _on_nan(session: Session, position: Mapping[str, Any]) -> str:
+    """What the resumed file says of the stage that comes next, or else of the last one that took steps."""
+    pipeline = session.loaded.pipeline
+    for place in (position["next"], position["stage"]):
+        stage = pipeline.stages[place] if place is not None and place < len(pipeline.stages) else None
+        if isinstance(stage, StepStage):
+            return stage.effective(pipeline).on_nan
+    return pipeline.on_nan
+
+
+def _outline(found: Checkpoint, rank: int) -> dict[str, Any]:
+    """What a rank had, with tensors that have no data."""
+    parts = [folder.read(found, name, outline=True) for name in ("shared", rank_name(rank))]
+    return {**parts[0], **parts[1]}
 
 
 def _listed(session: Session, root: Path) -> list[int]:
@@ -143,17 +211,38 @@ def _problem(session: Session, root: Path, step: int) -> str | None:
     if ranks.rank in looking:
         try:
             found = folder.opened(root, step)
-            names = sorted(found.files)
-            folder.verify(found, names[looking.index(ranks.rank) :: len(looking)])
+            names = ["shared", *map(rank_name, range(found.world_size))]
+            place = looking.index(ranks.rank)
+            folder.verify(found, names[place :: len(looking)])
+            for rank in range(found.world_size)[place :: len(looking)]:
+                _check(found, rank)
         except DamagedError as error:
             problem = str(error)
     return next(filter(None, ranks.gather(f"resume/{step}", problem)), None)
 
 
+def _check(found: Checkpoint, rank: int) -> None:
+    """Make sure that what a rank had is the state of a run.
+
+    Raises:
+        DamagedError: it is not.
+    """
+    state = _outline(found, rank)
+    try:
+        check_fields(state)
+        if not 0 <= state["step"] <= found.step:  # ranks that never meet stop each for itself
+            raise ValueError(f"its step is {state['step']}")
+    except ValueError as error:
+        raise DamagedError(f"{found.path / rank_name(rank)}.json: {error}") from None
+
+
 def _why(root: Path, step: int) -> str:
     """On rank 0: whether a checkpoint itself is damaged, or some rank does not see it as it is."""
     try:
-        folder.verify(folder.opened(root, step))
+        found = folder.opened(root, step)
+        folder.verify(found)
+        for rank in range(found.world_size):
+            _check(found, rank)
     except UnreadableError as error:
         return "damaged" if isinstance(error.__context__, FileNotFoundError) else "unused"
     except DamagedError:
@@ -164,7 +253,11 @@ def _why(root: Path, step: int) -> str:
 def _pass_by(session: Session, root: Path, step: int, why: str, reason: str) -> None:
     """On rank 0: tell that a checkpoint is not gone on from, and see that it is not counted any more."""
     session.events.warning("checkpoint_passed_by", step=step, why=why, reason=reason)
-    told = "is damaged and" if why == "damaged" else "cannot be read by all ranks and is"
+    told = {
+        "damaged": "is damaged and",
+        "nonfinite": "is not finite and",
+        "unused": "cannot be read by all ranks and is",
+    }[why]
     try:
         now = f"and now {root.name}/{folder.set_aside(root, step, why).name}"
     except OSError as error:
@@ -199,15 +292,17 @@ def _state(session: Session, found: Checkpoint, scratch: Path) -> dict[str, Any]
         mine = own[rank if merging else 0]
         state = {**shared, **mine}
         if merging:
-            state["hooks"] = session.stacks.merge([one["hooks"] for one in own])
+            with reading("hooks"):
+                state["hooks"] = session.stacks.merge([one["hooks"] for one in own])
         return state
-    return _for_another_world(session, shared, own)
+    with reading("state of other ranks"):
+        return _for_another_world(session, shared, own)
 
 
 def _is_laid_out_anew(session: Session, found: Checkpoint) -> bool:
     """Whether buckets, hosts or hooks are others than before, so that what hooks keep moves between ranks."""
     tree = session.ranks.tell_all(
-        "resume/layout", lambda: json.dumps(folder.read_json(found.path / "shared.json")["layout"])
+        "resume/layout", lambda: json.dumps(folder.read_json(found, found.path / "shared.json")["layout"])
     )
     return bool(json.loads(tree) != layout_of(session))
 
@@ -221,20 +316,20 @@ def _fetch(
         names = [path.name for name in wanted.get(reader, ()) for path in folder.paths(found.path, name)]
         if rank == 0:
             for name in names:
-                with (found.path / name).open("rb") as file:
+                with open_file(found.below, (found.path / name).relative_to(found.below)) as file:
                     while data := file.read(_CHUNK_BYTES):
                         control.send_bytes(data, reader)
         elif rank == reader:
             for name in names:
                 left = found.files[name]["bytes"]
-                with (scratch / name).open("wb") as file:
+                with open_file(scratch, name, "xb") as file:
                     while left:
                         data = control.receive_bytes(0)
                         file.write(data)
                         left -= len(data)
     if rank not in session.records.away:
         return found
-    return Checkpoint(scratch, found.step, found.world_size, found.files)
+    return Checkpoint(scratch, found.step, found.world_size, found.files, own=True)
 
 
 # Another number of ranks.
@@ -251,10 +346,11 @@ def _for_another_world(
     rank, ranks = session.ranks.rank, session.ranks.size
     state = {**shared, **own[0]}
     _refuse_replicas(session, state["position"])
+    _refuse_shards(session, state["feed"])
     if "parameters" not in shared:
-        state["parameters"] = _mean_of([one["parameters"] for one in own])
+        state["parameters"] = _mean_parameters([one["parameters"] for one in own])
     if "optimizer" not in shared:
-        state["optimizer"] = _mean_of([one["optimizer"] for one in own])
+        state["optimizer"] = mean_state([one["optimizer"] for one in own])
     state["hooks"] = session.stacks.merge([one["hooks"] for one in own])
     state["sync_of_ranks"] = [one["sync"] for one in own if one["sync"]] or [{}]
     state["together"] = ["common", "common", None, state["together"][3]]
@@ -274,17 +370,21 @@ def _refuse_replicas(session: Session, position: Mapping[str, Any]) -> None:
         raise PipelineError([session.loaded.fault(stage.path, text, "resume on as many ranks as before")])
 
 
-def _mean_of(values: Sequence[Any]) -> Any:
-    """Floating-point tensors become their mean over ranks, counters the largest; the rest is rank 0's."""
-    first = values[0]
-    if isinstance(first, Mapping):
-        return {key: _mean_of([value[key] for value in values]) for key in first}
-    if isinstance(first, Tensor):
-        stacked = torch.stack(list(values))
-        if first.is_floating_point() and first.numel() != 1:
-            return stacked.double().mean(0).to(first.dtype)
-        return stacked.amax(0) if not first.is_complex() else stacked.mean(0)
-    return first
+def _refuse_shards(session: Session, feed: Mapping[str, Any]) -> None:
+    """Data that shards itself is cut otherwise for another number of ranks."""
+    if session.loaded.pipeline.loader.sharded and feed["samples"]:
+        text = "the data set shards itself by rank, so another number of ranks cannot go on in mid-epoch"
+        raise PipelineError(
+            [session.loaded.fault("loader.sharded", text, "resume on as many ranks as before")]
+        )
+
+
+def _mean_parameters(of_ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean over ranks of every parameter that has one; the others (quantised weights) are rank 0's."""
+    return {
+        name: mean_of([one[name] for one in of_ranks]) if has_mean(value) else value
+        for name, value in of_ranks[0].items()
+    }
 
 
 def _divided(ledgers: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:

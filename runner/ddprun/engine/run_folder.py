@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from ddprun import __version__
+from ddprun.engine.checkpoints import FOLDER as CHECKPOINTS
 from ddprun.engine.ranks import Ranks
+from ddprun.run_files import check_folder, open_file, read_object
 from ddprun.spec import Loaded
 from ddprun.telemetry.cut import cut_torn_event
+from ddprun.telemetry.gather import FOLDERS
 
 Resuming = Literal["no", "yes", "if begun"]
 """Whether a folder is that of a run that is to go on."""
@@ -24,6 +27,9 @@ _WAIT_S = 10.0
 """A rank 0 that was killed may take so long to be gone."""
 
 _LEASE_S = 120.0
+_MOST_BYTES = 1 << 20
+_FOLDERS = (*FOLDERS, CHECKPOINTS, "logs")
+"""What a run that goes on may write into, or clear."""
 
 
 class RunFolderError(Exception):
@@ -87,7 +93,7 @@ def agree_on_folder(
 def pipeline_folder(run_dir: Path) -> Path | None:
     """Where the pipeline file of a run was: what it names is looked for there."""
     try:
-        return Path(json.loads((run_dir / ABOUT).read_text())["pipeline_folder"])
+        return Path(read_object(run_dir, ABOUT, _MOST_BYTES)["pipeline_folder"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -100,9 +106,10 @@ def _make(folder: Path, loaded: Loaded) -> None:
         _lock(folder)
         if any(entry.name != _LOCK for entry in folder.iterdir()):
             raise RunFolderError(f"the run folder {folder} was just taken by another run")
-        (folder / PIPELINE).write_text(loaded.resolved())
         about = {"v": 1, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
-        (folder / ABOUT).write_text(json.dumps(about) + "\n")
+        for name, text in ((PIPELINE, loaded.resolved()), (ABOUT, json.dumps(about) + "\n")):
+            with open_file(folder, name, "xb") as file:
+                file.write(text.encode())
     except OSError as error:
         raise RunFolderError(f"cannot make the run folder {folder}: {error.strerror}") from None
 
@@ -126,11 +133,15 @@ def _take_over_again(folder: Path, wait_s: float) -> None:
 
 def _take_over(folder: Path, wait_s: float) -> None:
     try:
-        if not (folder / ABOUT).is_file():
+        for name in _FOLDERS:
+            check_folder(folder, name)
+        try:
+            open_file(folder, ABOUT).close()
+        except FileNotFoundError:
             raise RunFolderError(
                 f"cannot go on in the run folder {folder}: it has no {ABOUT} on {os.uname().nodename}, where "
                 "rank 0 is now; hosts that share no disk need rank 0 on the same host as before"
-            )
+            ) from None
         _lock(folder, wait_s)
         cut_torn_event(folder)
         (folder / SUMMARY).unlink(missing_ok=True)  # of an attempt that has failed
@@ -148,8 +159,8 @@ def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
         return
     import fcntl
 
-    path = folder / _LOCK
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with open_file(folder, _LOCK, "a+b") as file:
+        handle = os.dup(file.fileno())  # stays open as long as this process lives
     until = time.monotonic() + wait_s
     while True:
         try:
@@ -157,8 +168,8 @@ def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
             break
         except BlockingIOError:
             if time.monotonic() > until:
+                by = os.pread(handle, _MOST_BYTES, 0).decode(errors="replace").strip() or "another run"
                 os.close(handle)
-                by = path.read_text().strip() or "another run"
                 raise FolderInUseError(f"the run folder {folder} is in use by {by}") from None
             time.sleep(0.1)
     os.ftruncate(handle, 0)

@@ -1,46 +1,90 @@
 """The save stage: the weights as safetensors, and beside them the pipeline that made them."""
 
+import errno
+import itertools
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_model
 
 from ddprun import __version__
+from ddprun.checkpoint.tensors import order_metadata
+from ddprun.engine.closing import LostError
 from ddprun.engine.common import make_buffers_equal
 from ddprun.engine.session import Session
+from ddprun.run_files import as_path
 from ddprun.spec import PipelineError, Save
+
+MADE = "# Written by ddprun beside weights: the pipeline that made them.\n"
+"""First line of the pipeline that save writes; a file without it is somebody else's."""
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""A disk that takes nothing more; everything else is what the pipeline says."""
 
 
 def save(session: Session, stage: Save) -> dict[str, Any]:
     """Write the model's parameters and buffers; gives the stage's entry in the summary.
 
-    `model.safetensors` brings `model.yaml` with it, the resolved pipeline. A relative path is relative to the
-    run's folder. Either file is whole or not there.
+    `model.safetensors` brings `model.yaml` with it, the resolved pipeline, or `model.safetensors.yaml` if the
+    other is there and not save's. A relative path is relative to the run's folder. Either file is whole or
+    not there.
 
     Raises:
-        PipelineError: the file cannot be written.
+        PipelineError: the file cannot be written there.
+        LostError: the disk is full, or fails.
     """
     session.where = stage.path
     make_buffers_equal(session, stage)
-    target = session.run_dir / session.loaded.filled(f"{stage.path}.to", stage.to)
+    target = session.run_dir / as_path(session.loaded.filled(f"{stage.path}.to", stage.to))
     if session.ranks.rank == 0:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with _Replacing(target) as unfinished:
                 save_model(session.model, str(unfinished), {"format": "pt", "ddprun": __version__})
-            with _Replacing(target.with_suffix(".yaml")) as unfinished:
-                unfinished.write_text(session.loaded.resolved())
+                order_metadata(unfinished)
+            beside = pipeline_beside(target)
+            with _Replacing(beside) as unfinished:
+                unfinished.write_text(MADE + session.loaded.resolved(), encoding="utf-8")
+            if beside != target.with_suffix(".yaml"):
+                other = target.with_suffix(".yaml")
+                session.screen.note(
+                    f"{stage.name}: {other} is not save's own and stays; the pipeline is in {beside}"
+                )
+        except SafetensorError as error:
+            raise LostError(f"{stage.path}: cannot write {target}: {error}") from None
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise PipelineError(
-                [session.loaded.fault(f"{stage.path}.to", f"cannot write {target}: {reason}")]
-            ) from None
+            told = f"cannot write {target}: {error.strerror or error}"
+            if error.errno in _DISK:
+                raise LostError(f"{stage.path}: {told}") from None
+            raise PipelineError([session.loaded.fault(f"{stage.path}.to", told)]) from None
     session.exchange.control.barrier("rank 0's file")
     session.events.info("saved", stage=stage.index, step=session.step, file=str(target))
     session.screen.note(f"{stage.name}: {target}")
     return {"file": str(target)}
+
+
+def pipeline_beside(weights: Path) -> Path:
+    """Where the pipeline of these weights goes: to a file that is not there, or that save has written."""
+    names = itertools.chain(
+        [weights.with_suffix(".yaml").name, f"{weights.name}.yaml"],
+        (f"{weights.name}.{number}.yaml" for number in itertools.count(2)),
+    )
+    paths = (weights.with_name(name) for name in names)
+    return next(path for path in paths if not os.path.lexists(path) or _is_made(path))
+
+
+def _is_made(path: Path) -> bool:
+    """Whether save has written the file."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MADE)) == MADE.encode()
+    except OSError:  # what cannot be read is somebody else's
+        return False
 
 
 class _Replacing:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun.engine.checkpoints import Checkpoints
 from ddprun.engine.data import Feed
+from ddprun.engine.nonfinite import FiniteCheck, Nonfinite
 from ddprun.engine.objective import Objective
 from ddprun.engine.place import Place
 from ddprun.engine.position import Position
@@ -84,6 +85,10 @@ class Session:
     """The dataset to evaluate on; None if there is none."""
 
     checkpoints: Checkpoints
+    finite: FiniteCheck
+
+    held_out_sharded: bool | None = None
+    """Each rank has samples of its own of it; None: ranks have not compared what they read."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -130,6 +135,15 @@ class Session:
     schedule: LRScheduler | None = None
     """Of the last stage that has begun and takes steps."""
 
+    nonfinite: Nonfinite | None = None
+    """The first loss or parameter of the run that was not finite."""
+
+    failed: bool = False
+    """The run ends here because weights are not finite any more."""
+
+    lost_weights: str | None = None
+    """A parameter that was not finite when it was looked at last."""
+
     trackers: Trackers = field(default_factory=nobody)
     """Where else curves and metrics go; of rank 0."""
 
@@ -159,9 +173,12 @@ class Session:
         )
         self.clocks_compared_s = time.monotonic()
 
-    def stop_is_known(self) -> bool:
+    def stop_is_known(self, *, stop_if_lost: bool) -> bool:
         """Whether this rank is to stop, or has heard within the last second that another one is: for ranks
         that exchange nothing else.
+
+        Args:
+            stop_if_lost: weights that are not finite are a reason, too.
         """
         if self.stop.wanted:
             with self.ranks.asking():
@@ -170,6 +187,10 @@ class Session:
         if time.monotonic() - self.asked_s < _ASK_EVERY_S:
             return False
         self.asked_s = time.monotonic()
+        if stop_if_lost and self.ledger.nonfinite is not None and self.finite.first():
+            with self.ranks.asking():
+                self.ranks.store.set(_STOP, "")
+            return True
         with self.ranks.asking():
             return bool(self.ranks.store.check([_STOP]))
 

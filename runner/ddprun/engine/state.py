@@ -5,16 +5,23 @@ Which is which depends on the sync policy: under plain DDP parameters and optimi
 two averages of local SGD each rank has its own.
 """
 
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ddprun.checkpoint.tensors import DamagedError
 from ddprun.engine import seeding
+from ddprun.engine.nonfinite import Nonfinite
 from ddprun.sync.audit import Finding
+from ddprun.telemetry.records import Totals
+from ddprun.telemetry.round import Round
 
 if TYPE_CHECKING:
     from ddprun.engine.session import Session
@@ -50,6 +57,124 @@ def state_of(session: "Session") -> dict[str, Any]:
     }
 
 
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "position": (dict,),
+    "schedule": (dict, NoneType),
+    "parameters": (dict,),
+    "buffers": (dict,),
+    "extra": (dict,),
+    "optimizer": (dict,),
+    "precision": (dict,),
+    "feed": (dict,),
+    "hooks": (dict,),
+    "sync": (dict,),
+    "together": (list,),
+    "outer_momentum": (dict,),
+    "buffers_seen": (dict,),
+    "ledger": (dict,),
+    "told": (dict,),
+    "generators": (dict,),
+    "pipeline": (dict,),
+    "world_size": (int,),
+    "layout": (str,),
+}
+
+
+_STEP_KINDS = ("train", "forward")
+
+_NOT_READ = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What reading something else than expected ends in."""
+
+
+def check_fields(state: Mapping[str, Any]) -> None:
+    """Make sure that what a checkpoint holds is what one holds.
+
+    Raises:
+        ValueError: something is not there, or of another kind.
+    """
+    for name, kinds in _FIELDS.items():
+        if name not in state:
+            raise ValueError(f"there is no {name} in it")
+        if not isinstance(state[name], kinds):
+            raise ValueError(f"its {name} is a {type(state[name]).__name__}")
+    stages = state["pipeline"].get("stages")
+    _check_position(state["position"], stages if isinstance(stages, list) else [])
+    for name in ("epoch", "samples"):
+        if not _is_count(value := state["feed"].get(name)):
+            raise ValueError(f"its feed.{name} is {value!r:.40}")
+    if state["schedule"] and not _is_count(value := state["schedule"].get("last_epoch"), state["step"]):
+        raise ValueError(f"its schedule.last_epoch is {value!r:.40}")
+    with reading("ledger"):
+        ledger = state["ledger"]
+        Totals.of(ledger["totals"])
+        Round.of(ledger["round"])
+        math.isfinite(ledger["own_loss"])
+    with reading("told"):
+        told = state["told"]
+        _finding(told), _nonfinite(told)
+        for number in (told["loss"], told["farthest_apart"], *(told["metrics"] or {}).values()):
+            if not isinstance(number, float | int | NoneType):
+                raise TypeError(f"{number!r:.40} is no number")
+        if not isinstance(told["told_apart"], bool):
+            raise TypeError(f"told_apart is {told['told_apart']!r:.40}")
+
+
+def _check_position(position: Mapping[str, Any], stages: list[Any]) -> None:
+    for name in ("next", "stage", "first_step", "first_epoch", "steps"):
+        value = position.get(name, "")
+        if not (value is None and name in ("stage", "steps")) and not _is_count(value):
+            raise ValueError(f"its position.{name} is {value!r:.40}")
+    for name in ("seconds", "run_seconds"):
+        if not _is_time(value := position.get(name, 0.0)):
+            raise ValueError(f"its position.{name} is {value!r:.40}")
+    entries = position.get("entries")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError("its position.entries are no list of entries")
+    last = position["stage"]
+    for place, entry in enumerate(entries):
+        takes_steps = place == last or entry.get("kind") in _STEP_KINDS
+        if not isinstance(entry.get("kind"), str) or (
+            takes_steps and not (_is_count(entry.get("steps")) and _is_time(entry.get("seconds")))
+        ):
+            raise ValueError(f"its position.entries[{place}] is no entry of a stage")
+    over = last is not None and last < position["next"]
+    if not len(entries) <= position["next"] <= len(stages) or (over and last >= len(entries)):
+        raise ValueError("its position is in none of its stages")
+
+
+def _is_count(value: Any, most: int | None = None) -> bool:
+    return type(value) is int and value >= 0 and (most is None or value <= most)
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Around what reads a part of a checkpoint, which may hold anything.
+
+    Raises:
+        DamagedError: it is not what such a part holds.
+    """
+    try:
+        yield
+    except (DamagedError, StateError, torch.OutOfMemoryError):
+        raise
+    except _NOT_READ as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DamagedError(f"its {what} cannot be read ({text:.200})") from error
+
+
 def shared_keys(session: "Session") -> frozenset[str]:
     """What all ranks have alike at this moment."""
     if session.together != "common":
@@ -61,25 +186,66 @@ def bring_back(session: "Session", state: Mapping[str, Any]) -> None:
     """Go on from there, except for what belongs to the stage that was running: `bring_back_stage`.
 
     Raises:
+        DamagedError: it is no state.
         StateError: it does not fit the model.
     """
     session.step = state["step"]
-    session.position.load_state_dict(state["position"])
-    _copy(dict(session.model.named_parameters()), state["parameters"], "parameter")
-    _copy(dict(session.model.named_buffers()), state["buffers"], "buffer")
-    if state["extra"]:
-        session.model.load_state_dict(state["extra"], strict=False)
-    session.optimizer.load_state_dict(state["optimizer"])
-    session.precision.load_state_dict(state["precision"])
-    session.feed.load_state_dict(state["feed"])
-    session.stacks.load_state_dict(state["hooks"])
-    session.together, session.state_together, session.state_hosts, session.mutated_at = state["together"]
+    with reading("position"):
+        session.position.load_state_dict(state["position"])
+    with reading("parameters"):
+        _copy(dict(session.model.named_parameters()), state["parameters"], "parameter")
+    with reading("buffers"):
+        _copy(dict(session.model.named_buffers()), state["buffers"], "buffer")
+    with reading("extra"):
+        if state["extra"]:
+            session.model.load_state_dict(state["extra"], strict=False)
+    _load_optimizer(session, state)
+    with reading("precision"):
+        session.precision.load_state_dict(state["precision"])
+    with reading("feed"):
+        session.feed.load_state_dict(state["feed"])
+    with reading("hooks"):
+        session.stacks.load_state_dict(state["hooks"])
+    with reading("together"):
+        session.together, session.state_together, session.state_hosts, session.mutated_at = state["together"]
     session.outer_momentum.clear()
     session.outer_momentum.update(state["outer_momentum"])
-    session.buffers.load_state_dict(state["buffers_seen"])
-    session.ledger.load_state_dict(state["ledger"])
-    _bring_back_told(session, state["told"])
+    with reading("buffers_seen"):
+        session.buffers.load_state_dict(state["buffers_seen"])
+    with reading("ledger"):
+        session.ledger.load_state_dict(state["ledger"])
+    with reading("told"):
+        _bring_back_told(session, state["told"])
     bring_back_generators(session, state)
+
+
+def _load_optimizer(session: "Session", state: Mapping[str, Any]) -> None:
+    """Optimizers take over whatever they are given, and fail in their next step."""
+    with reading("optimizer"):
+        groups = zip(
+            session.optimizer.state_dict()["param_groups"], state["optimizer"]["param_groups"], strict=True
+        )
+        for place, (now, then) in enumerate(groups):
+            _check_numbers(now, then, f"param_groups[{place}]", needed="lr")
+        for of_param in state["optimizer"]["state"].values():
+            if not isinstance(of_param, dict):
+                raise TypeError(f"the state of a parameter is a {type(of_param).__name__}")
+        session.optimizer.load_state_dict(state["optimizer"])
+
+
+def _check_numbers(now: Mapping[str, Any], then: Mapping[str, Any], where: str, *, needed: str) -> None:
+    """Make sure that what is a number now was one.
+
+    Args:
+        now: settings and counters of an object as it was built.
+        then: the same in a checkpoint; another version of torch may have had fewer.
+        where: for the message.
+        needed: what every version has.
+    """
+    for key, value in now.items():
+        was = then[key] if key == needed else then.get(key)
+        if type(value) in (int, float) and not isinstance(was, int | float | Tensor | NoneType):
+            raise TypeError(f"{where}.{key} is {was!r:.40}")
 
 
 def bring_back_stage(session: "Session", state: Mapping[str, Any], *, new_rates: bool) -> None:
@@ -89,18 +255,25 @@ def bring_back_stage(session: "Session", state: Mapping[str, Any], *, new_rates:
         session: of the run.
         state: as it was.
         new_rates: learning rates are others than they were, or fall over another number of steps.
+
+    Raises:
+        DamagedError: it is no state.
     """
     assert session.policy is not None
-    sync = session.policy.merge(state["sync_of_ranks"]) if "sync_of_ranks" in state else state["sync"]
-    if sync:
-        session.policy.load_state_dict(sync)
+    with reading("sync"):
+        sync = session.policy.merge(state["sync_of_ranks"]) if "sync_of_ranks" in state else state["sync"]
+        if sync:
+            session.policy.load_state_dict(sync)
     if new_rates:
         _replay(session, (state["schedule"] or {}).get("last_epoch", 0))
     else:
         if session.schedule is not None:
-            session.schedule.load_state_dict(state["schedule"])
+            with reading("schedule"):
+                now = session.schedule.state_dict()
+                _check_numbers(now, state["schedule"], "schedule", needed="last_epoch")
+                session.schedule.load_state_dict(state["schedule"])
         # The schedule, when it was built, has set the learning rates of a first step.
-        session.optimizer.load_state_dict(state["optimizer"])
+        _load_optimizer(session, state)
     bring_back_generators(session, state)
 
 
@@ -115,7 +288,8 @@ def _replay(session: "Session", steps: int) -> None:
 
 def bring_back_generators(session: "Session", state: Mapping[str, Any]) -> None:
     """What is drawn next is what would have been drawn."""
-    seeding.restore_generators(state["generators"], session.place.device)
+    with reading("generators"):
+        seeding.restore_generators(state["generators"], session.place.device)
 
 
 def _extra(model: nn.Module) -> dict[str, Any]:
@@ -146,10 +320,22 @@ def _told(session: "Session") -> dict[str, Any]:
         "audit": asdict(session.last_audit) if session.last_audit is not None else None,
         "farthest_apart": session.farthest_apart,
         "told_apart": session.told_apart,
+        "nonfinite": asdict(session.nonfinite) if session.nonfinite is not None else None,
     }
 
 
 def _bring_back_told(session: "Session", told: Mapping[str, Any]) -> None:
     session.loss, session.metrics = told["loss"], told["metrics"]
-    session.last_audit = Finding(**told["audit"]) if told["audit"] is not None else None
+    session.last_audit = _finding(told)
     session.farthest_apart, session.told_apart = told["farthest_apart"], told["told_apart"]
+    if (nonfinite := _nonfinite(told)) is not None:
+        session.nonfinite = nonfinite
+
+
+def _finding(told: Mapping[str, Any]) -> Finding | None:
+    return Finding(**told["audit"]) if told["audit"] is not None else None
+
+
+def _nonfinite(told: Mapping[str, Any]) -> Nonfinite | None:
+    nonfinite = told.get("nonfinite")
+    return Nonfinite(**nonfinite) if nonfinite is not None else None

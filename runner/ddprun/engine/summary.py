@@ -3,6 +3,7 @@
 import json
 import platform
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 
 from ddprun import __version__
 from ddprun.engine.session import Session
+from ddprun.run_files import replacing
 from ddprun.telemetry.records import VERSION, Totals
+from ddprun.telemetry.writer import finite
 
 _EXPOSED = ("exposed_hook_us", "exposed_wait_us", "exposed_wire_us")
 
@@ -34,6 +37,7 @@ def summarise(
         "samples": sum(total.samples for total in totals),
         "loss": session.loss,
         "metrics": session.metrics or {},
+        "nonfinite": None if session.nonfinite is None else asdict(session.nonfinite),
         "seconds": seconds,
         "seconds_in_steps": seconds_in_steps,
         "steps_per_s": session.step / train_s if train_s else 0.0,
@@ -73,7 +77,6 @@ def _audit(session: Session) -> dict[str, Any] | None:
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Write `summary.json`, whole or not at all."""
-    unfinished = run_dir / ".summary.json"
-    unfinished.write_text(json.dumps(summary, indent=2) + "\n")
-    unfinished.replace(run_dir / "summary.json")
+    """Write `summary.json`, whole or not at all; NaN and infinities become null."""
+    with replacing(run_dir, "summary.json") as file:
+        file.write(json.dumps(finite(summary), indent=2, allow_nan=False).encode() + b"\n")

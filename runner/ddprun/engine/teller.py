@@ -32,6 +32,7 @@ class Teller:
 
     def tell(self, words: list[Agreed]) -> None:
         """What ranks newly know alike."""
+        self._tell_uncounted()
         for agreed in words:
             self._newest = agreed
             self._session.loss = agreed.mean_losses[-1]
@@ -50,6 +51,7 @@ class Teller:
 
     def between(self, done: int) -> None:
         """A step after which ranks know nothing of each other."""
+        self._tell_uncounted()
         self._show(done)
 
     def _show(self, done: int) -> None:
@@ -57,6 +59,14 @@ class Teller:
         taken = self._session.step - self._first - self._resumed_at  # `done` may be some steps ago
         rate = taken / (time.monotonic() - self._started)
         self._session.screen.step(done, self._newest, self._session.ledger.own_loss, rate)
+
+    def _tell_uncounted(self) -> None:
+        """Collectives that hooks issue by themselves: once for each, as all ranks run the same hooks."""
+        ledger = self._session.ledger
+        for step, note in ledger.uncounted:
+            self._session.events.warning("uncounted", step=step, hook=note.hook, op=note.op)
+            self._session.screen.note(str(note))
+        ledger.uncounted.clear()
 
     def _tell_straggler(self, step: int, now: Straggler | None) -> None:
         """A rank is late now, or no longer: the event each time, a line on the screen when one begins."""

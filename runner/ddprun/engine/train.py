@@ -24,6 +24,7 @@ import torch
 
 from ddprun.engine.course import Course, run
 from ddprun.engine.data import StepBatches
+from ddprun.engine.layout import without_gradient
 from ddprun.engine.session import Session
 from ddprun.engine.steps import take_step, weight
 from ddprun.spec import Train
@@ -63,6 +64,10 @@ def compute(course: Course, batches: StepBatches, step: int) -> None:
                 dispatcher.flights = ledger.flights
             watch.turn(b"backward")
             _backward(dispatcher, weighted)
+            if last and dispatcher is not None and (unsent := dispatcher.unsent):
+                unused = [name for name in without_gradient(session.model) if name in unsent]
+                where = f"the loss of rank {session.ranks.rank} in step {session.step + 1}"
+                raise session.objective.unused(unused or unsent, where)
             watch.turn(b"data")
             if last and session.gradients is not None:
                 ledger.current.gradients = session.gradients.take()

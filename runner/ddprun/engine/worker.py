@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 import time
 import traceback
 from contextlib import suppress
@@ -11,8 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from ddprun import LAUNCHED, __version__
+import torch.distributed as dist
+
+from ddprun import LAUNCHED, __version__, screen
 from ddprun.engine import notes
+from ddprun.engine.closing import LostError, Status, close_run
 from ddprun.engine.common import average, broadcast
 from ddprun.engine.evaluate import evaluate
 from ddprun.engine.forward import forward
@@ -26,7 +28,7 @@ from ddprun.engine.run_folder import Resuming, RunFolderError, agree_on_folder
 from ddprun.engine.save import save
 from ddprun.engine.session import Session
 from ddprun.engine.stop import StopRequest
-from ddprun.engine.summary import summarise, write_summary
+from ddprun.engine.summary import write_summary
 from ddprun.engine.train import train
 from ddprun.engine.turns import Turns
 from ddprun.orphans import die_with_parent
@@ -46,6 +48,7 @@ from ddprun.watch.watcher import GROUPS_LATER_S, Watch
 from ddprun_hooks.errors import DisagreementError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+_CODES: dict[Status, int] = {"done": DONE, "failed": FAILED, "interrupted": INTERRUPTED}
 
 _LOST_PEER = (
     "connection closed by peer",
@@ -57,6 +60,19 @@ _LOST_PEER = (
     "read error",
     "left the exchange",
 )
+"""Gloo raises plain RuntimeErrors, whatever has gone wrong."""
+
+_NETWORK_ERRORS = (dist.DistBackendError, dist.DistNetworkError)
+_EXCHANGING = (
+    "ddprun_hooks.",
+    "ddprun.engine.ranks.",
+    "torch.distributed.",
+    "torch.futures.",
+    "torch.nn.parallel.distributed.",
+    "torch.autograd.graph.",  # an exchange that breaks in backward's own code, which has no frames
+)
+"""Where collectives and the store are called from."""
+
 _GLOO_GUESSES = ". This is typically caused by"
 _LAUNCHER_NOTICES_S = 3.0
 _OTHERS_LOOK_S = 1.0
@@ -99,8 +115,7 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> 
     except BaseException as error:
         _leave_to(watch)
         code = _report(error, ranks, known, loaded.secrets)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        screen.flush()
         os._exit(code)  # threads may hang in collectives whose peers are gone
     # Process groups have threads of their own. One that outlives this function would be taken down with the
     # interpreter, and abort it if a thread is just then on its way back into Python.
@@ -142,24 +157,13 @@ def _run(
         resume(session)
     session.turns = Turns.of(ranks.rank, ranks.size)
     _set_aside()
-    started = time.monotonic()
+    session.position.start_run_clock()
     status = _run_stages(session)
-    seconds = time.monotonic() - started
+    seconds = session.position.run_elapsed_s()
     session.checkpoints.close(session)
-    found = summarise(session, status=status, seconds=seconds, stages=session.position.entries)
-    summary = {**loaded.secrets.redact_all(found), "run_dir": found["run_dir"]}
-    if ranks.rank == 0:
-        session.events.info("finished", status=status, step=session.step)
-    if ranks.rank == 0:
-        write_summary(folder.path, summary)
-    if late := session.trackers.close(summary):
-        session.screen.note(f"{', '.join(late)}: does not come to its end, and the run does not wait for it")
-    session.records.close()
-    if ranks.rank == 0:
-        session.screen.closing(summary)
-        print(folder.path, flush=True)
+    lost = close_run(session, status=status, seconds=seconds)
     session.exchange.control.barrier("the end of the run")
-    return DONE if status == "done" else INTERRUPTED
+    return FAILED if lost and status == "done" else _CODES[status]
 
 
 def _set_aside() -> None:
@@ -174,7 +178,7 @@ def _set_aside() -> None:
         gc.set_threshold(_YOUNG, *older)
 
 
-def _run_stages(session: Session) -> Literal["done", "interrupted"]:
+def _run_stages(session: Session) -> Literal["done", "interrupted", "failed"]:
     """Run the stages that are left."""
     position = session.position
     while position.next < len(session.loaded.pipeline.stages):
@@ -185,7 +189,7 @@ def _run_stages(session: Session) -> Literal["done", "interrupted"]:
         session.records.collect()
         if entry.get("interrupted"):
             position.entries.append(entry)
-            return "interrupted"
+            return "failed" if session.failed else "interrupted"
         position.end(entry)
     session.checkpoints.take(session, at_end=True)
     return "done"
@@ -289,9 +293,13 @@ def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) 
         _end_trackers(known)
         time.sleep(_LAUNCHER_NOTICES_S)
         return code
-    if bad_input:
+    if isinstance(error, LostError):
+        told = secrets.redact(f"ddprun: {error}")
+        screen.say(told)
+        note_failure(known.run_dir, ranks.rank, told)
+    elif bad_input:
         told = str(error) if isinstance(error, PipelineError) else secrets.redact(f"ddprun: {error}")
-        print(told, file=sys.stderr, flush=True)
+        screen.say(told)
     else:
         where = known.session.where if known.session else "before the first stage"
         head = f"ddprun: rank {ranks.rank} failed ({where}): {_headline(error, secrets)}"
@@ -304,7 +312,7 @@ def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) 
         else:
             detail = "".join(traceback.format_exception(error)).rstrip()
         told = secrets.redact(f"{head}\n{detail}")
-        print(told, file=sys.stderr, flush=True)
+        screen.say(told)
         note_failure(known.run_dir, ranks.rank, told)
     _leave_trace(error, ranks, known, secrets)
     _end_trackers(known)
@@ -339,5 +347,18 @@ def _headline(error: BaseException, secrets: Secrets) -> str:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _LOST_PEER)
+    """Whether an exchange broke because another rank is gone. Any code may raise an error with such a text, a
+    dataset that reads over the network for one: what counts first is where it was raised.
+    """
+    if not isinstance(error, RuntimeError | OSError) or not _raised_in(error, _EXCHANGING):
+        return False
+    return isinstance(error, _NETWORK_ERRORS) or any(sign in str(error).lower() for sign in _LOST_PEER)
+
+
+def _raised_in(error: BaseException, modules: tuple[str, ...]) -> bool:
+    """Whether the innermost frame of an error's traceback is in one of these modules, or below one."""
+    innermost = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        innermost = frame
+    name = "" if innermost is None else f"{innermost.f_globals.get('__name__', '')}."
+    return name.startswith(modules)

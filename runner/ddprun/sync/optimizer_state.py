@@ -1,6 +1,12 @@
-"""Averaging the optimizer's state (momentum and the like) along with the parameters."""
+"""Averaging the optimizer's state (momentum and the like) along with the parameters.
 
-from collections.abc import Iterator
+What becomes of an entry goes by its name and kind, never by its shape: the counters that torch's optimizers
+keep become those of the rank with most steps, every other tensor of floating-point (or complex) numbers its
+mean over ranks. Plain numbers and whole numbers of other names, as an optimizer of one's own may keep, are
+not averaged: each rank keeps its own, and where ranks begin anew from one state it is rank 0's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +26,7 @@ def floating_state(optimizer: Optimizer) -> dict[str, Tensor]:
     return {
         f"{place}.{name}": value
         for place, name, value in _state(optimizer)
-        if name not in _COUNTERS and (value.is_floating_point() or value.is_complex())
+        if not _counts(name, value) and has_mean(value)
     }
 
 
@@ -51,6 +57,43 @@ def average_state(optimizer: Optimizer, carrier: Carrier, team: Team | None = No
                 _set(kept, name, float(of_ranks.max() if name == "step" else of_ranks.min()))
     with torch.no_grad():
         carrier.average(ParameterBuckets(named, carrier.cap_bytes), "optimizer", team)
+
+
+def mean_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state for optimizers of another number of ranks, as `average_state` makes it between ranks.
+
+    Args:
+        states: `Optimizer.state_dict` of each rank, in rank order. A rank that has not stepped has no state
+            of a parameter; the others' is averaged.
+    """
+    params: dict[Any, dict[str, Any]] = {}
+    for place in dict.fromkeys(place for state in states for place in state["state"]):
+        kept = [state["state"][place] for state in states if place in state["state"]]
+        params[place] = {
+            name: _joined(name, [one[name] for one in kept if name in one])
+            for name in dict.fromkeys(name for one in kept for name in one)
+        }
+    return {**states[0], "state": params}
+
+
+def _joined(name: str, values: Sequence[Any]) -> Any:
+    """One entry, of all ranks that have it."""
+    if _counts(name, values[0]):
+        return (max if name == "step" else min)(values)
+    if isinstance(values[0], Tensor) and has_mean(values[0]):
+        return mean_of(values)
+    return values[0]
+
+
+def has_mean(tensor: Tensor) -> bool:
+    """Whether its numbers are such that a mean over ranks is one of them."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Their mean, of their dtype, summed in double precision."""
+    wide = torch.complex128 if tensors[0].is_complex() else torch.float64
+    return torch.stack([tensor.to(wide) for tensor in tensors]).mean(0).to(tensors[0].dtype)
 
 
 def complete_state(optimizer: Optimizer) -> None:
@@ -84,7 +127,7 @@ def complete_state(optimizer: Optimizer) -> None:
         for param, value in zip(lacking, weights, strict=True):
             param.copy_(value)
             for name, start in _COUNTERS.items():
-                if name in optimizer.state[param]:
+                if _counts(name, optimizer.state[param].get(name)):
                     _set(optimizer.state[param], name, start)
     for param, gradient in zip(everything, gradients, strict=True):
         param.grad = gradient
@@ -95,9 +138,14 @@ def _counters(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             kept = optimizer.state.get(param, {})
-            yield from (
-                (kept, name) for name in _COUNTERS if isinstance(kept.get(name), Tensor | int | float)
-            )
+            yield from ((kept, name) for name in _COUNTERS if _counts(name, kept.get(name)))
+
+
+def _counts(name: str, value: Any) -> bool:
+    """Whether an entry of a parameter's state is one of torch's counters."""
+    if isinstance(value, Tensor):
+        return name in _COUNTERS and value.numel() == 1
+    return name in _COUNTERS and isinstance(value, int | float)
 
 
 def _set(kept: dict[str, Any], name: str, number: float) -> None:

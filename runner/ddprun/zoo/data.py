@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from ddprun.run_files import as_path
+
 
 class DataError(ValueError):
     """Data that cannot be had; the message says which and why."""
@@ -101,7 +103,9 @@ def _matching(patterns: Sequence[str], folder: Path) -> list[Path]:
         full = pattern.replace("{stdlib}", glob.escape(sysconfig.get_path("stdlib")))
         try:
             matches = [
-                path for path in map(Path, glob.glob(str(folder / full), recursive=True)) if path.is_file()
+                path
+                for path in map(Path, glob.glob(str(folder / as_path(full)), recursive=True))
+                if path.is_file()
             ]
         except RecursionError:
             raise DataError(f"a pattern of {len(pattern)} characters goes through too many folders") from None

@@ -1,0 +1,161 @@
+"""Samples: how they become a batch, and how ranks see that they read the same ones."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+
+class BatchError(Exception):
+    """Samples that cannot become one batch.
+
+    Args:
+        problem: which samples, and what they are.
+        allowed: what can be done.
+    """
+
+    def __init__(self, problem: str, allowed: str) -> None:
+        super().__init__(problem, allowed)
+        self.problem, self.allowed = problem, allowed
+
+
+def collate(samples: Sequence[Any], numbers: Sequence[int]) -> Any:
+    """A batch of samples, as torch's `default_collate` makes it.
+
+    Args:
+        samples: one at least.
+        numbers: of the samples: their indices, or their places in an iterable dataset.
+
+    Returns:
+        The batch, or a `BatchError`: returned, because an error that is raised in a loading process reaches
+        the training process as text.
+    """
+    try:
+        return default_collate(list(samples))
+    except Exception as error:  # what it raises depends on the samples' types, and so does its text
+        return _why(samples, numbers, error)
+
+
+def _why(samples: Sequence[Any], numbers: Sequence[int], error: Exception) -> BatchError:
+    shown = [shape_of(sample) for sample in samples]
+    other = next((place for place, shape in enumerate(shown) if shape != shown[0]), None)
+    first = f"sample {numbers[0]} is {shown[0]}"
+    if other is not None:
+        return BatchError(
+            f"samples do not fit into one batch: {first}, sample {numbers[other]} is {shown[other]}",
+            "give all samples one shape (resize, crop or pad them in the data set), or write "
+            "loader: {batch_size: 1}",
+        )
+    kinds = list(_unknown(samples[0]))
+    if kinds:
+        return BatchError(
+            f"{first}, and {kinds[0]} cannot be put into a batch",
+            "a sample is made of tensors, NumPy arrays, numbers and text, and of tuples, lists and mappings "
+            "of these: convert it in the data set",
+        )
+    text = str(error).strip().splitlines()
+    return BatchError(
+        f"samples do not fit into one batch: {first}; {text[0] if text else type(error).__name__}",
+        "change what the data set returns",
+    )
+
+
+def shape_of(sample: Any) -> str:
+    """What a sample is made of, with the shapes of its tensors."""
+    if isinstance(sample, Tensor):
+        return f"a tensor {tuple(sample.shape)}"
+    if isinstance(sample, np.ndarray):
+        return f"an array {sample.shape}"
+    if isinstance(sample, Mapping):
+        return "{" + ", ".join(f"{key}: {shape_of(value)}" for key, value in sample.items()) + "}"
+    if isinstance(sample, tuple):
+        return "(" + ", ".join(map(shape_of, sample)) + ")"
+    if isinstance(sample, list):
+        if len(sample) > 4:
+            return f"a list of {len(sample)}"
+        return "[" + ", ".join(map(shape_of, sample)) + "]"
+    kind = type(sample)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _unknown(sample: Any) -> Iterator[str]:
+    """Types that `default_collate` does not take."""
+    if isinstance(sample, Mapping):
+        for value in sample.values():
+            yield from _unknown(value)
+    elif isinstance(sample, tuple | list):
+        for value in sample:
+            yield from _unknown(value)
+    elif isinstance(sample, np.ndarray):
+        if sample.dtype.kind in "OSUV":
+            yield f"an array of {sample.dtype}"
+    elif not isinstance(sample, Tensor | np.generic | int | float | str | bytes):
+        yield shape_of(sample)
+
+
+def digest_of(samples: Iterable[Any]) -> bytes:
+    """A digest of samples by their values, of 32 bytes. Objects of unknown types count by their type."""
+    found = hashlib.sha256()
+    for sample in samples:
+        _add(found, sample)
+    return found.digest()
+
+
+def _add(found: Any, sample: Any) -> None:
+    found.update(type(sample).__name__.encode() + b"\0")
+    if isinstance(sample, Tensor):
+        if sample.layout == torch.strided and not sample.is_meta:
+            values = sample.detach().cpu().contiguous().flatten()
+            found.update(repr((tuple(sample.shape), sample.dtype)).encode())
+            found.update(values.view(torch.uint8).numpy().tobytes() if values.numel() else b"")
+    elif isinstance(sample, np.ndarray | np.generic):
+        found.update(repr((sample.shape, sample.dtype)).encode())
+        found.update(sample.tobytes() if sample.dtype.kind != "O" else b"")
+    elif isinstance(sample, Mapping):
+        for key, value in sample.items():
+            _add(found, key)
+            _add(found, value)
+    elif isinstance(sample, tuple | list):
+        for value in sample:
+            _add(found, value)
+    elif isinstance(sample, bool | int | float | complex | str | bytes) or sample is None:
+        found.update(repr(sample).encode())
+    found.update(b"\1")
+
+
+def shards_itself(dataset: Any) -> str | None:
+    """By what a dataset of a known kind shows that it gives each rank samples of its own; None if it shows
+    nothing of that.
+    """
+    if getattr(dataset, "_distributed", None) is not None:
+        return "split_dataset_by_node"  # Hugging Face's datasets
+    pipeline = getattr(dataset, "pipeline", None)
+    if isinstance(pipeline, list | tuple):  # WebDataset
+        names = [getattr(stage, "__name__", "") for stage in pipeline]
+        return next((name for name in names if name == "split_by_node"), None)
+    return None
+
+
+def differing(odd: Sequence[int], ranks: int, how: str | None) -> str:
+    """What to say if ranks read different samples of data that they share: two lines, the likely cause first.
+
+    Args:
+        odd: the ranks that read other samples than rank 0.
+        ranks: how many there are.
+        how: as `shards_itself` says.
+    """
+    lost = f"{ranks - 1} of {ranks} samples are never used"
+    if how is not None:
+        return (
+            f"it shards itself by rank ({how}), and ddprun shards it once more: {lost}\n"
+            "  write loader: {sharded: true}, which takes the data set as it is"
+        )
+    some = ", ".join(map(str, odd[:4])) + (", …" if len(odd) > 4 else "")
+    return (
+        f"rank {some} and rank 0 read different first samples; if it shards itself, {lost}\n"
+        "  write loader: {sharded: true} then; if it draws at random, use the seeded torch, NumPy or random"
+    )

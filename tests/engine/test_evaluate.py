@@ -1,0 +1,265 @@
+"""What an evaluate stage counts: targets, each once, on any number of ranks and with any batch size."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddprun.engine.evaluate import call_sizes, names_of
+from ddprun.engine.worker import work
+from ddprun.spec import load
+from tests.engine.running import events, run_pipeline, summary
+from tests.ranks import as_processes
+
+MODULE = """
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+
+def sample(place):
+    generator = torch.Generator().manual_seed(place)
+    targets = torch.randint(4, (6,), generator=generator)
+    targets[place % 7 :] = IGNORED  # of some samples all
+    return torch.randn(6, 3, generator=generator), targets
+
+
+class Padded(Dataset):
+    def __init__(self, size=23):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, place):
+        return sample(place)
+
+
+class Row(IterableDataset):
+    def __init__(self, size=23, by_rank=False):
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.places = range(rank, size, ranks) if by_rank else range(size)
+
+    def __iter__(self):
+        return (sample(place) for place in self.places)
+
+
+class OneShot(Row):
+    def __init__(self):
+        super().__init__()
+        self.left = super().__iter__()
+
+    def __iter__(self):
+        return self.left
+
+
+class Net(nn.Module):
+    def __init__(self, gathers=False):
+        super().__init__()
+        self.layer, self.gathers = nn.Linear(3, 4), gathers
+
+    def forward(self, numbers):
+        output = self.layer(numbers).movedim(-1, 1)
+        if self.gathers:
+            everywhere = [torch.empty_like(output) for _ in range(dist.get_world_size())]
+            dist.all_gather(everywhere, output.detach().contiguous())
+            assert len({len(one) for one in everywhere}) == 1
+        return output
+
+
+def step(output, target):
+    return 1.0
+
+
+def event(output, target):
+    return 2.0
+
+
+def loss(output, target):
+    return 3.0
+
+
+def perplexity(output, target):
+    return 4.0
+
+
+class other:
+    @staticmethod
+    def step(output, target):
+        return 5.0
+
+    @staticmethod
+    def top(output, target):
+        return 6.0
+
+
+def top(output, target):
+    return 7.0
+"""
+PIPELINE = """
+model: {mine.Net: {gathers: GATHERS}}
+data: {train: mine.Padded, evaluate: DATA}
+loader: {batch_size: SIZE, shuffle: false, MORE}
+loss: LOSS
+optimizer: {sgd: {lr: 0.1}}
+stages:
+  - train: {steps: 1}
+  - save
+  - evaluate: {metrics: METRICS}
+"""
+
+
+def pipeline(folder: Path, **words: str) -> str:
+    known = {
+        "GATHERS": "false",
+        "DATA": "mine.Padded",
+        "SIZE": "4",
+        "MORE": "",
+        "LOSS": "cross_entropy",
+        "METRICS": "[accuracy, perplexity]",
+        "IGNORED": "-100",
+    } | words
+    (folder / "mine.py").write_text(MODULE.replace("IGNORED", known.pop("IGNORED")))
+    text = PIPELINE
+    for word, value in known.items():
+        text = text.replace(word, value)
+    return text
+
+
+def by_hand(folder: Path, run: Path, loss: nn.Module, ignored: int) -> tuple[float, float, int]:
+    """Loss, accuracy and the number of targets of the saved model in one pass."""
+    from safetensors.torch import load_file
+
+    space: dict[str, Any] = {}
+    exec((folder / "mine.py").read_text(), space)
+    model = space["Net"]()
+    model.load_state_dict(load_file(run / "model.safetensors"))
+    inputs, targets = (torch.stack(column) for column in zip(*map(space["sample"], range(23)), strict=True))
+    output = model(inputs)
+    counts = targets != ignored
+    right = ((output.argmax(1) == targets) & counts).sum().item()
+    return loss(output, targets).item(), right / counts.sum().item(), int(counts.sum())
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 1), (1, 16), (2, 16), (3, 2)])
+@pytest.mark.parametrize("data", ["mine.Padded", "mine.Row"])
+def test_accuracy_and_perplexity_go_by_targets_that_count(
+    tmp_path: Path, ranks: int, size: int, data: str
+) -> None:
+    """Those of `ignore_index` do not, whatever the batch size and the number of ranks."""
+    run = run_pipeline(tmp_path, pipeline(tmp_path, SIZE=str(size), DATA=data), ranks)
+    loss, accuracy, targets = by_hand(tmp_path, run, nn.CrossEntropyLoss(), -100)
+    found = summary(run)["metrics"]
+    assert found["accuracy"] == accuracy
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
+    assert targets < 23 * 6
+    assert summary(run)["stages"][-1]["samples"] == 23
+
+
+@pytest.mark.parametrize(
+    ("options", "loss"),
+    [
+        ("{ignore_index: 3}", nn.CrossEntropyLoss(ignore_index=3)),
+        ("{ignore_index: 3, weight: [1.0, 2.0, 3.0, 4.0]}", None),
+        ("{ignore_index: 3, reduction: sum}", nn.CrossEntropyLoss(ignore_index=3)),
+    ],
+)
+def test_a_losss_own_ignore_index_and_weights_hold(
+    tmp_path: Path, options: str, loss: nn.Module | None
+) -> None:
+    """A mean of means would weight batches wrongly."""
+    loss = loss or nn.CrossEntropyLoss(ignore_index=3, weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    text = pipeline(tmp_path, LOSS=f"{{cross_entropy: {options}}}", IGNORED="3", SIZE="3")
+    run = run_pipeline(tmp_path, text, 2)
+    expected, accuracy, _ = by_hand(tmp_path, run, loss, 3)
+    found = summary(run)["metrics"]
+    assert found["accuracy"] == accuracy
+    assert found["perplexity"] == pytest.approx(math.exp(expected), rel=1e-6)
+
+
+def test_metrics_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """By their full names, as are those that are called like a field of the event."""
+    metrics = "[mine.top, mine.other.top, mine.step, mine.event, mine.loss, mine.perplexity]"
+    run = run_pipeline(tmp_path, pipeline(tmp_path, METRICS=metrics), 1)
+    found = summary(run)["metrics"]
+    assert {name: value for name, value in found.items() if name != "loss"} == {
+        "mine.top": 7.0,
+        "mine.other.top": 6.0,
+        "mine.step": 1.0,
+        "mine.event": 2.0,
+        "mine.loss": 3.0,
+        "perplexity": 4.0,
+    }
+    (event,) = (one for one in events(run) if one["event"] == "evaluated")
+    assert event["step"] == 1
+    assert event["mine.step"] == 1.0
+
+
+def test_names_stay_as_they_are_where_nothing_collides(tmp_path: Path) -> None:
+    """The last part of a dotted name."""
+    (tmp_path / "p.yaml").write_text(pipeline(tmp_path, METRICS="[accuracy, mine.top, mine.perplexity]"))
+    stage: Any = load(tmp_path / "p.yaml").pipeline.stages[-1]
+    assert names_of(stage.metrics) == ["accuracy", "top", "perplexity"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("data", "more"),
+    [
+        ("mine.Padded", ""),
+        ("{mine.Padded: {size: 2}}", ""),
+        ("mine.Row", ""),
+        ("{mine.Row: {size: 25, by_rank: true}}", "sharded: true"),
+    ],
+)
+def test_a_model_may_call_collectives_in_evaluate(tmp_path: Path, ranks: int, data: str, more: str) -> None:
+    """Every rank calls it as often, on batches of one size, though the held-out part is uneven."""
+    text = pipeline(tmp_path, GATHERS="true", DATA=data, MORE=more, SIZE="2")
+    text = text.replace("train: mine.Padded", "train: {mine.Padded: {size: 12}}")
+    if more:
+        text = text.replace(
+            "train: {mine.Padded: {size: 12}}", "train: {mine.Row: {size: 12, by_rank: true}}"
+        )
+    run = run_pipeline(tmp_path, text, ranks)
+    assert summary(run)["stages"][-1]["samples"] == {"m": 23, "{": 25 if more else 2}[data[0]]
+
+
+@pytest.mark.parametrize("held", [[7, 7, 7], [8, 7, 7], [1, 0, 0], [30, 5], [0, 0], [64, 65, 64, 64]])
+@pytest.mark.parametrize("most", [1, 4, 64])
+def test_calls_are_as_many_and_as_large_on_every_rank(held: list[int], most: int) -> None:
+    """A rank has a whole batch for a call or nothing at all, and all samples are taken."""
+    sizes = call_sizes(held, most)
+    for count in held:
+        for size in sizes:
+            assert count == 0 or count >= size
+            count -= min(count, size)
+        assert count == 0
+    assert all(0 < size <= most for size in sizes)
+    if max(held, default=0) - min(held, default=0) <= 1:
+        assert len(sizes) <= max(held) // most + 2
+
+
+def attempt() -> None:
+    os.dup2(os.open("said", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    work(load(Path("p.yaml")), Path("run"))
+
+
+def test_held_out_data_that_is_at_its_end_is_named(tmp_path: Path) -> None:
+    """A second evaluate stage would measure nothing."""
+    text = pipeline(tmp_path, DATA="mine.OneShot") + "  - evaluate\n"
+    (tmp_path / "p.yaml").write_text(text)
+    with pytest.raises(AssertionError, match="ended without a word"):
+        as_processes(1, attempt, cwd=tmp_path)
+    said = (tmp_path / "said").read_text()
+    assert (
+        'data.evaluate: "mine.OneShot": it has no sample to evaluate on; data that can be read only' in said
+    )
+    assert "Traceback" not in said

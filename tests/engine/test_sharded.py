@@ -1,0 +1,207 @@
+"""Data that shards itself by rank: found before step 1, and taken as it is where the file says so."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddprun.engine.worker import work
+from ddprun.spec import load
+from tests.engine.running import events, summary
+from tests.ranks import as_processes, ddprun
+
+MODULE = """
+import os
+import random
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def sample(place):
+    return torch.randn(4, generator=torch.Generator().manual_seed(place)), place % 2
+
+
+def note(place):
+    with open(f"asked-{RANK}", "a") as file:
+        print(place, file=file)
+
+
+class Row(IterableDataset):
+    def __init__(self, by_rank=False, size=60):
+        self.places = range(RANK, size, RANKS) if by_rank else range(size)
+
+    def __iter__(self):
+        for place in self.places:
+            note(place)
+            yield sample(place)
+
+
+class Picked(Dataset):
+    def __init__(self, by_rank=False, size=60):
+        self.places = range(RANK, size, RANKS) if by_rank else range(size)
+
+    def __len__(self):
+        return len(self.places)
+
+    def __getitem__(self, index):
+        note(self.places[index])
+        return sample(self.places[index])
+
+
+class Augmented(Picked):
+    '''Draws noise from the seeded generators.'''
+
+    def __getitem__(self, index):
+        numbers, label = super().__getitem__(index)
+        return numbers + torch.randn(4) + random.random(), label
+
+
+class OneSource(Row):
+    def __init__(self):
+        super().__init__()
+        self.left = iter(list(self.places))
+
+    def __iter__(self):
+        return (sample(place) for place in self.left)
+
+
+class Hugging(Row):
+    '''Shows what Hugging Face's split_dataset_by_node leaves.'''
+
+    def __init__(self):
+        super().__init__(by_rank=True)
+        self._distributed = (RANK, RANKS)
+"""
+PIPELINE = """
+model: {mlp: {inputs: 4, hidden: [8], outputs: 2}}
+data: {train: {mine.KIND: {OPTIONS}}}
+loader: {batch_size: 4, shuffle: false, MORE}
+optimizer: {sgd: {lr: 0.1}}
+stages: [STAGES]
+"""
+
+
+def run(
+    folder: Path, kind: str, options: str = "", more: str = "", stages: str = "{train: {epochs: 1}}"
+) -> tuple[Path, str]:
+    """Run it on two ranks; gives its folder, and what it said."""
+    write(folder, kind, options, more, stages)
+    assert as_processes(2, as_rank, cwd=folder) == [0, 0]
+    return folder / "run", (folder / "said").read_text()
+
+
+def write(folder: Path, kind: str, options: str, more: str, stages: str = "{train: {epochs: 1}}") -> None:
+    """The pipeline, and the module that it names."""
+    (folder / "mine.py").write_text(MODULE)
+    text = PIPELINE.replace("KIND", kind).replace("OPTIONS", options).replace("MORE", more)
+    text = text.replace("STAGES", stages)
+    (folder / "p.yaml").write_text(text)
+
+
+def as_rank() -> int:
+    os.dup2(os.open("said", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    return work(load(Path("p.yaml")), Path("run"))
+
+
+def found(folder: Path) -> Iterator[dict[str, Any]]:
+    return (event for event in events(folder) if event["event"].startswith("data_"))
+
+
+@pytest.mark.parametrize("kind", ["Row", "Picked"])
+def test_data_that_is_sharded_twice_is_told(tmp_path: Path, kind: str) -> None:
+    """Half of the samples are never used: said once, with both readings and what to do."""
+    folder, said = run(tmp_path, kind, "by_rank: true")
+    (event,) = found(folder)
+    assert (event["event"], event["ranks"], event["sharded_by"]) == ("data_differs", [1], None)
+    assert said.count("data: rank 1 and rank 0 read different first samples") == 1
+    lines = said.partition("data: rank 1")[2].splitlines()[:2]
+    assert lines[0].endswith("; if it shards itself, 1 of 2 samples are never used")
+    assert lines[1].startswith(
+        "  write loader: {sharded: true} then; if it draws at random, use the seeded torch"
+    )
+    assert all(len(line) <= 110 for line in lines)
+    assert summary(folder)["samples"] == 30
+
+
+def test_a_known_library_is_named(tmp_path: Path) -> None:
+    """Where the data set shows that it shards itself, only that is said."""
+    folder, said = run(tmp_path, "Hugging")
+    assert [event["sharded_by"] for event in found(folder)] == ["split_dataset_by_node"]
+    assert "data: it shards itself by rank (split_dataset_by_node)" in said
+    assert "at random" not in said
+
+
+@pytest.mark.parametrize("kind", ["Row", "Picked"])
+def test_held_out_data_that_differs_like_training_data_is_told_in_a_line(tmp_path: Path, kind: str) -> None:
+    """What is to be done stands above; both have their event."""
+    options = "by_rank: true}}, evaluate: {mine.Picked: {by_rank: true"
+    folder, said = run(tmp_path, kind, options, stages="{train: {epochs: 1}}, evaluate, evaluate")
+    assert [event.get("held_out") for event in found(folder)] == [None, True]
+    assert said.count("are never used") == 1
+    assert said.count("held-out data: the same holds as for data\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["Row", "Picked", "Augmented"])
+def test_data_that_all_ranks_have_alike_is_not_told_of(tmp_path: Path, kind: str) -> None:
+    """Even if samples are drawn upon, from generators that are seeded."""
+    folder, said = run(tmp_path, kind)
+    assert not list(found(folder))
+    assert "data:" not in said
+    assert summary(folder)["samples"] == 60
+
+
+@pytest.mark.parametrize("kind", ["Row", "Picked"])
+def test_sharded_data_counts_each_sample_once(tmp_path: Path, kind: str) -> None:
+    """All of it, though ranks have unequal parts; nothing is said."""
+    folder, said = run(tmp_path, kind, "by_rank: true, size: 61", "sharded: true")
+    assert not list(found(folder))
+    assert "data:" not in said
+    assert summary(folder)["samples"] == 61
+    asked = {int(line) for rank in range(2) for line in (tmp_path / f"asked-{rank}").read_text().split()}
+    assert asked == set(range(61))
+
+
+@pytest.mark.parametrize(
+    ("held_out", "samples", "told"),
+    [
+        ("mine.Picked: {size: 21}", 21, True),
+        ("mine.Row: {size: 21}", 21, True),
+        ("mine.Picked: {size: 21, by_rank: true}", 21, False),
+        ("mine.Picked: {size: 22, by_rank: true}", 22, False),
+        ("mine.Row: {size: 21, by_rank: true}", 21, False),
+        ("synthetic: {samples: 21, shape: [4], classes: 2}", 21, False),
+    ],
+)
+def test_held_out_data_counts_once_beside_sharded_training_data(
+    tmp_path: Path, held_out: str, samples: int, told: bool
+) -> None:
+    """What all ranks have alike is one set, which is said once; parts are taken as they are."""
+    options = "by_rank: true, size: 24}}, evaluate: {HELD_OUT".replace("HELD_OUT", held_out[:-1])
+    stages = "{train: {epochs: 1}}, evaluate, evaluate"
+    folder, said = run(tmp_path, "Row", options, "sharded: true", stages)
+    assert [one["samples"] for one in summary(folder)["stages"][1:]] == [samples] * 2
+    assert [event.get("held_out") for event in found(folder)] == [True] * told
+    assert said.count("held-out data: all ranks read the same samples") == told
+
+
+def test_sharded_data_that_is_not(tmp_path: Path) -> None:
+    """Every rank reads all of it: that is said."""
+    folder, said = run(tmp_path, "Row", "", "sharded: true")
+    assert [event["event"] for event in found(folder)] == ["data_not_sharded"]
+    assert "each sample is used 2 times in an epoch" in said
+
+
+def test_samples_that_loading_processes_do_not_get_are_told(tmp_path: Path) -> None:
+    """A data set that reads one source goes on in them after what was read before step 1."""
+    write(tmp_path, "OneSource", "", "workers: 2")
+    done = ddprun("p.yaml", "--nproc-per-node=2", "--run-dir=run", cwd=tmp_path)
+    said = done.stderr
+    assert done.code == 0, said
+    assert [event["event"] for event in found(tmp_path / "run")] == ["data_lost"]
+    assert said.count("data: read again, it begins with other samples; if it reads one source") == 1
+    assert "write loader: {workers: 0} then" in said
