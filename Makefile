@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Much of a test's time is waiting for other processes: more workers than cores.
+WORKERS ?= $(shell expr 2 \* $$(nproc))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: quickstart test test-slow check bench clean
 
@@ -10,11 +13,11 @@ quickstart: $(VENV)/.run  ## virtual environment, install, train on real digits
 
 test: check  ## linters, types and every test but the slow ones
 	scripts/test-packages
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.dev  ## soaks and large matrices
 	scripts/test-packages
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 check: $(VENV)/.dev  ## what can be said without running anything
 	$(BIN)/ruff check .

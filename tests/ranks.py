@@ -1,5 +1,6 @@
 """Three speeds of ranks: threads over raw process groups, forked processes, real `ddprun` processes."""
 
+import contextlib
 import gc
 import itertools
 import multiprocessing
@@ -112,12 +113,18 @@ def _let_go() -> None:
     _kept[:] = [_kept[i] for i in range(len(_kept)) if sys.getrefcount(_kept[i]) > _ONLY_KEPT]
 
 
+# Below the ports that the kernel gives to outgoing connections, and others for each process of the tests: a
+# port that is given here stays free until somebody listens there.
+_PORTS = itertools.cycle(range(10_000 + os.getpid() % 200 * 100, 10_100 + os.getpid() % 200 * 100))
+
+
 def free_port() -> int:
     """A TCP port on loopback that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    for port in _PORTS:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("ports have no end")
 
 
 def as_processes(
