@@ -15,7 +15,7 @@ Bucket = list[Shape]
 """Shapes of the parameters in one bucket, in their order."""
 
 Formula = Callable[[Sequence[Bucket]], float]
-"""Bytes in each direction of the link."""
+"""Bytes in each direction of the comm."""
 
 
 def elements(shapes: Sequence[Shape]) -> int:

@@ -23,10 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddprun_hooks
 from ddprun_hooks import Payload
-from ddprun_hooks.exchange import Exchange, open_control
+from ddprun_hooks.comm.control import open_control
+from ddprun_hooks.comm.exchange import Exchange
+from ddprun_hooks.comm.groups import combine
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
-from ddprun_hooks.teams import all_of
 
 KIB = (64, 1024, 16 * 1024, 64 * 1024)
 VARIANTS = {"gloo": [], "gloo again": [], "shared memory": ["shared_memory"]}
@@ -58,7 +59,7 @@ def all_reduces(ranks: int, rounds: int) -> list[tuple[str, Times]]:
         backend="gloo",
         hosts=["here"] * ranks,
         local_sizes=[ranks] * ranks,
-        gradients=all_of(stack.needs for stack in stacks.values()),
+        gradients=combine(stack.requirements for stack in stacks.values()),
         timeout=timeout,
     ).gradients
     found = []

@@ -42,7 +42,7 @@ if sys.argv.pop(1) == "without":
     def none(*_):
         quiet = SimpleNamespace(path="", remove=lambda: None)
         return SimpleNamespace(
-            line=UNWATCHED.line, stage=UNWATCHED.stage, step=UNWATCHED.step, turn=UNWATCHED.turn,
+            sequence=UNWATCHED.sequence, stage=UNWATCHED.stage, step=UNWATCHED.step, turn=UNWATCHED.turn,
             board=quiet, start=lambda: None, close=lambda: None, alarmed=False,
         )
     worker.open_watch = none
@@ -53,7 +53,7 @@ sys.exit(main())
 
 def alone(onlooker: Onlooker, steps: int) -> float:
     """Microseconds for what one step tells."""
-    lanes = [onlooker.line("world.0", [0, 1]), onlooker.line("control", [0, 1])]
+    lanes = [onlooker.sequence("world.0", [0, 1]), onlooker.sequence("control", [0, 1])]
     began = time.perf_counter()
     for step in range(1, steps + 1):
         onlooker.step(step)

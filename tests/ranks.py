@@ -21,10 +21,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddprun_hooks.hook import Need, Needs
-from ddprun_hooks.porter import Porter
-from ddprun_hooks.team import Team
-from ddprun_hooks.teams import Ground, Layout, open_teams
+from ddprun_hooks.comm.groups import GroupFactory, Placement, RankGroup
+from ddprun_hooks.hook import GroupRequirement, GroupRequirements
+from ddprun_hooks.shm.progress import ProgressThread
 
 TIMEOUT_S = 60
 
@@ -36,22 +35,22 @@ _ONLY_KEPT = 2  # references: the list, and the argument of `getrefcount`
 
 def as_threads(
     size: int,
-    body: Callable[[Team], Any],
+    body: Callable[[RankGroup], Any],
     *,
     rounds: int = 1,
     hosts: Sequence[str] = (),
-    needs: Needs | None = None,
+    needs: GroupRequirements | None = None,
 ) -> list[Any]:
-    """Run `body(team)` on `size` threads, each a rank with Gloo groups of its own; gives what they return.
+    """Run `body(group)` on `size` threads, each a rank with Gloo groups of its own; gives what they return.
 
     Args:
         size: number of ranks.
-        body: what each does with the team of all ranks.
+        body: what each does with the group of all ranks.
         rounds: collectives among all ranks that one payload may need.
         hosts: name of each rank's host; all are on one host if left out.
-        needs: teams to make instead of that of all ranks.
+        needs: groups to make instead of that of all ranks.
     """
-    wanted = {Need("world"): rounds} if needs is None else needs
+    wanted = {GroupRequirement("world"): rounds} if needs is None else needs
     _let_go()
     store = dist.HashStore()
     results: list[Any] = [None] * size
@@ -60,7 +59,7 @@ def as_threads(
 
     def run(rank: int) -> None:
         names = tuple(hosts or ["here"] * size)
-        layout = Layout(rank, names, tuple(names.count(name) for name in names))
+        placement = Placement(rank, names, tuple(names.count(name) for name in names))
         calls = itertools.count()
 
         def make_group(name: str, ranks: list[int]) -> Any:
@@ -73,20 +72,20 @@ def as_threads(
             all_groups[rank].append(made)
             return made
 
-        def tell(data: bytes) -> list[bytes]:
+        def gather(data: bytes) -> list[bytes]:
             call = next(calls)
             store.set(f"told {call} {rank}", data.hex())
             return [bytes.fromhex(store.get(f"told {call} {peer}").decode()) for peer in range(size)]
 
-        porter = Porter()
+        progress = ProgressThread()
         try:
             results[rank] = body(
-                open_teams("world", layout, wanted, Ground(make_group, tell, TIMEOUT_S, porter))
+                GroupFactory(make_group, gather, TIMEOUT_S, progress).open("world", placement, wanted)
             )
         except BaseException as error:  # told by the caller's thread
             errors.append(error)
         else:
-            porter.close()
+            progress.close()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:

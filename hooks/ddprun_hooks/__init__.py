@@ -7,22 +7,21 @@ when they are first used.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddprun_hooks.channel import Channel
+    from ddprun_hooks.comm.communicator import Communicator
     from ddprun_hooks.errors import DisagreementError, ExchangeError, HooksError, HookSetupError
     from ddprun_hooks.hook import Hook
     from ddprun_hooks.payload import ParamSlice, Payload
-    from ddprun_hooks.stack import Link, Stack
-    from ddprun_hooks.standalone import Handle, register
+    from ddprun_hooks.register import Handle, register
+    from ddprun_hooks.stack import Stack
 
 __all__ = [
-    "Channel",
+    "Communicator",
     "DisagreementError",
     "ExchangeError",
     "Handle",
     "Hook",
     "HookSetupError",
     "HooksError",
-    "Link",
     "ParamSlice",
     "Payload",
     "Stack",
@@ -30,18 +29,17 @@ __all__ = [
 ]
 
 _HOME = {
-    "Channel": "channel",
+    "Communicator": "comm.communicator",
     "DisagreementError": "errors",
     "ExchangeError": "errors",
-    "Handle": "standalone",
+    "Handle": "register",
     "Hook": "hook",
     "HookSetupError": "errors",
     "HooksError": "errors",
-    "Link": "stack",
     "ParamSlice": "payload",
     "Payload": "payload",
     "Stack": "stack",
-    "register": "standalone",
+    "register": "register",
 }
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddprun_hooks.flight import dtype_name
-from ddprun_hooks.payload import ParamSlice
+from ddprun_hooks.payload import ParamSlice, dtype_name
 
 
 @dataclass(frozen=True, slots=True)

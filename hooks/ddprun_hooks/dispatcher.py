@@ -11,20 +11,20 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddprun_hooks.buckets import BucketLayout
+from ddprun_hooks.comm.groups import RankGroup
+from ddprun_hooks.comm.queue import CommQueue, fail
+from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.errors import ExchangeError
 from ddprun_hooks.fidelity import compare
-from ddprun_hooks.flight import Flight, dtype_name
-from ddprun_hooks.lane import Lane, fail
-from ddprun_hooks.payload import ParamSlice, Payload
+from ddprun_hooks.payload import ParamSlice, Payload, dtype_name
 from ddprun_hooks.stack import Stack
-from ddprun_hooks.team import Team
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
     """A bucket whose mean is to be compared with the exact one."""
 
-    flight: Flight[Any]
+    trace: BucketTrace[Any]
     own: Tensor
     """This rank's contribution, before any hook changed it, at least fp32; shape (numel,)."""
 
@@ -42,26 +42,26 @@ class Dispatcher:
 
     Args:
         model: the wrapped model; no hook may be registered yet.
-        lane: where gradient buckets travel.
+        queue: where gradient buckets travel.
         stack: the hooks to start with.
     """
 
-    def __init__(self, model: DistributedDataParallel, lane: Lane, stack: Stack) -> None:
+    def __init__(self, model: DistributedDataParallel, queue: CommQueue, stack: Stack) -> None:
         self.stack = stack
-        self.flights: list[Flight[Any]] | None = None
-        """Takes the record of each bucket's journey; None: nobody wants them."""
+        self.traces: list[BucketTrace[Any]] | None = None
+        """Takes the trace of each bucket; None: nobody wants them."""
 
         self.meanwhile: Callable[[], None] | None = None
         """Called when a backward pass has sent its last bucket and is about to wait."""
 
-        self._lane = lane
+        self._queue = queue
         self._names: Mapping[int, str] = {id(param): name for name, param in model.module.named_parameters()}
         self._layout: dict[int, BucketLayout] = {}
         self._frozen = False
         self._scale: Tensor | None = None
         self._samples: list[_Sample] | None = None
         self._sent: set[int] = set()  # buckets, since the step began
-        self.team: Team = lane.world
+        self.group: RankGroup = queue.world
         """The ranks whose gradients are averaged."""
 
         model.register_comm_hook(None, self._on_bucket)
@@ -74,12 +74,12 @@ class Dispatcher:
     @property
     def signature(self) -> str:
         """What all ranks must have alike: the buckets, and the hooks with their options."""
-        return repr((self.layout, self.stack.described, self.team.size))
+        return repr((self.layout, self.stack.described, self.group.size))
 
     @property
     def error(self) -> BaseException | None:
         """What broke the exchange, as it was raised; DDP itself passes on no more than its text."""
-        return self._lane.error
+        return self._queue.error
 
     @contextmanager
     def learning_layout(self) -> Iterator[None]:
@@ -95,23 +95,23 @@ class Dispatcher:
 
         Args:
             scale: loss scale to divide gradients by before the stack sees them (GradScaler), shape (); such
-                a step may be taken back by `end_step`.
+                a step may be rolled back by `end_step`.
             fidelity: keep each bucket's input for `measure_fidelity`.
         """
         self._scale = scale
         self._sent.clear()
         self._samples = [] if fidelity else None
         if scale is not None:
-            self.stack.guard()
+            self.stack.begin_step()
 
     @property
-    def unsent(self) -> tuple[str, ...]:
+    def missing(self) -> tuple[str, ...]:
         """After a backward pass that exchanges gradients: parameters of buckets that it has not filled."""
         left = (bucket for bucket in self.layout if bucket.index not in self._sent)
         return tuple(param.name for bucket in left for param in bucket.params)
 
     def measure_fidelity(self, exact_sum: Callable[[Tensor], tuple[Tensor, int]]) -> None:
-        """Compare each bucket of the backward pass with the exact mean; the flights take what comes out.
+        """Compare each bucket of the backward pass with the exact mean; the traces take what comes out.
 
         Called by all ranks together after a backward pass for which `begin_step` was told `fidelity`.
 
@@ -121,14 +121,14 @@ class Dispatcher:
         samples, self._samples = self._samples or [], None
         for sample in samples:
             names = [param.name for param in sample.params]
-            kept = self.stack.kept_norm(sample.flight.kind, names)
+            residual_norm = self.stack.residual_norm(sample.trace.kind, names)
             exact, wire_bytes = exact_sum(sample.own)
-            sample.flight.fidelity = compare(sample.mean, exact, kept, wire_bytes)
+            sample.trace.fidelity = compare(sample.mean, exact, residual_norm, wire_bytes)
 
     def end_step(self, *, applied: bool) -> None:
-        """The optimizer has taken the step, or skipped it: then the hooks' state is as before it."""
+        """The optimizer has taken the step, or skipped it: then the hooks' state is rolled back."""
         if self._scale is not None:
-            self.stack.settle(applied=applied)
+            self.stack.commit() if applied else self.stack.rollback()
 
     # DDP looks at this signature: a parameter named `bucket`, and annotations that are types, not strings.
     def _on_bucket(
@@ -147,7 +147,7 @@ class Dispatcher:
                 f"bucket {index} has {now}, but the layout frozen before step 1 says {frozen}: "
                 "DDP has rebuilt its buckets in mid-run"
             )
-            self._lane.error = self._lane.error or error
+            self._queue.error = self._queue.error or error
             return _failed(error)
         self._sent.add(index)
         future = self._send(buffer, layout, self.stack)
@@ -157,17 +157,17 @@ class Dispatcher:
 
     def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
         """Carry one bucket through a stack."""
-        buffer.mul_(1.0 / self.team.size)
+        buffer.mul_(1.0 / self.group.size)
         if self._scale is not None:
             buffer.div_(self._scale)
         own = None
         if self._samples is not None:
             own = buffer.to(torch.promote_types(buffer.dtype, torch.float32), copy=True)
-        flights = self.flights if self.flights is not None else []
+        traces = self.traces if self.traces is not None else []
         payload = Payload(buffer, layout.params, "gradient", layout.index)
-        future = self._lane.send(payload, stack, flights, self.team)
+        future = self._queue.send(payload, stack, traces, self.group)
         if self._samples is not None and own is not None:
-            self._samples.append(_Sample(flights[-1], own, buffer, layout.params))
+            self._samples.append(_Sample(traces[-1], own, buffer, layout.params))
         return future
 
     def _before_layout(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

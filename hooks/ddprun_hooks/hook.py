@@ -1,14 +1,14 @@
-"""How a communication hook is written: a straight line of encode, hand on, decode.
+"""How a communication hook is written: a straight line of encode, reduce, decode.
 
 ```python
 class Halved(Hook):
-    async def __call__(self, payload: Payload, link: Link) -> Tensor:
-        total = await link.hand_on(payload.tensor.half())   # encode, hand on to the rest of the stack
-        return total.float()                                # decode
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        total = await comm.reduce(payload.tensor.half())   # encode; reduce by the rest of the stack
+        return total.float()                               # decode
 ```
 
-Each `await` is a point at which other buckets go on: overlap with backward, ordering between ranks,
-streams, timing and the count of bytes are the engine's business (`ddprun_hooks.lane`).
+Other buckets go on at each `await`: overlap with backward, order between ranks, streams, timing and the count
+of bytes are the engine's business (`ddprun_hooks.comm.queue`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ddprun_hooks.options import Role
+from ddprun_hooks.config.options import Role
 
 if TYPE_CHECKING:
+    from ddprun_hooks.comm.communicator import Communicator
     from ddprun_hooks.payload import Payload
-    from ddprun_hooks.stack import Link, Stack
+    from ddprun_hooks.stack import Stack
 
 
-class Need(NamedTuple):
+class GroupRequirement(NamedTuple):
     """Ranks among which a stack exchanges: process groups are made for them before the first step."""
 
     leg: str
@@ -38,37 +39,42 @@ class Need(NamedTuple):
     """Through shared memory."""
 
 
-Needs = Mapping[Need, int]
+GroupRequirements = Mapping[GroupRequirement, int]
 """How many collectives one payload needs among which ranks."""
 
 
 class Hook:
-    """Base of every hook. A subclass writes `__call__` and, if it keeps something, the state methods."""
+    """Base of every hook. A subclass writes `__call__` and, if it keeps something, the state methods.
+
+    State is a dictionary with string keys whose leaves are tensors, numbers, strings, booleans or None, in
+    nested dictionaries and lists: it is written as safetensors plus JSON, and nothing in it is pickled.
+    """
 
     role: ClassVar[Role] = "codec"
-    """A codec hands on; a reducer carries the payload over the ranks itself and ends the stack."""
+    """A codec encodes and awaits `comm.reduce`; a reducer reduces over the ranks itself and ends the
+    stack."""
 
     rounds: int = 1
-    """The most `hand_on`s (codec) or collectives among all ranks (reducer) that one payload needs. Process
+    """The most `reduce`s (codec) or collectives among all ranks (reducer) that one payload needs. Process
     groups are made for so many before the first step; one round more is an error that names the hook."""
 
-    async def __call__(self, payload: Payload, link: Link) -> Tensor:
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         """Return the mean over ranks, with the shape, dtype and device of `payload.tensor`.
 
         `payload.tensor` is this hook's own: it may be changed in place.
         """
         raise NotImplementedError(f"{type(self).__name__} has no __call__")
 
-    def needs(self) -> Needs:
+    def requirements(self) -> GroupRequirements:
         """Among which ranks this hook calls collectives itself, and how many for one payload."""
-        return {} if self.role == "codec" else {Need("world"): self.rounds}
+        return {} if self.role == "codec" else {GroupRequirement("world"): self.rounds}
 
     def legs(self) -> Mapping[str, Stack]:
         """Stacks inside this hook, by the leg that each serves."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides later steps, keyed by parameter name (see `ddprun_hooks.state.Stateful`)."""
+        """What decides later steps, keyed by kind of payload and parameter name."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -80,30 +86,33 @@ class Hook:
         """One state for every rank of a new world or layout, from the states of all ranks of the old."""
         return states[0] if states else {}
 
-    def guard(self) -> None:
-        """Be ready to take the coming step back: called before a step that `settle` may refuse."""
+    def begin_step(self) -> None:
+        """A step begins that `rollback` may undo. Without it, a step cannot be undone."""
 
-    def settle(self, *, applied: bool) -> None:
-        """The step is over. If it was not applied, be as before it."""
+    def commit(self) -> None:
+        """The optimizer has taken the step."""
 
-    def kept_square(self, kind: str, names: Sequence[str]) -> float:
-        """Squared 2-norm of what this rank has not sent yet of the parameters named."""
+    def rollback(self) -> None:
+        """The step was skipped (GradScaler): be as before it."""
+
+    def residual_square(self, kind: str, names: Sequence[str]) -> float:
+        """Squared 2-norm of this rank's residual (what it has not sent yet) of the parameters named."""
         return 0.0
 
 
 class FunctionHook(Hook):
-    """A hook that is a plain `async def hook(payload, link)`."""
+    """A hook that is a plain `async def hook(payload, comm)`."""
 
-    def __init__(self, function: Callable[[Payload, Link], Awaitable[Tensor]]) -> None:
+    def __init__(self, function: Callable[[Payload, Communicator], Awaitable[Tensor]]) -> None:
         self.function = function
 
-    async def __call__(self, payload: Payload, link: Link) -> Tensor:
-        return await self.function(payload, link)
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        return await self.function(payload, comm)
 
 
 def not_async(name: str, because: str) -> str:
     """What is said of a hook that is not written with `async`."""
     return (
-        f'hook "{name}" is not async: {because}; write "async def", and "await" before link.hand_on and '
-        "every collective of link.world"
+        f'hook "{name}" is not async: {because}; write "async def", and "await" before comm.reduce and '
+        "every collective of comm"
     )

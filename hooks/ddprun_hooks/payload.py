@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Kind = Literal["gradient", "parameters", "delta", "buffers", "optimizer"]
@@ -35,7 +36,7 @@ class Finding:
     """0: all is finite. 1: the result is not, though this rank's payload was. 2: this rank's payload was not.
 
     A hook leaves it as a tensor of shape () in host memory, which a device may still have to fill; when the
-    payload's journey is over, `ddprun_hooks.flight.read_findings` makes numbers of many at once."""
+    payload has arrived, `ddprun_hooks.comm.trace.read_findings` makes numbers of many at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,18 @@ class Payload:
 
     kind: Kind
     bucket: int
-    unsent: Tensor | None = None
+    compression_error: Tensor | None = None
     """Shape (numel,), zeros: where a lossy hook writes what it did not send of this payload. None: it keeps
     that itself, by parameter, and adds it to the next payload."""
 
     findings: list[Finding] = field(default_factory=list, compare=False)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Size of a tensor's elements in bytes."""
+    return tensor.numel() * tensor.element_size()

@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
-from ddprun_hooks.dotted import import_dotted
-from ddprun_hooks.errors import DottedNameError, HookSetupError
-from ddprun_hooks.hook import FunctionHook, Hook, not_async
-from ddprun_hooks.options import (
+from ddprun_hooks.config.import_path import import_dotted
+from ddprun_hooks.config.options import (
     BUILT_IN,
     ENTRY_POINT_GROUP,
     HookSpec,
@@ -18,14 +16,16 @@ from ddprun_hooks.options import (
     settings_of,
     unknown_hook,
 )
-from ddprun_hooks.options import installed_names as installed_names
+from ddprun_hooks.config.options import installed_names as installed_names
+from ddprun_hooks.config.trust import TrustSettingError, UntrustedError, Wanted
+from ddprun_hooks.errors import DottedNameError, HookSetupError
+from ddprun_hooks.hook import FunctionHook, Hook, not_async
 from ddprun_hooks.stack import Stack
-from ddprun_hooks.trust import TrustSettingError, UntrustedError, Wanted
 
 AnyHook = HookSpec | Hook | Callable[..., Any]
 """What `make_stack` and `register` take for a hook: as in a pipeline file, or the thing itself."""
 
-_KINDS = "a hook is a name, {name: {options}}, a ddprun_hooks.Hook, or an async function of payload and link"
+_KINDS = "a hook is a name, {name: {options}}, a ddprun_hooks.Hook, or an async function of payload and comm"
 _WANTED = Wanted(
     "a hook is a Hook class, a function that returns one, or an async function", Hook, kind="hook"
 )
@@ -36,7 +36,7 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
 
     Args:
         name: a built-in name, a name that an installed package adds under the entry point group
-            `ddprun.hooks`, or a dotted name of a class, a factory or an `async def hook(payload, link)`.
+            `ddprun.hooks`, or a dotted name of a class, a factory or an `async def hook(payload, comm)`.
         options: its keyword arguments.
 
     Raises:
@@ -140,7 +140,7 @@ def _from_target(name: str, target: Any, options: dict[str, Any]) -> Hook:
         raise HookSetupError(
             f'"{name}" is {type(target).__name__}, not a hook class, factory or async function'
         )
-    if not isinstance(target, type) and not options and _takes_payload_and_link(target):
+    if not isinstance(target, type) and not options and _takes_payload_and_comm(target):
         raise HookSetupError(not_async(name, "it is a plain function"))
     made = _call(name, target, options)
     if not isinstance(made, Hook):
@@ -161,7 +161,7 @@ def _checked(name: str, hook: Hook) -> Hook:
     return hook
 
 
-def _takes_payload_and_link(target: Callable[..., Any]) -> bool:
+def _takes_payload_and_comm(target: Callable[..., Any]) -> bool:
     """Whether it is called as a hook is, and not as a factory of one."""
     try:
         inspect.signature(target).bind(None, None)

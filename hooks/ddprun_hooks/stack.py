@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ddprun_hooks import grammar, uncounted
-from ddprun_hooks.channel import Channel
+from ddprun_hooks.comm import uncounted
+from ddprun_hooks.comm.communicator import Communicator
+from ddprun_hooks.config import grammar
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.hook import FunctionHook, Hook, Needs, not_async
+from ddprun_hooks.hook import FunctionHook, GroupRequirements, Hook, not_async
 from ddprun_hooks.payload import ParamSlice, Payload
 
 
@@ -21,8 +22,24 @@ class AllReduce(Hook):
 
     role = "reducer"
 
-    async def __call__(self, payload: Payload, link: Link) -> Tensor:
-        return await link.world.all_reduce(payload.tensor)
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        return await comm.all_reduce(payload.tensor)
+
+
+class Broadcast(Hook):
+    """Give every rank the payload of one.
+
+    Args:
+        source: that rank's place in the group.
+    """
+
+    role = "reducer"
+
+    def __init__(self, source: int = 0) -> None:
+        self.source = source
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        return await comm.broadcast(payload.tensor, self.source)
 
 
 class Stack:
@@ -56,7 +73,9 @@ class Stack:
 
         if self.foreign:
             uncounted.install()
-        self.needs: Needs = {need: passes * rounds for need, rounds in reducer.needs().items() if rounds}
+        self.requirements: GroupRequirements = {
+            one: passes * rounds for one, rounds in reducer.requirements().items() if rounds
+        }
         """The most collectives that one payload needs on its way through the whole stack, by ranks."""
 
     def _foreign(self) -> Iterator[tuple[str, Hook]]:
@@ -66,14 +85,26 @@ class Stack:
             for leg in hook.legs().values():
                 yield from leg.foreign
 
-    async def run(self, payload: Payload, world: Channel, depth: int = 0) -> Tensor:
+    async def run(self, payload: Payload, comm: Communicator, depth: int = 0) -> Tensor:
         """Carry `payload` through the hooks from `depth` on; gives the mean over ranks."""
         if depth == len(self.hooks):
-            raise HookSetupError(f'"{self.names[-1]}" is a reducer: it has nothing to hand its payload on to')
-        coming: object = self.hooks[depth](payload, Link(self, payload, world, depth))
-        if not isinstance(coming, Awaitable):
-            raise HookSetupError(not_async(self.names[depth], f"called, it gave {type(coming).__name__}"))
-        mean: Tensor = await coming
+            raise HookSetupError(f'"{self.names[-1]}" is a reducer: nothing follows that could reduce for it')
+
+        def rest(
+            tensor: Tensor, params: tuple[ParamSlice, ...] | None, compression_error: Tensor | None
+        ) -> Awaitable[Tensor]:
+            if params is None:
+                same = tensor.numel() == payload.tensor.numel()
+                params = payload.params if same else ()
+                if same and compression_error is None:
+                    compression_error = payload.compression_error
+            onward = replace(payload, tensor=tensor, params=params, compression_error=compression_error)
+            return self.run(onward, comm, depth + 1)
+
+        result: object = self.hooks[depth](payload, Communicator(comm.group, rest))
+        if not isinstance(result, Awaitable):
+            raise HookSetupError(not_async(self.names[depth], f"called, it gave {type(result).__name__}"))
+        mean: Tensor = await result
         return mean
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,7 +130,7 @@ class Stack:
         }
         return {name: state for name, state in merged.items() if state}
 
-    def take_over(self, others: Sequence[Stack]) -> None:
+    def adopt_state(self, others: Sequence[Stack]) -> None:
         """Let this stack's hooks go on from the state of hooks of the same name in other stacks, which lose
         it: then what was not sent is sent later, and once.
 
@@ -114,48 +145,31 @@ class Stack:
                     there.load_state_dict({})
                     break
 
-    def guard(self) -> None:
-        """Be ready to take the coming step back."""
+    def begin_step(self) -> None:
+        """A step begins that `rollback` may undo."""
         for hook in self.hooks:
-            hook.guard()
+            hook.begin_step()
 
-    def settle(self, *, applied: bool) -> None:
-        """Tell the hooks whether the step was applied; if not, their state is as before it."""
+    def commit(self) -> None:
+        """The optimizer has taken the step."""
         for hook in self.hooks:
-            hook.settle(applied=applied)
+            hook.commit()
 
-    def kept_norm(self, kind: str, names: Sequence[str]) -> float:
-        """2-norm of what this rank has kept of the parameters named, in units of its share of the mean."""
-        return math.sqrt(sum(hook.kept_square(kind, names) for hook in self.hooks))
+    def rollback(self) -> None:
+        """The step was skipped: the hooks' state is as before it."""
+        for hook in self.hooks:
+            hook.rollback()
+
+    def residual_norm(self, kind: str, names: Sequence[str]) -> float:
+        """2-norm of this rank's residual of the parameters named, in units of its share of the mean."""
+        return math.sqrt(sum(hook.residual_square(kind, names) for hook in self.hooks))
 
 
-class Link:
-    """A hook's way onwards: the rest of the stack, and the ranks."""
+def all_reduce_stack() -> Stack:
+    """Plain all-reduce: the sum of the ranks' payloads, as they are."""
+    return Stack([])
 
-    __slots__ = ("_depth", "_payload", "_stack", "world")
 
-    def __init__(self, stack: Stack, payload: Payload, world: Channel, depth: int) -> None:
-        self._stack = stack
-        self._payload = payload
-        self._depth = depth
-        self.world = world
-        """The collectives among all ranks that the stack reduces over, for a reducer."""
-
-    async def hand_on(
-        self, tensor: Tensor, params: tuple[ParamSlice, ...] | None = None, unsent: Tensor | None = None
-    ) -> Tensor:
-        """Give `tensor` to the rest of the stack; gives its sum over ranks.
-
-        Args:
-            tensor: shape (any,); given away, its memory is overwritten.
-            params: which parameters its elements are; None: as in the payload if the length is the same, else
-                none.
-            unsent: shape (any,), zeros: takes what later hooks did not send. None: they keep it themselves,
-                which they can for elements of parameters only.
-        """
-        if params is None:
-            same = tensor.numel() == self._payload.tensor.numel()
-            params = self._payload.params if same else ()
-            unsent = self._payload.unsent if same and unsent is None else unsent
-        onward = replace(self._payload, tensor=tensor, params=params, unsent=unsent)
-        return await self._stack.run(onward, self.world, self._depth + 1)
+def broadcast_stack(source: int) -> Stack:
+    """The payload of rank `source`, as it is. Other ranks' payloads are overwritten."""
+    return Stack([("broadcast", Broadcast(source))])

@@ -13,7 +13,7 @@ import yaml
 
 from ddprun.cli import main
 from ddprun.spec import PipelineError, load
-from ddprun_hooks.trust import VARIABLE
+from ddprun_hooks.config.trust import VARIABLE
 from tests.ranks import Finished, ddprun
 
 PIPELINE = """

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from ddprun.engine.data import Feed
-from ddprun_hooks.exchange import Control
-from ddprun_hooks.team import Team
+from ddprun_hooks.comm.control import Control
+from ddprun_hooks.comm.groups import RankGroup
 from tests.ranks import as_threads
 
 
@@ -85,7 +85,7 @@ def test_each_sample_counts_once_and_totals_say_how_many(
     assert sorted(seen) == list(range(size))
 
 
-def batch_sizes(team: Team, data: Any, **changes: Any) -> list[int]:
+def batch_sizes(team: RankGroup, data: Any, **changes: Any) -> list[int]:
     """Samples of each micro-batch of an epoch, those that do not count included."""
     source = feed(data, team.rank, team.size, shuffle=False, **changes)
     met(team, source)
@@ -349,7 +349,7 @@ def test_samples_that_are_lost_to_loading_processes_are_told(
 ) -> None:
     """Once; not where the data set draws at random, or nothing is lost."""
 
-    def body(team: Team) -> list[str]:
+    def body(team: RankGroup) -> list[str]:
         told: list[str] = []
         changes: dict[str, Any] = {"sharded": sharded, "workers": workers, "shuffle": False}
         source = feed(kind(40), team.rank, team.size, tell=told.append, **changes)
@@ -461,8 +461,8 @@ class PartStream(IterableDataset[tuple[int, int]]):
         return iter((index, index) for index in self.ids)
 
 
-def met(team: Team, source: Feed) -> list[int]:
-    return source.meet(Control(team.groups[0], team.rank, team.size))
+def met(team: RankGroup, source: Feed) -> list[int]:
+    return source.meet(Control(team.process_groups[0], team.rank, team.size))
 
 
 @pytest.mark.parametrize("kind", [Part, PartStream])
@@ -470,7 +470,7 @@ def met(team: Team, source: Feed) -> list[int]:
 def test_ranks_that_read_different_samples_are_found(kind: type[Part | PartStream], workers: int) -> None:
     """Before step 1; of the ranks that read what rank 0 reads nothing is said."""
 
-    def body(team: Team) -> tuple[list[int], list[int]]:
+    def body(team: RankGroup) -> tuple[list[int], list[int]]:
         same = kind(24, 0, 1) if team.rank < 2 else kind(48, 1, 2)
         shuffle = kind is Part
         odd = met(team, feed(same, team.rank, 3, workers=workers, shuffle=shuffle))
@@ -483,7 +483,7 @@ def test_ranks_that_read_different_samples_are_found(kind: type[Part | PartStrea
 def test_datasets_of_different_lengths_are_refused() -> None:
     """Ranks would take different numbers of steps."""
 
-    def body(team: Team) -> str:
+    def body(team: RankGroup) -> str:
         with pytest.raises(ValueError, match="sharded: true") as caught:
             met(team, feed(Part(25, team.rank, 2), team.rank, 2))
         return str(caught.value)
@@ -501,7 +501,7 @@ def test_data_that_shards_itself_is_taken_as_it_is(
 ) -> None:
     """Each sample counts once; ranks take equally many steps and know each one's total; so in every epoch."""
 
-    def body(team: Team) -> list[list[tuple[int, list[int]]]]:
+    def body(team: RankGroup) -> list[list[tuple[int, list[int]]]]:
         data = kind(size, team.rank, team.size)
         source = feed(data, team.rank, team.size, sharded=True, shuffle=kind is Part, workers=workers)
         assert met(team, source) == list(range(1, team.size))
@@ -526,7 +526,7 @@ def test_data_that_shards_itself_is_taken_as_it_is(
 def test_parts_of_very_different_sizes(kind: type[Part | PartStream]) -> None:
     """A rank that has none left computes along on what counts nothing; `drop_last` ends with it."""
 
-    def body(team: Team, **changes: Any) -> list[tuple[int, int]]:
+    def body(team: RankGroup, **changes: Any) -> list[tuple[int, int]]:
         data = kind(30, 0, 1) if team.rank == 0 else kind(5, 0, 1)
         source = feed(data, team.rank, 2, sharded=True, shuffle=False, **changes)
         met(team, source)
@@ -549,7 +549,7 @@ def test_a_rank_without_a_sample_computes_along_on_as_many_as_the_largest_share(
 ) -> None:
     """Of data that shards itself, whose parts may be of any size."""
 
-    def body(team: Team) -> list[int]:
+    def body(team: RankGroup) -> list[int]:
         return batch_sizes(team, kind(15, 0, 1) if team.rank == 0 else kind(4, 0, 1), sharded=True)
 
     assert as_threads(2, body) == [[4, 4, 4, 3]] * 2
@@ -559,7 +559,7 @@ def test_a_rank_without_a_sample_computes_along_on_as_many_as_the_largest_share(
 def test_sharded_data_goes_on_where_its_state_was_taken(kind: type[Part | PartStream]) -> None:
     """On as many ranks."""
 
-    def body(team: Team, done: int = 3) -> tuple[list[int], list[int]]:
+    def body(team: RankGroup, done: int = 3) -> tuple[list[int], list[int]]:
         def ids(steps: Any, source: Feed) -> list[int]:
             return [i for step in steps for micro in step.micro_batches for i in micro.content[0].tolist()]
 

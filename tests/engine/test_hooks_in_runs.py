@@ -104,7 +104,7 @@ class Own(Hook):
     role = "reducer"
     rounds = 0
 
-    async def __call__(self, payload, link):
+    async def __call__(self, payload, comm):
         dist.all_reduce(payload.tensor)
         return payload.tensor
 """

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddprun_hooks import Payload
-from ddprun_hooks.cast import note_overflow
-from ddprun_hooks.exchange import Exchange, open_control
-from ddprun_hooks.flight import Flight, read_findings
+from ddprun_hooks.builtin.cast import note_overflow
+from ddprun_hooks.comm.control import open_control
+from ddprun_hooks.comm.exchange import Exchange
+from ddprun_hooks.comm.trace import BucketTrace, read_findings
 from ddprun_hooks.registry import make_stack
 from tests.hooks.carry import PARAMS, contribution
 from tests.hooks.test_stacks import CASTS, EXACT, LOSSY, Specs
@@ -41,7 +42,7 @@ def on_both(specs: Specs, backend: str) -> list[tuple[Tensor, Tensor]]:
             backend=over,
             hosts=["here"] * ranks,
             local_sizes=[int(os.environ["LOCAL_WORLD_SIZE"])] * ranks,
-            gradients=stack.needs,
+            gradients=stack.requirements,
             timeout=timeout,
         )
         given = []
@@ -75,7 +76,7 @@ def test_what_a_cast_has_found_is_read_without_waiting_for_the_gpu(value: float,
     """Torch raises where anything waits: not the hook, and not who reads once the payload is over."""
     own = torch.full((1000,), value, device="cuda:0")
     total = own.half()
-    flight: Flight[torch.cuda.Event]
+    trace: BucketTrace[torch.cuda.Event]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -84,8 +85,8 @@ def test_what_a_cast_has_found_is_read_without_waiting_for_the_gpu(value: float,
         done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         done.synchronize()  # as the clock does, which reads the payload's last mark
-        flight = Flight("gradient", 0, ("fp16",), "float32", 1000, 4000, done, findings=payload.findings)
-        read_findings([flight])
+        trace = BucketTrace("gradient", 0, ("fp16",), "float32", 1000, 4000, done, findings=payload.findings)
+        read_findings([trace])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [finding.code for finding in flight.findings] == [code]
+    assert [finding.code for finding in trace.findings] == [code]

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import ParamSlice, Payload
-from ddprun_hooks.flight import Flight
-from ddprun_hooks.lane import HostLane
-from ddprun_hooks.options import HookSpec
+from ddprun_hooks.comm.groups import RankGroup
+from ddprun_hooks.comm.queue import HostQueue
+from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
-from ddprun_hooks.team import Team
 from tests.ranks import as_threads
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -56,7 +56,7 @@ def carry(
     return as_threads(
         ranks,
         lambda team: body(Carrier(team, make_stack(specs))),
-        needs=stack.needs,
+        needs=stack.requirements,
         hosts=hosts,
     )
 
@@ -64,17 +64,17 @@ def carry(
 class Carrier:
     """One rank's lane and stack."""
 
-    def __init__(self, team: Team, stack: Stack) -> None:
+    def __init__(self, team: RankGroup, stack: Stack) -> None:
         self.team = team
         self.rank, self.ranks = team.rank, team.size
         self.stack = stack
-        self.flights: list[Flight[int]] = []
-        self._lane = HostLane(team)
+        self.traces: list[BucketTrace[int]] = []
+        self._lane = HostQueue(team)
 
     def send(self, tensor: Tensor, params: tuple[ParamSlice, ...] = PARAMS, bucket: int = 0) -> Tensor:
         """Carry one payload; gives the mean over ranks."""
         payload = Payload(tensor.clone(), params, "gradient", bucket)
-        return self._lane.send(payload, self.stack, self.flights).wait().clone()
+        return self._lane.send(payload, self.stack, self.traces).wait().clone()
 
     def step(self, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Carry this rank's contribution to a step."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import ParamSlice
-from ddprun_hooks.int8 import dequantise, pack, quantise, unpack
+from ddprun_hooks.builtin.int8 import dequantise, pack, quantise, unpack
 from tests.hooks.carry import NUMEL, PARAMS, Carrier, carry, contribution
 
 
@@ -84,7 +84,7 @@ def test_powersgd_gives_what_the_paper_does() -> None:
     ]
 
     def body(c: Carrier) -> tuple[Tensor, list[Tensor]]:
-        from ddprun_hooks.powersgd import PowerSgd
+        from ddprun_hooks.builtin.powersgd import PowerSgd
 
         hook = c.stack.hooks[0]
         assert isinstance(hook, PowerSgd)
@@ -116,6 +116,6 @@ def test_powersgd_leaves_alone_what_factors_would_not_make_smaller() -> None:
 
 def test_powersgd_reports_the_bytes_of_its_factors() -> None:
     """rank * (rows + columns) numbers for a matrix, and the rest as it is."""
-    flights = carry([{"powersgd": {"rank": 2}}], 2, lambda c: (c.step(0), c.flights)[1])[0]
+    traces = carry([{"powersgd": {"rank": 2}}], 2, lambda c: (c.step(0), c.traces)[1])[0]
     numbers = 2 * (40 + 30) + 2 * (12 + 36) + 2 * (7 + 40) + 40 + 1
-    assert flights[0].wire_bytes == 4 * numbers
+    assert traces[0].wire_bytes == 4 * numbers

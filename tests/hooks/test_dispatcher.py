@@ -1,7 +1,7 @@
 """What the dispatcher has done beside the hooks."""
 
 import ddprun_hooks
-from tests.hooks.test_standalone import loss_of, start
+from tests.hooks.test_register import loss_of, start
 from tests.ranks import as_processes
 
 
@@ -12,8 +12,8 @@ def sent_meanwhile() -> list[list[int]]:
     found: list[list[int]] = []
 
     def meanwhile() -> None:
-        assert all(flight.handed_over is not None for flight in handle.flights), "not waited for"
-        found[-1].append(len(handle.flights))
+        assert all(trace.handed_over is not None for trace in handle.traces), "not waited for"
+        found[-1].append(len(handle.traces))
 
     handle.meanwhile = meanwhile
     for step in range(5):

@@ -12,21 +12,22 @@ import pytest
 import torch
 
 from ddprun_hooks import DisagreementError
-from ddprun_hooks.exchange import Control, Exchange
-from ddprun_hooks.flight import now_us
-from ddprun_hooks.lane import HostLane
-from ddprun_hooks.team import Team
+from ddprun_hooks.comm.control import Control
+from ddprun_hooks.comm.exchange import Exchange
+from ddprun_hooks.comm.groups import RankGroup
+from ddprun_hooks.comm.queue import HostQueue
+from ddprun_hooks.comm.trace import now_us
 from tests.ranks import as_threads
 
 
-def control(team: Team) -> Control:
-    return Control(team.groups[0], team.rank, team.size)
+def control(team: RankGroup) -> Control:
+    return Control(team.process_groups[0], team.rank, team.size)
 
 
 def test_a_word_reaches_every_rank_in_rank_order() -> None:
     """Posting does not wait; reading gives every rank's numbers exactly."""
 
-    def body(team: Team) -> torch.Tensor:
+    def body(team: RankGroup) -> torch.Tensor:
         posted = control(team).post([team.rank + 0.1, 2.0**52 + team.rank])
         return posted.wait()
 
@@ -37,7 +38,7 @@ def test_a_word_reaches_every_rank_in_rank_order() -> None:
 def test_ranks_that_disagree_are_named() -> None:
     """Rank 2 differs from rank 0: every rank gets an error that says so."""
 
-    def body(team: Team) -> str:
+    def body(team: RankGroup) -> str:
         control(team).agree("the pipeline", "same")
         with pytest.raises(DisagreementError) as caught:
             control(team).agree("the buckets", "odd" if team.rank == 2 else "same")
@@ -54,9 +55,9 @@ def test_clock_offsets_are_within_their_own_error_bound(monkeypatch: pytest.Monk
     """
     ahead_us = 5_000_000
     clock = threading.local()
-    monkeypatch.setattr("ddprun_hooks.exchange.now_us", lambda: now_us() + clock.ahead_us)
+    monkeypatch.setattr("ddprun_hooks.comm.control.now_us", lambda: now_us() + clock.ahead_us)
 
-    def body(team: Team) -> tuple[float, float]:
+    def body(team: RankGroup) -> tuple[float, float]:
         clock.ahead_us = ahead_us * team.rank
         return control(team).clock_offset()
 
@@ -112,7 +113,7 @@ def test_clocks_are_compared_by_pairs_at_a_time(monkeypatch: pytest.MonkeyPatch,
     """
     rounds, longest_us = 12, 200
     post = Post(longest_us)
-    monkeypatch.setattr("ddprun_hooks.exchange.now_us", post.now_us)
+    monkeypatch.setattr("ddprun_hooks.comm.control.now_us", post.now_us)
 
     def work(rank: int) -> tuple[float, float, int, int]:
         post.arrive(rank)
@@ -133,7 +134,7 @@ def test_clocks_are_compared_by_pairs_at_a_time(monkeypatch: pytest.MonkeyPatch,
 def test_bytes_arrive_whole_and_none_is_fine() -> None:
     """Records of another host, which may be empty."""
 
-    def body(team: Team) -> bytes:
+    def body(team: RankGroup) -> bytes:
         own, sent = control(team), bytes(range(256)) * 1000
         if team.rank == 1:
             own.send_bytes(sent, 0)
@@ -150,8 +151,8 @@ def test_bytes_arrive_whole_and_none_is_fine() -> None:
 def test_broadcast_overwrites_tensors_of_any_dtype_and_shape() -> None:
     """One message for each dtype; scalars and strided tensors keep their shapes."""
 
-    def body(team: Team) -> list[torch.Tensor]:
-        lane = HostLane(team)
+    def body(team: RankGroup) -> list[torch.Tensor]:
+        lane = HostQueue(team)
         exchange = Exchange(lane, lane, lane, team, control(team))
         tensors = [
             torch.full((2, 3), float(team.rank)).t(),
@@ -170,7 +171,7 @@ def test_broadcast_overwrites_tensors_of_any_dtype_and_shape() -> None:
 def test_a_barrier_lets_nobody_through_before_the_last() -> None:
     """The rank that comes last is the first to know."""
 
-    def body(team: Team) -> tuple[float, float]:
+    def body(team: RankGroup) -> tuple[float, float]:
         time.sleep(0.1 * team.rank)
         came = time.monotonic()
         control(team).barrier()

@@ -2,8 +2,9 @@
 
 import pytest
 
-from ddprun_hooks import HookSetupError, grammar
-from ddprun_hooks.options import HookSpec, parse_spec
+from ddprun_hooks import HookSetupError
+from ddprun_hooks.config import grammar
+from ddprun_hooks.config.options import HookSpec, parse_spec
 from ddprun_hooks.registry import make_stack
 
 CASES: list[tuple[list[HookSpec], tuple[object, ...], str]] = [

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import HookSetupError, ParamSlice
-from ddprun_hooks.hierarchical import cut_at_rows, slices_between
-from ddprun_hooks.options import HookSpec
-from ddprun_hooks.teams import Layout
+from ddprun_hooks.builtin.hierarchical import cut_at_rows, slices_between
+from ddprun_hooks.comm.groups import Placement
+from ddprun_hooks.config.options import HookSpec
 from tests.hooks.carry import NUMEL, PARAMS, Carrier, carry, contribution
 
 
@@ -57,7 +57,7 @@ def test_between_hosts_travels_once_what_plain_sends_for_every_rank() -> None:
 
     def body(c: Carrier) -> tuple[int, list[str]]:
         c.step(0)
-        return c.flights[0].between_hosts_bytes, [leg.group for leg in c.flights[0].legs]
+        return c.traces[0].between_hosts_bytes, [leg.group for leg in c.traces[0].collectives]
 
     hosts = ["a", "a", "b", "b"]
     plain = carry([], 4, body, hosts)
@@ -82,7 +82,9 @@ def test_hosts_go_by_their_names_wherever_their_ranks_lie(hosts: tuple[str, ...]
         inside, across = c.team.splits[option]
         assert set(inside.hosts) == {c.team.hosts[c.rank]}
         assert sorted(across.hosts) == ["a", "b"]
-        return result, [(leg.group, leg.wire_bytes, leg.between_hosts_bytes) for leg in c.flights[0].legs]
+        return result, [
+            (leg.group, leg.wire_bytes, leg.between_hosts_bytes) for leg in c.traces[0].collectives
+        ]
 
     ran = carry([{"hierarchical": {"hosts": option}}], 4, body, hosts)
     wanted = torch.stack([contribution(rank, 0, 4).double() for rank in range(4)]).sum(0)
@@ -110,7 +112,7 @@ def test_the_ranks_of_each_host() -> None:
     """
 
     def blocks(hosts: str, sizes: Sequence[int], split: int | None = None) -> list[list[int]]:
-        return Layout(0, tuple(hosts), tuple(sizes)).blocks(split)
+        return Placement(0, tuple(hosts), tuple(sizes)).blocks(split)
 
     assert blocks("abab", (2,) * 4) == [[0, 2], [1, 3]]
     assert blocks("abba", (2,) * 4) == [[0, 3], [1, 2]]
@@ -128,7 +130,7 @@ def test_the_ranks_of_each_host() -> None:
 def test_hosts_are_those_of_the_launcher_unless_the_option_splits_them() -> None:
     """Four ranks of one host are two hosts for a trial."""
     hooks = [{"hierarchical": {"hosts": 2}}]
-    groups = carry(hooks, 4, lambda c: (c.step(0), [leg.group for leg in c.flights[0].legs])[1])
+    groups = carry(hooks, 4, lambda c: (c.step(0), [leg.group for leg in c.traces[0].collectives])[1])
     assert groups[0] == ["within/2.0", "across/2.0", "within/2.1"]
 
 
@@ -161,7 +163,7 @@ def test_ranks_whose_shares_need_other_numbers_of_collectives_stay_in_step() -> 
             values = torch.full((2400,), float(step + c.rank))
             values[1200:] += 0.5
             results.append(c.send(values, (matrix, vector), bucket=step % 5))
-        return results, [len(flight.legs) for flight in c.flights]
+        return results, [len(trace.collectives) for trace in c.traces]
 
     ran = carry([{"hierarchical": {"hosts": 2, "across": ["powersgd"]}}], 4, body)
     assert ran[0][1] == [4] * 20
@@ -177,7 +179,7 @@ def test_a_cast_inside_hosts_halves_those_legs_and_adds_in_fp32() -> None:
     hooks: list[HookSpec] = [{"hierarchical": {"hosts": 1, "within": ["fp16"]}}]
 
     def body(c: Carrier) -> tuple[Tensor, list[str]]:
-        return c.step(0), [leg.dtype for leg in c.flights[0].legs]
+        return c.step(0), [leg.dtype for leg in c.traces[0].collectives]
 
     given, dtypes = carry(hooks, 4, body)[0]
     assert dtypes == ["float16", "float16"]

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import Payload
-from ddprun_hooks.flight import Flight
-from ddprun_hooks.lane import HostLane
+from ddprun_hooks.comm.groups import RankGroup
+from ddprun_hooks.comm.queue import HostQueue
+from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.registry import make_stack
-from ddprun_hooks.team import Team
 from tests.ranks import as_threads
 
 
@@ -17,17 +17,17 @@ def gradient(rank: int) -> Tensor:
     return torch.randn(10_000, generator=generator)
 
 
-def mean_by(names: list[str], size: int, make=gradient) -> tuple[list[Tensor], list[Flight[int]]]:  # type: ignore[no-untyped-def]
+def mean_by(names: list[str], size: int, make=gradient) -> tuple[list[Tensor], list[BucketTrace[int]]]:  # type: ignore[no-untyped-def]
     """What each rank gets, and the journey's record on rank 0."""
 
-    def body(team: Team) -> tuple[Tensor, Flight[int]]:
-        flights: list[Flight[int]] = []
+    def body(team: RankGroup) -> tuple[Tensor, BucketTrace[int]]:
+        traces: list[BucketTrace[int]] = []
         payload = Payload(make(team.rank).mul_(1.0 / team.size), (), "gradient", 0)
-        result = HostLane(team).send(payload, make_stack(names), flights).wait()
-        return result.clone(), flights[0]
+        result = HostQueue(team).send(payload, make_stack(names), traces).wait()
+        return result.clone(), traces[0]
 
     results = as_threads(size, body)
-    return [result for result, _ in results], [flight for _, flight in results]
+    return [result for result, _ in results], [trace for _, trace in results]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -70,26 +70,26 @@ def test_casts_divide_before_they_sum_so_large_gradients_do_not_overflow() -> No
 @pytest.mark.parametrize(("names", "share"), [([], 1.0), (["fp16"], 0.5), (["bf16"], 0.5), (["noop"], 0.0)])
 def test_wire_bytes_are_the_rings(names: list[str], share: float) -> None:
     """A ring all-reduce sends 2(n-1)/n of the payload from each rank; a cast halves it, noop sends none."""
-    _, flights = mean_by(names, 4)
-    assert flights[0].bytes == 40_000
-    assert flights[0].wire_bytes == 40_000 * 2 * 3 // 4 * share
+    _, traces = mean_by(names, 4)
+    assert traces[0].bytes == 40_000
+    assert traces[0].wire_bytes == 40_000 * 2 * 3 // 4 * share
 
 
 def test_noop_gives_each_rank_its_own_gradient() -> None:
     """Ranks then differ: it is an upper bound on speed, not a way to train."""
-    results, flights = mean_by(["noop"], 2)
+    results, traces = mean_by(["noop"], 2)
     assert torch.equal(results[0], gradient(0))
     assert torch.equal(results[1], gradient(1))
-    assert flights[0].legs == []
+    assert traces[0].collectives == []
 
 
 def test_bytes_between_hosts_are_those_of_the_ranks_whose_neighbour_is_away() -> None:
     """In a ring over two hosts with two ranks each, one rank of each host sends to the other host."""
 
-    def body(team: Team) -> int:
-        flights: list[Flight[int]] = []
+    def body(team: RankGroup) -> int:
+        traces: list[BucketTrace[int]] = []
         payload = Payload(torch.ones(1000), (), "gradient", 0)
-        HostLane(team).send(payload, make_stack([]), flights).wait()
-        return flights[0].between_hosts_bytes
+        HostQueue(team).send(payload, make_stack([]), traces).wait()
+        return traces[0].between_hosts_bytes
 
     assert as_threads(4, body, hosts=["a", "a", "b", "b"]) == [0, 6000, 0, 6000]

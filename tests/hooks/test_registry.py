@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from ddprun.spec import PipelineError, load
-from ddprun_hooks import Hook, HookSetupError, Link, Payload
+from ddprun_hooks import Communicator, Hook, HookSetupError, Payload
 from ddprun_hooks.registry import make_hook, make_stack
 
 
@@ -21,16 +21,16 @@ class Doubling(Hook):
     def __init__(self, factor: float = 2.0) -> None:
         self.factor = factor
 
-    async def __call__(self, payload: Payload, link: Link) -> Tensor:
-        return await link.hand_on(payload.tensor * self.factor) / self.factor
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        return await comm.reduce(payload.tensor * self.factor) / self.factor
 
 
-async def plain(payload: Payload, link: Link) -> Tensor:
+async def plain(payload: Payload, comm: Communicator) -> Tensor:
     """A hook that is a function."""
-    return await link.hand_on(payload.tensor)
+    return await comm.reduce(payload.tensor)
 
 
-def blocking(payload: Payload, link: Link) -> Tensor:
+def blocking(payload: Payload, comm: Communicator) -> Tensor:
     """What a hook must not be."""
     return payload.tensor
 
@@ -38,7 +38,7 @@ def blocking(payload: Payload, link: Link) -> Tensor:
 class Blocking(Hook):
     """The same as a class."""
 
-    def __call__(self, payload: Payload, link: Link) -> Tensor:  # type: ignore[override]
+    def __call__(self, payload: Payload, comm: Communicator) -> Tensor:  # type: ignore[override]
         return payload.tensor
 
 
@@ -165,8 +165,8 @@ def test_an_installed_package_adds_hooks_by_entry_point(tmp_path: Path) -> None:
     (tmp_path / "wide_hooks.py").write_text(
         "from ddprun_hooks import Hook\n"
         "class Wide(Hook):\n"
-        "    async def __call__(self, payload, link):\n"
-        "        return (await link.hand_on(payload.tensor.double())).to(payload.tensor.dtype)\n"
+        "    async def __call__(self, payload, comm):\n"
+        "        return (await comm.reduce(payload.tensor.double())).to(payload.tensor.dtype)\n"
     )
     info = tmp_path / "wide_hooks-1.0.dist-info"
     info.mkdir()
@@ -184,5 +184,6 @@ def test_an_installed_package_adds_hooks_by_entry_point(tmp_path: Path) -> None:
 
 def test_importing_the_package_and_its_options_imports_no_torch() -> None:
     """`ddprun check` reads hook options without torch."""
-    script = "import sys, ddprun_hooks.options, ddprun_hooks.grammar; sys.exit('torch' in sys.modules)"
+    modules = "ddprun_hooks.config.options, ddprun_hooks.config.grammar"
+    script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

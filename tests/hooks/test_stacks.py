@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddprun_hooks import grammar
-from ddprun_hooks.options import HookSpec, parse_spec
+from ddprun_hooks.config import grammar
+from ddprun_hooks.config.options import HookSpec, parse_spec
 from ddprun_hooks.registry import make_stack
 from tests.hooks.carry import NUMEL, PARAMS, Carrier, carry, contribution, kept_total
 
@@ -149,7 +149,7 @@ def test_error_feedback_delivers_everything_in_the_end(specs: Specs) -> None:
 
 @pytest.mark.parametrize("value", [math.inf, 1.0])
 @pytest.mark.parametrize("specs", [*LOSSY, *CASTS], ids=str)
-def test_a_step_that_is_taken_back_leaves_no_trace(specs: Specs, value: float) -> None:
+def test_a_step_that_is_rolled_back_leaves_no_trace(specs: Specs, value: float) -> None:
     """With a loss scale: after a step that is skipped, for this bucket's sake or another's, state is bit for
     bit as before it.
     """
@@ -157,13 +157,13 @@ def test_a_step_that_is_taken_back_leaves_no_trace(specs: Specs, value: float) -
     def body(c: Carrier) -> None:
         c.step(0)
         before = c.stack.state_dict()
-        c.stack.guard()
+        c.stack.begin_step()
         c.send(contribution(c.rank, 9, c.ranks) * (value if c.rank == 0 else 1.0))
-        c.stack.settle(applied=False)
+        c.stack.rollback()
         assert_same(c.stack.state_dict(), before)
-        c.stack.guard()
+        c.stack.begin_step()
         c.step(1)
-        c.stack.settle(applied=True)
+        c.stack.commit()
         if before:
             with pytest.raises(AssertionError):
                 assert_same(c.stack.state_dict(), before)
@@ -199,13 +199,13 @@ def test_zero_comes_back_as_zero(specs: Specs) -> None:
 def test_no_more_rounds_are_used_than_declared_and_bytes_go_down(specs: Specs) -> None:
     """A stack that compresses sends less than plain all-reduce does."""
     ranks = ranks_of(specs)
-    flight = carry(specs, ranks, lambda c: (c.step(0), c.flights[0])[1])[0]
-    assert len(flight.legs) <= sum(make_stack(specs).needs.values())
+    trace = carry(specs, ranks, lambda c: (c.step(0), c.traces[0])[1])[0]
+    assert len(trace.collectives) <= sum(make_stack(specs).requirements.values())
     plain = 2 * (ranks - 1) / ranks * 4 * NUMEL
     if specs in LOSSY or specs in CASTS:
-        assert flight.wire_bytes < 0.95 * plain
+        assert trace.wire_bytes < 0.95 * plain
     if "shared_memory" in specs and len(specs) == 1:
-        assert flight.wire_bytes == 0
+        assert trace.wire_bytes == 0
 
 
 @pytest.mark.parametrize("specs", ALL, ids=str)

@@ -171,8 +171,8 @@ def test_a_users_folder_shadows_nothing(folder: Path, module: tuple[str, ...]) -
         "class Scaled(Hook):\n"
         "    def __init__(self, by):\n"
         "        self.by = by\n"
-        "    async def __call__(self, payload, link):\n"
-        "        return (await link.hand_on(payload.tensor * self.by)) / self.by\n"
+        "    async def __call__(self, payload, comm):\n"
+        "        return (await comm.reduce(payload.tensor * self.by)) / self.by\n"
     )
     (folder / "nets.py").write_text(
         "from torch import nn\n"

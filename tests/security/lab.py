@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddprun_hooks import Hook, Link, Payload
+from ddprun_hooks import Communicator, Hook, Payload
 from tests.security import lab_parts
 from tests.security.lab_parts import *  # noqa: F403
 
@@ -81,8 +81,8 @@ class Process(Popen[bytes]):
 class Scaled(Hook):
     """A hook."""
 
-    async def __call__(self, payload: Payload, link: Link) -> Tensor:
-        return await link.hand_on(payload.tensor)
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        return await comm.reduce(payload.tensor)
 
 
 def make_net() -> nn.Module:

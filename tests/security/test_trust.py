@@ -14,9 +14,9 @@ from torch import nn
 from ddprun.engine import build
 from ddprun.spec import Loaded, PipelineError, choices, load
 from ddprun_hooks import HookSetupError, registry
-from ddprun_hooks.dotted import import_dotted
+from ddprun_hooks.config.import_path import import_dotted
+from ddprun_hooks.config.trust import VARIABLE, TrustSettingError, UntrustedError, trust
 from ddprun_hooks.registry import make_hook, make_stack
-from ddprun_hooks.trust import VARIABLE, TrustSettingError, UntrustedError, trust
 from tests.security import lab
 
 LAB = "tests.security.lab"

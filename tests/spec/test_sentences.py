@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from ddprun.spec import options, schema, sentences, signatures
 from ddprun.spec.choices import CONTEXT, KINDS, choose
-from ddprun_hooks.options import HookOptions
+from ddprun_hooks.config.options import HookOptions
 
 ODD: list[Any] = [
     None, True, 0, -1, 1, 7, 10**30, 0.5, 1.5, -1.5, math.nan, math.inf, -math.inf, "", "x", "a.b", "fp16",

@@ -135,11 +135,11 @@ import torch
 from ddprun_hooks import Hook
 
 class Spy(Hook):
-    async def __call__(self, payload, link):
+    async def __call__(self, payload, comm):
         sent = payload.tensor.max().item()
         with open(f"sent-{os.environ['RANK']}.jsonl", "a") as file:
-            print(json.dumps([payload.kind, link.world.size, sent]), file=file)
-        return await link.hand_on(payload.tensor)
+            print(json.dumps([payload.kind, comm.size, sent]), file=file)
+        return await comm.reduce(payload.tensor)
 
 def shift(model, by):
     with torch.no_grad():

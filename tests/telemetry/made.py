@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ddprun.telemetry.step import Page, Step, Traffic
-from ddprun_hooks.flight import Flight
+from ddprun_hooks.comm.trace import BucketTrace
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class Made:
     marks: list[int]
     """Nanoseconds."""
 
-    flights: list[Flight[int]] = field(default_factory=list)
+    traces: list[BucketTrace[int]] = field(default_factory=list)
     gradients: Mapping[str, int] | None = None
     sync: Traffic | None = None
     backward_end: int | None = None
@@ -42,7 +42,7 @@ def page_of(steps: Iterable[Made]) -> Page:
         page.marks += made.marks
         if made.backward_end is not None:
             step.backward_end = page.marks.index(made.backward_end, first)
-        page.flights += made.flights
+        page.traces += made.traces
         page.losses += [float(loss) for loss in made.losses]
         page.samples += made.samples
         page.close(step)

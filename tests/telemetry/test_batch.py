@@ -23,14 +23,14 @@ from ddprun.telemetry.word import (
     blank,
     told_buckets,
 )
-from ddprun_hooks.flight import Flight
+from ddprun_hooks.comm.trace import BucketTrace
 from tests.telemetry.made import Made, page_of
 
 OFFSET_US = 500.0
 
 
-def flight(bucket: int, ready: int, kind: Any = "gradient") -> Flight[int]:
-    return Flight(kind, bucket, (), "float32", 2, 8, ready, ready + 5, ready + 1)
+def trace(bucket: int, ready: int, kind: Any = "gradient") -> BucketTrace[int]:
+    return BucketTrace(kind, bucket, (), "float32", 2, 8, ready, ready + 5, ready + 1)
 
 
 def step_of(number: int, *, buckets: int = 0, beside: int = 0, met: bool = True) -> Made:
@@ -40,10 +40,10 @@ def step_of(number: int, *, buckets: int = 0, beside: int = 0, met: bool = True)
     step = Made(number, 2, parts, [1000 * (begin + at) for at in (0, 0, 400, 900)], synchronised=met)
     step.losses, step.samples = [torch.tensor(float(number))], [1]
     if buckets:
-        step.flights = [flight(bucket, begin + bucket) for bucket in range(buckets)]
+        step.traces = [trace(bucket, begin + bucket) for bucket in range(buckets)]
         step.backward_end = 1000 * (begin + 400)
     if beside:
-        sent = [flight(place, begin + 500 + place, "delta") for place in range(beside)]
+        sent = [trace(place, begin + 500 + place, "delta") for place in range(beside)]
         step.sync = Traffic(sent, sent, [(1000 * (begin + 600), 1000 * (begin + 700))])
     return step
 
@@ -92,7 +92,7 @@ def test_each_payload_gets_the_moment_of_its_own_step_and_bucket() -> None:
     assert [one.record["step"] for one in found] == [1, 2, 3, 4, 5, 6, 7]
     assert [one.record["mean_loss"] for one in found] == [None, 2.0, 3.0, 4.0, 5.0, None, None]
     assert [list(one.landed) for one in found] == [
-        [*step.flights, *(step.sync.landed if step.sync else [])] for step in steps
+        [*step.traces, *(step.sync.landed if step.sync else [])] for step in steps
     ]
     beside = 45.0 + OFFSET_US
     assert [list(one.all_ready_us) for one in found] == [

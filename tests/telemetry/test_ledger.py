@@ -18,8 +18,8 @@ from ddprun.telemetry.agreed import Agreed
 from ddprun.telemetry.clock import clock_for
 from ddprun.telemetry.ledger import Ledger
 from ddprun.telemetry.writer import Writer
-from ddprun_hooks.exchange import Control
-from ddprun_hooks.flight import Flight, now_us
+from ddprun_hooks.comm.control import Control
+from ddprun_hooks.comm.trace import BucketTrace, now_us
 from ddprun_hooks.payload import Finding
 
 
@@ -42,11 +42,11 @@ class DeviceClock:
     def times(self, marks: list[tuple[int, int]]) -> list[int]:
         return [self.us(mark) for mark in marks]
 
-    def in_hooks_us(self, flight: Flight[Any]) -> int:
+    def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
         return 0
 
-    def read(self, flights: Sequence[Flight[Any]]) -> list[Flight[int]]:
-        return [flight.mapped(self.us) for flight in flights]
+    def read(self, traces: Sequence[BucketTrace[Any]]) -> list[BucketTrace[int]]:
+        return [trace.mapped(self.us) for trace in traces]
 
     def rebase(self, mark: tuple[int, int]) -> None:
         self.base = mark[1]
@@ -229,7 +229,7 @@ def test_a_rank_waits_from_its_last_bucket_to_the_end_of_backward(alone: Ledger,
         ready = now_us()
         time.sleep(0.002)
         done = now_us()
-        alone.flights.append(Flight("gradient", 0, (), "float32", 2, 8, ready, done, ready + 1))
+        alone.traces.append(BucketTrace("gradient", 0, (), "float32", 2, 8, ready, done, ready + 1))
         alone.end_backward()
         time.sleep(0.002)
         alone.lap("optimizer_us")
@@ -285,7 +285,7 @@ def test_an_overflow_is_told_with_its_own_step(alone: Ledger) -> None:
         alone.note_loss(torch.tensor(float(step)), 1)
         found = [Finding("fp16", "overflow", torch.tensor(1))] if step in (3, 6) else []
         now = now_us()
-        alone.flights.append(Flight("gradient", step, (), "float32", 2, 8, now, now, now, findings=found))
+        alone.traces.append(BucketTrace("gradient", step, (), "float32", 2, 8, now, now, now, findings=found))
         alone.end_backward()
         heard += alone.end(stop=False, compare_clocks=False, synchronised=step != 6)
     heard += alone.flush()

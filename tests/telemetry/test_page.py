@@ -6,7 +6,7 @@ import torch
 from ddprun.telemetry.clock import HostClock
 from ddprun.telemetry.settle import Settled, settle
 from ddprun.telemetry.step import Page
-from ddprun_hooks.flight import Flight
+from ddprun_hooks.comm.trace import BucketTrace
 from tests.telemetry.made import Made, page_of
 
 
@@ -18,8 +18,8 @@ def steps() -> list[Made]:
         marks = [1000 * (begin + 10 * place) for place in range(number + 3)]
         step = Made(number, 0, ["", *["forward_us"] * number, "backward_us", "other_us"], marks)
         step.backward_end = marks[-2]
-        step.flights = [
-            Flight(
+        step.traces = [
+            BucketTrace(
                 "gradient",
                 bucket,
                 (),
@@ -80,7 +80,7 @@ def test_a_step_that_does_not_end_leaves_nothing() -> None:
     whole = told(settle(page_of(steps()), HostClock(), every=1))
     page.parts += ("", "data_us")
     page.marks += (9, 10)
-    page.flights.append(page.flights[0])
+    page.traces.append(page.traces[0])
     page.losses.append(7.0)
     page.samples.append(3)
     page.forget()

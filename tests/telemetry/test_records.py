@@ -12,7 +12,7 @@ from ddprun.telemetry.records import PARTS
 from ddprun.telemetry.settle import Settled, divide, settle, under_way_us
 from ddprun.telemetry.step import Traffic
 from ddprun.telemetry.stretches import Union
-from ddprun_hooks.flight import Flight, Leg, Slice
+from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span
 from tests.telemetry.made import Made, page_of
 
 COLUMN = {part: place for place, part in enumerate(PARTS)}
@@ -26,9 +26,9 @@ class Split(NamedTuple):
     wire_us: int
 
 
-def flight(ready: int, handed_over: int, done: int, *slices: Slice[int]) -> Flight[int]:
-    leg = Leg("all_reduce", "world.0", "float32", 8, 8, 0, handed_over, done)
-    return Flight("gradient", 0, (), "float32", 2, 8, ready, done, handed_over, [leg], list(slices))
+def trace(ready: int, handed_over: int, done: int, *slices: Span[int]) -> BucketTrace[int]:
+    leg = CollectiveTrace("all_reduce", "world.0", "float32", 8, 8, 0, handed_over, done)
+    return BucketTrace("gradient", 0, (), "float32", 2, 8, ready, done, handed_over, [leg], list(slices))
 
 
 def step_of(*laps: tuple[str, int], number: int = 1) -> Made:
@@ -36,7 +36,9 @@ def step_of(*laps: tuple[str, int], number: int = 1) -> Made:
     return Made(number, 0, [part for part, _ in laps], [1000 * at for _, at in laps])
 
 
-def traffic(sent: Sequence[Flight[int]], landed: Sequence[Flight[int]], *waits: tuple[int, int]) -> Traffic:
+def traffic(
+    sent: Sequence[BucketTrace[int]], landed: Sequence[BucketTrace[int]], *waits: tuple[int, int]
+) -> Traffic:
     return Traffic(list(sent), list(landed), [(1000 * start, 1000 * end) for start, end in waits])
 
 
@@ -54,9 +56,9 @@ def splits(found: Settled, all_ready_us: Sequence[float]) -> list[Split]:
     return rows
 
 
-def in_backward(end_us: int, flights: Sequence[Flight[int]], *all_ready_us: float) -> Split:
+def in_backward(end_us: int, traces: Sequence[BucketTrace[int]], *all_ready_us: float) -> Split:
     step = step_of(("", 0), ("backward_us", end_us))
-    step.flights, step.backward_end = list(flights), 1000 * end_us
+    step.traces, step.backward_end = list(traces), 1000 * end_us
     return splits(settled(step), all_ready_us)[0]
 
 
@@ -68,28 +70,28 @@ def beside(exchanged: Traffic, *all_ready_us: float) -> Split:
 
 def test_an_exchange_of_an_earlier_step_costs_only_the_waiting_that_is_left() -> None:
     """It set out in another step: its time in the hook belongs there; 15 µs are waited for here."""
-    assert beside(traffic([], [flight(100, 120, 515)], (500, 515)), 130.0) == (0, 0, 15)
-    assert beside(traffic([flight(100, 120, 515)], [])) == (20, 0, 0)
+    assert beside(traffic([], [trace(100, 120, 515)], (500, 515)), 130.0) == (0, 0, 15)
+    assert beside(traffic([trace(100, 120, 515)], [])) == (20, 0, 0)
 
 
 def test_waiting_is_divided_where_the_last_rank_was_ready() -> None:
     """20 µs in the hook; then 30 µs until the last rank was ready; then 50 µs on the wire."""
-    assert in_backward(200, [flight(100, 120, 195)], 150.0) == (20, 30, 50)
+    assert in_backward(200, [trace(100, 120, 195)], 150.0) == (20, 30, 50)
 
 
 def test_hook_work_of_other_threads_counts_while_the_training_thread_waits() -> None:
     """A decode of 10 µs elsewhere in the tail is hook time, not wire; one before the tail is hidden."""
-    decode = Slice(180, 190, "decode", False)
-    hidden = Slice(105, 115, "encode", False)
-    mine = Slice(100, 118, "encode", True)
-    assert in_backward(200, [flight(100, 120, 195, mine, hidden, decode)], 150.0) == (30, 30, 40)
+    decode = Span(180, 190, "decode", False)
+    hidden = Span(105, 115, "encode", False)
+    mine = Span(100, 118, "encode", True)
+    assert in_backward(200, [trace(100, 120, 195, mine, hidden, decode)], 150.0) == (30, 30, 40)
 
 
 def test_what_landed_beside_backward_is_divided_by_its_own_last_rank() -> None:
     """A bucket whose last rank was ready at 150, waited for in backward; a payload of 430, in sync."""
     step = step_of(("", 0), ("backward_us", 200), ("sync_us", 550))
-    step.flights, step.backward_end = [flight(100, 120, 195)], 200_000
-    step.sync = traffic([], [flight(400, 410, 495)], (410, 500))
+    step.traces, step.backward_end = [trace(100, 120, 195)], 200_000
+    step.sync = traffic([], [trace(400, 410, 495)], (410, 500))
     found = settled(step)
     assert splits(found, [150.0, 430.0]) == [(20, 30 + 20, 50 + 70)]
     assert found.us[0, [COLUMN["backward_us"], COLUMN["sync_us"]]].tolist() == [200 - 100, 350 - 90]
@@ -99,14 +101,14 @@ def test_each_bucket_is_matched_with_its_own_last_rank() -> None:
     """The first bucket was on the wire while the last rank still worked at the second: the wire was busy
     from 130 to 160 and from 190 on; in between nothing could move.
     """
-    flights = [flight(100, 110, 160), flight(115, 120, 240)]
-    assert in_backward(250, flights, 130.0, 190.0) == (15, 10 + 30, 30 + 60)
+    traces = [trace(100, 110, 160), trace(115, 120, 240)]
+    assert in_backward(250, traces, 130.0, 190.0) == (15, 10 + 30, 30 + 60)
 
 
 @pytest.mark.parametrize(("all_ready", "wait"), [(0.0, 0), (120.0, 0), (1e9, 80)])
 def test_a_rank_that_is_last_itself_waits_for_nobody(all_ready: float, wait: int) -> None:
     """Ready times before the tail give no wait, ready times after it give all of it."""
-    assert in_backward(200, [flight(100, 120, 195)], all_ready) == (20, wait, 80 - wait)
+    assert in_backward(200, [trace(100, 120, 195)], all_ready) == (20, wait, 80 - wait)
 
 
 def test_overlapping_journeys_count_once() -> None:
@@ -124,7 +126,7 @@ def made_up_step(number: int, start: int, chance: random.Random) -> tuple[Made, 
     all_ready: list[float] = []
     for part in ("sync_us", "data_us", "forward_us", "backward_us", "optimizer_us", "sync_us", "other_us"):
         begin, now = now, now + chance.choice((0, 5, 200, 1000))
-        flights, at = [], begin
+        traces, at = [], begin
         for _ in range(chance.choice((0, 0, 1, 4))):
             ready = chance.randint(at, (at + now) // 2)
             at = handed_over = chance.randint(ready, (ready + now) // 2)
@@ -132,23 +134,23 @@ def made_up_step(number: int, start: int, chance: random.Random) -> tuple[Made, 
             pieces = []
             for _ in range(chance.randint(0, 3)):
                 first, last = sorted((chance.randint(ready, done), chance.randint(ready, done)))
-                pieces.append(Slice(first, last, "decode", chance.random() < 0.3))
-            flights.append(flight(ready, handed_over, done, *pieces))
+                pieces.append(Span(first, last, "decode", chance.random() < 0.3))
+            traces.append(trace(ready, handed_over, done, *pieces))
         if part == "backward_us":
-            step.flights, step.backward_end = flights, 1000 * now
-            all_ready += [float(chance.randint(begin - 50, now + 50)) for _ in flights]
-        elif part == "sync_us" and flights:
-            waits, at = [], max(one.handed_over or 0 for one in flights)
-            for _ in flights:
+            step.traces, step.backward_end = traces, 1000 * now
+            all_ready += [float(chance.randint(begin - 50, now + 50)) for _ in traces]
+        elif part == "sync_us" and traces:
+            waits, at = [], max(one.handed_over or 0 for one in traces)
+            for _ in traces:
                 begin_wait = chance.randint(at, now)
                 at = chance.randint(begin_wait, now)
                 waits.append((begin_wait, at))
             earlier = step.sync or Traffic()
-            more = traffic(flights, flights, *waits)
+            more = traffic(traces, traces, *waits)
             step.sync = Traffic(
                 earlier.sent + more.sent, earlier.landed + more.landed, earlier.waits + more.waits
             )
-            all_ready += [float(chance.choice((0, chance.randint(begin - 50, now + 50)))) for _ in flights]
+            all_ready += [float(chance.choice((0, chance.randint(begin - 50, now + 50)))) for _ in traces]
         laps.append((part, now))
     step.parts, step.marks = [part for part, _ in laps], [1000 * at for _, at in laps]
     return step, all_ready
@@ -157,7 +159,7 @@ def made_up_step(number: int, start: int, chance: random.Random) -> tuple[Made, 
 def plainly(step: Made, all_ready: Sequence[float]) -> Split:
     """Each microsecond of waiting looked at by itself."""
     hook = wait = wire = 0
-    gradients = step.flights if step.backward_end is not None else []
+    gradients = step.traces if step.backward_end is not None else []
     last = max((one.handed_over or 0 for one in gradients), default=0)
     sync = step.sync or Traffic()
     exchanges = (
@@ -176,7 +178,7 @@ def plainly(step: Made, all_ready: Sequence[float]) -> Split:
     )
     for sent, landed, waits, ready in exchanges:
         hook += sum((one.handed_over or 0) - one.ready for one in sent)
-        work = [(w.start, w.done) for one in landed for w in one.slices if not w.on_training_thread]
+        work = [(w.start, w.done) for one in landed for w in one.spans if not w.on_training_thread]
         moving = [(at, one.done or 0) for one, at in zip(landed, ready, strict=True)]
         for now in [now for start, end in waits for now in range(start, end)]:
             if any(start <= now < end for start, end in work):

@@ -27,7 +27,7 @@ from ddprun.telemetry.word import (
     WISHES_AT,
     told_buckets,
 )
-from ddprun_hooks.flight import Flight
+from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Finding, ParamSlice
 from tests.reads import Reads
 from tests.telemetry.made import Made, page_of
@@ -40,7 +40,7 @@ class Told(NamedTuple):
 
     step: int
     row: int
-    finders: Sequence[Flight[int]]
+    finders: Sequence[BucketTrace[int]]
 
 
 def step_of(number: int, samples: int, *, met: bool = True) -> Made:
@@ -52,9 +52,9 @@ def step_of(number: int, samples: int, *, met: bool = True) -> Made:
     return step
 
 
-def flight(bucket: int, ready: int, *codes: int, kind: str = "gradient") -> Flight[int]:
+def trace(bucket: int, ready: int, *codes: int, kind: str = "gradient") -> BucketTrace[int]:
     found = [Finding("fp16", "overflow", torch.tensor(code)) for code in codes]
-    return Flight(kind, bucket, (), "float32", 2, 8, ready, ready + 5, ready + 1, findings=found)  # type: ignore[arg-type]
+    return BucketTrace(kind, bucket, (), "float32", 2, 8, ready, ready + 5, ready + 1, findings=found)  # type: ignore[arg-type]
 
 
 def words_of(
@@ -84,12 +84,12 @@ def any_steps(count: int, chance: random.Random) -> list[Made]:
         step.wishes = chance.choice((0, 0, STOP))
         now = 1000 * number
         if chance.random() < 0.7:
-            step.flights = [
-                flight(bucket, now + bucket, *([1] if chance.random() < 0.2 else [])) for bucket in range(3)
+            step.traces = [
+                trace(bucket, now + bucket, *([1] if chance.random() < 0.2 else [])) for bucket in range(3)
             ]
             step.backward_end = step.marks[-1]
         if chance.random() < 0.3:
-            beside = [flight(0, now + 30, kind="delta"), flight(1, now + 40, 2, kind="delta")]
+            beside = [trace(0, now + 30, kind="delta"), trace(1, now + 40, 2, kind="delta")]
             step.sync = Traffic(beside, beside, [(1000 * (now + 31), 1000 * (now + 50))])
         steps.append(step)
     return steps
@@ -111,12 +111,12 @@ def test_words_are_the_same_whichever_steps_are_settled_together(seed: int) -> N
 def test_a_word_is_about_all_steps_since_the_one_before() -> None:
     """Sums are over these; moments, wishes and findings are the step's own, and what was found before it."""
     steps = [step_of(1, 2, met=False), step_of(2, 3), step_of(3, 1, met=False)]
-    steps[0].flights, steps[0].backward_end = [flight(1, 700, 1)], steps[0].marks[-1]
-    steps[1].flights, steps[1].backward_end = [flight(0, 1995), flight(2, 1999)], steps[1].marks[-1]
-    beside = [flight(0, 2005, kind="delta"), flight(1, 2003, kind="delta")]
+    steps[0].traces, steps[0].backward_end = [trace(1, 700, 1)], steps[0].marks[-1]
+    steps[1].traces, steps[1].backward_end = [trace(0, 1995), trace(2, 1999)], steps[1].marks[-1]
+    beside = [trace(0, 2005, kind="delta"), trace(1, 2003, kind="delta")]
     steps[1].sync, steps[1].wishes = Traffic(beside, beside, []), STOP
     (told,), (numbers,), left = words_of(steps, [3])
-    assert (told.step, told.row, list(told.finders)) == (2, 1, steps[0].flights)
+    assert (told.step, told.row, list(told.finders)) == (2, 1, steps[0].traces)
     assert numbers[LOSS_AT] == pytest.approx(0.1 * 2 + 0.2 * 3)
     assert numbers[[SAMPLES_AT, STEPS_AT, US_AT, WISHES_AT]].tolist() == [5, 2, 20, STOP]
     assert numbers[CODE_AT] != 0
@@ -131,7 +131,7 @@ def test_a_word_is_about_all_steps_since_the_one_before() -> None:
 def test_of_many_buckets_those_that_are_told_of_are() -> None:
     """The others' ready times stay behind."""
     step = step_of(1, 1)
-    step.flights, step.backward_end = [flight(bucket, 900 + bucket) for bucket in range(100)], step.marks[-1]
+    step.traces, step.backward_end = [trace(bucket, 900 + bucket) for bucket in range(100)], step.marks[-1]
     _, (numbers,), _ = words_of([step], [1], buckets=100)
     assert numbers[READY_AT:].tolist() == [900 + bucket - OFFSET_US for bucket in told_buckets(100)]
 
@@ -140,16 +140,16 @@ def test_who_has_found_nothing_is_told_of_all_the_same() -> None:
     """As on a device, where that is known later: another rank may have lost something of the same payload."""
     steps = [step_of(1, 1), step_of(2, 1), step_of(3, 1)]
     for step, code in zip(steps, (0, 1, 0), strict=True):
-        step.flights, step.backward_end = [flight(0, 1000 * step.number - 5, code)], step.marks[-1]
+        step.traces, step.backward_end = [trace(0, 1000 * step.number - 5, code)], step.marks[-1]
     words, numbers, left = words_of(steps, [3])
-    assert [list(told.finders) for told in words] == [step.flights for step in steps]
+    assert [list(told.finders) for told in words] == [step.traces for step in steps]
     assert [code > 0 for code in numbers[:, CODE_AT]] == [False, True, False]
     assert left.finders == []
-    left.find(steps[0].flights)
+    left.find(steps[0].traces)
     told, _, after = left.tell(
         settle(page_of([step_of(4, 1)]), HostClock(), every=1), buckets=[], offset_us=0.0
     )
-    assert told.finders == {0: steps[0].flights}
+    assert told.finders == {0: steps[0].traces}
     assert after.finders == []
 
 
@@ -161,12 +161,12 @@ def test_what_hooks_have_found_is_read_at_once() -> None:
     steps = [step_of(number, 1) for number in range(1, 21)]
     for step in steps:
         step.losses = [torch.tensor(0.0)]
-        step.flights = []
+        step.traces = []
         for bucket in range(30):
             lost = torch.tensor(int((step.number, bucket) == (7, 4)))
             findings = [Finding("bf16", "overflow", torch.tensor(0)), Finding("fp16", "overflow", lost)]
-            one = flight(bucket, 1000 * step.number - 5)
-            step.flights.append(replace(one, params=params, findings=findings))
+            one = trace(bucket, 1000 * step.number - 5)
+            step.traces.append(replace(one, params=params, findings=findings))
         step.backward_end = step.marks[-1]
     page = page_of(steps)
     with Reads() as reads:

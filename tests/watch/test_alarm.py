@@ -5,7 +5,7 @@ import torch
 
 from ddprun.watch.alarm import Surroundings, find_out
 from ddprun.watch.board import Seen
-from ddprun.watch.watcher import Line, Overdue, Watch
+from ddprun.watch.watcher import CollectiveSequence, Overdue, Watch
 from ddprun_hooks.payload import ParamSlice, Payload
 
 AROUND = Surroundings(
@@ -51,7 +51,10 @@ def test_parameters_say_more_than_a_control_word(
 ) -> None:
     """Though it was issued before them, if both are overdue and keep waiting for the same rank."""
     watch = Watch(0, 8.0, None, lambda _: None)
-    control, deltas = Line(watch, 0, "control", (0, 1, 2)), Line(watch, 1, "deltas", ranks)
+    control, deltas = (
+        CollectiveSequence(watch, 0, "control", (0, 1, 2)),
+        CollectiveSequence(watch, 1, "deltas", ranks),
+    )
     word = Overdue(control, control.issue("all_gather", what="the control word"), word_s)
     delta = Overdue(deltas, deltas.issue("all_reduce", BUCKET), delta_s)
     seen = {0: board(0, (1, 1), word, delta), 1: board(1, (0, 0)), 2: board(2, (1, 1), word)}

@@ -17,8 +17,8 @@ import torch
 from ddprun.watch.board import Board, Seen, read, read_all, seen_from
 from ddprun.watch.desk import Desk, ask, ask_all
 from ddprun.watch.watcher import HANG, Overdue, Watch
+from ddprun_hooks.comm.observer import waiting
 from ddprun_hooks.payload import ParamSlice, Payload
-from ddprun_hooks.watch import waiting
 
 
 def watch(folder: Path | None, timeout_s: float = 0.4) -> tuple[Watch, list[list[Overdue]], threading.Event]:
@@ -40,7 +40,7 @@ def test_a_board_says_what_its_rank_is_at(tmp_path: Path, in_folder: bool) -> No
     it.stage("stages[1].train")
     it.step(12)
     it.turn(b"backward")
-    line = it.line("world.0", [0, 1])
+    line = it.sequence("world.0", [0, 1])
     line.issue("all_reduce", what="one").done()
     line.issue("all_reduce", what="two")
     looking = threading.Thread(target=lambda: it.note(it.overdue(0)))
@@ -94,7 +94,7 @@ def test_what_is_no_board_is_none(tmp_path: Path) -> None:
 def test_a_collective_that_takes_too_long_rings_the_alarm_with_its_bucket(tmp_path: Path) -> None:
     """One that has ended in time, by its future or by what was asked, does not."""
     it, calls, rung = watch(tmp_path)
-    line = it.line("world.0", [0, 1])
+    line = it.sequence("world.0", [0, 1])
     it.start()
     line.issue("all_reduce", what="ends").done()
     line.issue("all_reduce", what="has ended").done_when(lambda: True)
@@ -103,8 +103,8 @@ def test_a_collective_that_takes_too_long_rings_the_alarm_with_its_bucket(tmp_pa
     line.issue("all_reduce", payload).done_when(lambda: False)
     assert rung.wait(5)
     ((one, *others),) = calls
-    assert (one.ticket.bucket, one.ticket.params[0].name, one.ticket.number) == (7, "w", 3)
-    assert one.ticket.described == "bucket 7 of gradients"
+    assert (one.pending.bucket, one.pending.params[0].name, one.pending.number) == (7, "w", 3)
+    assert one.pending.described == "bucket 7 of gradients"
     assert 0.4 < one.age_s < 4
     assert not others
 
@@ -112,7 +112,7 @@ def test_a_collective_that_takes_too_long_rings_the_alarm_with_its_bucket(tmp_pa
 def test_a_collective_that_failed_is_still_what_this_rank_waits_for(tmp_path: Path) -> None:
     """Ranks that end over a hang break the others' collectives. It does not ring by growing older."""
     it, _, _ = watch(tmp_path, timeout_s=30)
-    line = it.line("world.0", [0, 1])
+    line = it.sequence("world.0", [0, 1])
     ended = threading.Event()
     line.issue("all_reduce", what="one").done()
     two = line.issue("all_reduce", what="two")
@@ -121,10 +121,10 @@ def test_a_collective_that_failed_is_still_what_this_rank_waits_for(tmp_path: Pa
     assert it.overdue(0) == []  # over, as far as one can see
     with pytest.raises(ConnectionError), waiting(line, "broadcast", "three"):
         raise ConnectionError
-    two.broke()
-    first = {one.ticket.what: one.age_s for one in it.overdue(0)}
+    two.failed()
+    first = {one.pending.what: one.age_s for one in it.overdue(0)}
     time.sleep(0.05)
-    assert {one.ticket.what: one.age_s for one in it.overdue(0)} == first
+    assert {one.pending.what: one.age_s for one in it.overdue(0)} == first
     assert first.keys() == {"two", "three"}
 
 
@@ -140,7 +140,7 @@ def test_another_ranks_alarm_is_heard(tmp_path: Path) -> None:
 def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) -> None:
     """Ctrl-Z and fg: the collective is old, but nobody has waited for it."""
     it, _, rung = watch(tmp_path, timeout_s=2.0)
-    it.line("world.0", [0, 1]).issue("all_reduce")
+    it.sequence("world.0", [0, 1]).issue("all_reduce")
     it.lost_us += 60_000_000
     assert it.overdue(0.0) == []
     it.lost_us -= 60_000_000
@@ -186,14 +186,14 @@ def test_a_board_has_room_for_lines_of_many_ranks(tmp_path: Path) -> None:
     it, _, _ = watch(tmp_path)
     lines = (range(10_000), range(3, 9_003, 8), range(16, 24), [5], [2, 9])
     for ranks in lines[1:]:
-        it.line("some", ranks).issue("all_reduce")
-    it.line("world.0", lines[0]).issue("all_reduce")
+        it.sequence("some", ranks).issue("all_reduce")
+    it.sequence("world.0", lines[0]).issue("all_reduce")
     it.note(it.overdue(0))
     found = read(it.board.path)
     assert found is not None
     assert [wait.ranks for wait in found.waits] == [tuple(ranks) for ranks in lines[1:]]
     for ranks in lines:
-        it.line("again", ranks).issue("all_reduce")
+        it.sequence("again", ranks).issue("all_reduce")
         it.note(it.overdue(0)[-1:])
         found = read(it.board.path)
         assert found is not None
@@ -213,7 +213,7 @@ def test_a_look_that_fails_is_told_once_and_the_next_ones_find_the_hang(
         asked.release()
         raise KeyError("nobody knows")
 
-    line = it.line("world.0", [0, 1])
+    line = it.sequence("world.0", [0, 1])
     line.issue("all_reduce", what="strange").done_when(ended)
     it.start()
     try:
@@ -222,7 +222,7 @@ def test_a_look_that_fails_is_told_once_and_the_next_ones_find_the_hang(
         assert rung.wait(30)
     finally:
         it.close()
-    assert [one.ticket.what for one in calls[0]] == ["the one that hangs"]
+    assert [one.pending.what for one in calls[0]] == ["the one that hangs"]
     told = capsys.readouterr().err
     assert told.count("the watch of rank 0: a look has failed, and it goes on looking") == 1
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.folder import Checkpoint, Files
 from ddprun.run_files import open_file
-from ddprun_hooks.exchange import Control
+from ddprun_hooks.comm.control import Control
 
 _LOOK_EVERY_S = 0.01
 _LOOK_AT_LEAST_EVERY_S = 0.5

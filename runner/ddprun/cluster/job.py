@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from ddprun.spec import Loaded
-from ddprun_hooks.trust import VARIABLE
+from ddprun_hooks.config.trust import VARIABLE
 
 PORT = 29400
 """Where the hosts of a job with a network of its own meet: torchelastic's own default."""

@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from ddprun_hooks.trust import trust
+from ddprun_hooks.config.trust import trust
 
 
 def make_folder_importable(beside: Path) -> None:

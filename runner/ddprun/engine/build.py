@@ -17,12 +17,12 @@ from ddprun.spec import Choice, DataPair, Loaded, PipelineError, StepStage, leng
 from ddprun.sync.noise import noise
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS
-from ddprun_hooks.dotted import import_dotted
+from ddprun_hooks.config.import_path import import_dotted
+from ddprun_hooks.config.options import parse_spec
+from ddprun_hooks.config.trust import TrustSettingError, UntrustedError, Wanted
 from ddprun_hooks.errors import DottedNameError, HookSetupError
-from ddprun_hooks.options import parse_spec
 from ddprun_hooks.registry import make_hook
 from ddprun_hooks.stack import Stack
-from ddprun_hooks.trust import TrustSettingError, UntrustedError, Wanted
 
 MUTATIONS: dict[str, Callable[..., None]] = {"noise": noise}
 UPDATES: dict[str, Callable[..., None]] = {"evolution_strategies": evolution_strategies}

@@ -16,8 +16,8 @@ from ddprun.engine.ranks import Ranks
 from ddprun.engine.state import shared_keys, state_of
 from ddprun.spec import Loaded, PipelineError
 from ddprun.telemetry.gather import Records
-from ddprun_hooks.exchange import open_control
-from ddprun_hooks.teams import Layout
+from ddprun_hooks.comm.control import open_control
+from ddprun_hooks.comm.groups import Placement
 
 if TYPE_CHECKING:
     from ddprun.engine.session import Session
@@ -108,7 +108,7 @@ class Checkpoints:
             position.elapsed_s()
         position.run_elapsed_s()
         if at_end:  # ranks that never meet have stopped each after a step of its own
-            known = session.exchange.control.gather([float(step), float(self._writer.count)])
+            known = session.exchange.control.all_gather([float(step), float(self._writer.count)])
             step = int(known[:, 0].max())
             self._writer.leave_out(int(known[:, 1].max()))
         state, shared = state_of(session), shared_keys(session)
@@ -164,7 +164,7 @@ def layout_of(session: "Session") -> str:
     """By what the ranks' shares of what hooks keep are cut."""
     cap_mb, hooks = session.loaded.pipeline.ddp.bucket_cap_mb, sorted(session.stacks.used)
     ranks = session.ranks
-    hosts = Layout(ranks.rank, ranks.hosts, ranks.local_sizes).launched()
+    hosts = Placement(ranks.rank, ranks.hosts, ranks.local_sizes).launched()
     return repr((cap_mb, hosts, hooks))
 
 

@@ -9,7 +9,7 @@ from ddprun.spec import AverageStage, BroadcastStage, Evaluate, Save
 from ddprun.sync.audit import DriftError, Finding, audit
 from ddprun.sync.policy import averaged_parameters
 from ddprun_hooks.buckets import ParameterBuckets
-from ddprun_hooks.teams import Layout
+from ddprun_hooks.comm.groups import Placement
 
 
 def average(session: Session, stage: AverageStage) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def look(session: Session, where: str, step: int, *, at_end: bool = False) -> Fi
     Raises:
         DriftError: ranks that have to be equal are not.
     """
-    layout = Layout(session.ranks.rank, session.ranks.hosts, session.ranks.local_sizes)
+    layout = Placement(session.ranks.rank, session.ranks.hosts, session.ranks.local_sizes)
     groups: list[list[int]] | None = None
     if session.together == "host":
         groups = layout.blocks(session.host_count)

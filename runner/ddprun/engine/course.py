@@ -115,7 +115,7 @@ def open_course(session: Session, stage: StepStage) -> Course:
     if settings.mutate is not None:
         mutate = build.build_mutation(session.loaded, f"{stage.path}.mutate", settings.mutate)
     session.stacks.enter(stage.index)
-    stack, host_stack = session.stacks.all_ranks[stage.index], session.stacks.inside_hosts[stage.index]
+    stack, host_stack = session.stacks.all_ranks[stage.index], session.stacks.within_hosts[stage.index]
     place = Workplace(session.model, session.optimizer, session.carrier, stack, host_stack)
     policy = session.policy = build_policy(settings, place, session.outer_momentum)
     session.buffers.setting = settings.buffers
@@ -127,10 +127,10 @@ def open_course(session: Session, stage: StepStage) -> Course:
     signature = f"{policy.describe()}; {stack.described}; {place.buckets().layouts!r}"
     if settings.gradients and session.dispatcher is not None:
         dispatcher, world = session.dispatcher, session.exchange.gradients.world
-        dispatcher.stack, dispatcher.team = stack, world
+        dispatcher.stack, dispatcher.group = stack, world
         if settings.gradients == "host":
             hosts = settings.sync.options["hosts"]
-            dispatcher.stack, dispatcher.team = host_stack, world.splits[hosts][0]
+            dispatcher.stack, dispatcher.group = host_stack, world.splits[hosts][0]
         signature += dispatcher.signature
     session.exchange.control.agree("the buckets, the hooks and the sync policy", signature)
     session.events.info(
@@ -215,7 +215,7 @@ def _run(course: Course, compute: Compute) -> bool:
     if any(word.checkpoint for word in agreed) and not session.failed:
         session.checkpoints.take(session, wished=True)
     mine = [float(session.stop.wanted), float(session.finite.first())]
-    wanted, places = session.exchange.control.gather(mine, "the stage's end").T.tolist()
+    wanted, places = session.exchange.control.all_gather(mine, "the stage's end").T.tolist()
     if nonfinite.stops_at_end(session, [int(place) for place in places], settings.on_nan):
         session.failed = True
     return session.failed or any(wanted)

@@ -22,7 +22,7 @@ from torch.utils.data._utils import worker as loading_process
 from ddprun.engine.samples import BatchError, collate, digest_of
 from ddprun.engine.seeding import generators_kept, seed_everything
 from ddprun.orphans import die_with_parent
-from ddprun_hooks.exchange import Control
+from ddprun_hooks.comm.control import Control
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +141,10 @@ class Feed:
             length = -1 if self.iterable else len(self.dataset)
             read = self._look_ahead() if self.iterable else self._at(self._order()[0])
         if not self.iterable:
-            lengths = control.gather([float(length)], "the data sets' lengths")[:, 0].tolist()
+            lengths = control.all_gather([float(length)], "the data sets' lengths")[:, 0].tolist()
             self._lengths = [int(one) for one in lengths]
             self._refuse_lengths()
-        digests = control.tell(read, "a digest of the first samples")
+        digests = control.all_gather_bytes(read, "a digest of the first samples")
         self.odd_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         return self.odd_ranks
 
@@ -379,7 +379,7 @@ class Feed:
         """The numbers of all ranks."""
         if self._control is None:
             return [samples]
-        told = self._control.gather([float(one) for one in samples], "samples of every rank")
+        told = self._control.all_gather([float(one) for one in samples], "samples of every rank")
         return [[int(one) for one in row] for row in told.tolist()]
 
     def _load(self, rank: int, ranks: int, skip: int) -> Iterator[Any]:

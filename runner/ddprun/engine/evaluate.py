@@ -61,7 +61,7 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
                 sums[place, 0] += value
                 sums[place, 1] += count
     mine = [*sums.flatten().tolist(), counted]
-    *words, samples = session.exchange.control.gather(mine, "sums of the evaluation").sum(0).tolist()
+    *words, samples = session.exchange.control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
     found = {
         name: metric.finish(words[2 * place] / words[2 * place + 1]) if words[2 * place + 1] else math.nan
         for place, (name, metric) in enumerate(metrics.items())
@@ -244,7 +244,7 @@ def call_sizes(held: Sequence[int], most: int) -> list[int]:
 
 def _of_all(session: Session, number: int) -> list[int]:
     """Every rank's number."""
-    told = session.exchange.control.gather([float(number)], "samples to evaluate on")
+    told = session.exchange.control.all_gather([float(number)], "samples to evaluate on")
     return [int(one) for one in told[:, 0].tolist()]
 
 
@@ -260,7 +260,7 @@ def _sharded(session: Session, first: Callable[[], Sequence[Any]]) -> bool:
     with seeding.generators_kept(session.place.device):
         seeding.seed_everything(session.loaded.pipeline.seed)
         digest = digest_of(first())
-    told = session.exchange.control.tell(digest, "a digest of the held-out samples")
+    told = session.exchange.control.all_gather_bytes(digest, "a digest of the held-out samples")
     odd = [rank for rank, theirs in enumerate(told) if theirs != told[0]]
     if session.held_out_sharded:
         session.held_out_sharded = bool(odd)

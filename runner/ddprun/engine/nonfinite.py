@@ -115,7 +115,7 @@ def stops_at_end(session: "Session", places: Sequence[int], on_nan: Literal["con
 
 def _compare(session: "Session", on_nan: Literal["continue", "stop"]) -> bool:
     step, loss = session.ledger.nonfinite or (0, 0.0)
-    told = session.exchange.control.gather(
+    told = session.exchange.control.all_gather(
         [step, loss, session.finite.first()], "losses that are not finite"
     ).tolist()
     places = [int(row[2]) for row in told]

@@ -37,11 +37,12 @@ from ddprun.telemetry.ledger import Ledger
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.progress import Screen, screen_for
 from ddprun.telemetry.stragglers import Stragglers
+from ddprun_hooks.comm.control import Control, open_control
+from ddprun_hooks.comm.exchange import Exchange
+from ddprun_hooks.comm.groups import combine
 from ddprun_hooks.dispatcher import Dispatcher
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.exchange import Control, Exchange, open_control
-from ddprun_hooks.hook import Need
-from ddprun_hooks.teams import all_of
+from ddprun_hooks.hook import GroupRequirement
 
 
 def open_session(
@@ -196,7 +197,7 @@ def _open_exchange(
 ) -> Exchange:
     """Make the process groups that the stages need."""
     chosen = [
-        (stage.effective(loaded.pipeline), stacks.all_ranks[stage.index], stacks.inside_hosts[stage.index])
+        (stage.effective(loaded.pipeline), stacks.all_ranks[stage.index], stacks.within_hosts[stage.index])
         for stage in loaded.pipeline.step_stages()
     ]
     try:
@@ -206,11 +207,13 @@ def _open_exchange(
             backend=place.backend,
             hosts=ranks.hosts,
             local_sizes=ranks.local_sizes,
-            gradients=all_of(policies.gradient_needs(*one) for one in chosen),
-            deltas=all_of(policies.delta_needs(*one) for one in chosen),
-            plain=all_of([{Need("world"): 1}, *(policies.plain_needs(one[0]) for one in chosen)]),
+            gradients=combine(policies.gradient_needs(*one) for one in chosen),
+            deltas=combine(policies.delta_needs(*one) for one in chosen),
+            plain=combine(
+                [{GroupRequirement("world"): 1}, *(policies.plain_needs(one[0]) for one in chosen)]
+            ),
             timeout=timeout,
-            watch=ranks.watch,
+            observer=ranks.watch,
         )
     except HookSetupError as error:
         at = "sync" if "two levels" in str(error) and not _has_hierarchical_hook(loaded) else "hooks"

@@ -10,9 +10,9 @@ from ddprun.sync.hierarchical_sgd import HierarchicalSgd
 from ddprun.sync.independent import Independent
 from ddprun.sync.local_sgd import LocalSgd
 from ddprun.sync.policy import Policy, Workplace, averaged_parameters
-from ddprun_hooks.hook import Need
+from ddprun_hooks.comm.groups import combine, within_hosts
+from ddprun_hooks.hook import GroupRequirement
 from ddprun_hooks.stack import Stack
-from ddprun_hooks.teams import all_of, inside_hosts
 
 
 class Still(Policy):
@@ -58,14 +58,14 @@ def build_policy(settings: TrainSettings, place: Workplace, momentum: dict[str, 
     raise AssertionError(f"a sync policy without an engine: {settings.sync.name}")
 
 
-def gradient_needs(settings: TrainSettings, stack: Stack, host_stack: Stack) -> dict[Need, int]:
+def gradient_needs(settings: TrainSettings, stack: Stack, host_stack: Stack) -> dict[GroupRequirement, int]:
     """Among which ranks a stage's gradients travel."""
     if settings.gradients == "host":
-        return inside_hosts(host_stack.needs, _hosts(settings))
-    return dict(stack.needs) if settings.gradients == "all" else {}
+        return within_hosts(host_stack.requirements, _hosts(settings))
+    return dict(stack.requirements) if settings.gradients == "all" else {}
 
 
-def delta_needs(settings: TrainSettings, stack: Stack, host_stack: Stack) -> dict[Need, int]:
+def delta_needs(settings: TrainSettings, stack: Stack, host_stack: Stack) -> dict[GroupRequirement, int]:
     """Among which ranks a stage's changes of parameters travel."""
     match settings.sync.settings:
         case chosen.EveryStep() if settings.gradients == "all":
@@ -73,16 +73,16 @@ def delta_needs(settings: TrainSettings, stack: Stack, host_stack: Stack) -> dic
         case chosen.Broadcast() | chosen.Independent():
             return {}
         case chosen.HierarchicalSgd() as o if settings.gradients is None:
-            return all_of([stack.needs, inside_hosts(host_stack.needs, o.hosts)])
-    return dict(stack.needs)
+            return combine([stack.requirements, within_hosts(host_stack.requirements, o.hosts)])
+    return dict(stack.requirements)
 
 
-def plain_needs(settings: TrainSettings) -> dict[Need, int]:
+def plain_needs(settings: TrainSettings) -> dict[GroupRequirement, int]:
     """Among which ranks a stage sends values as they are."""
     options = settings.sync.settings
     if isinstance(options, chosen.HierarchicalSgd) and options.optimizer_state == "average":
-        return {Need("world"): 1, Need("within", options.hosts): 1}
-    return {Need("world"): 1}
+        return {GroupRequirement("world"): 1, GroupRequirement("within", options.hosts): 1}
+    return {GroupRequirement("world"): 1}
 
 
 def check_policies(loaded: Loaded, model: nn.Module, ranks: int) -> None:

@@ -27,7 +27,7 @@ from ddprun.watch.alarm import Peer
 from ddprun.watch.board import claim
 from ddprun.watch.keeper import DESK
 from ddprun.watch.watcher import UNWATCHED, Onlooker
-from ddprun_hooks.watch import waiting
+from ddprun_hooks.comm.observer import waiting
 
 _FIRST_FAILURE = "failed"
 
@@ -93,7 +93,7 @@ class Ranks:
         self.watch = watch
         self.host = socket.gethostname()
         self._board = board
-        self._meeting = watch.line("joining", range(self.size))
+        self._meeting = watch.sequence("joining", range(self.size))
         self._base: dist.Store | None = None
         self._spare: dist.Store | None = None
         self._peers: dict[int, Peer] = {}

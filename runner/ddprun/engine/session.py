@@ -35,8 +35,8 @@ from ddprun.telemetry.ledger import Ledger
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.progress import Screen
 from ddprun.track.trackers import Trackers, nobody
+from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.dispatcher import Dispatcher
-from ddprun_hooks.exchange import Exchange
 
 _COMPARE_CLOCKS_EVERY_S = 60.0
 _STOP, _ASK_EVERY_S = "stop", 1.0
@@ -165,7 +165,7 @@ class Session:
             self.clock.tie()
         offset, bound = self.exchange.control.clock_offset()
         self.ledger.offset_us = offset
-        measured = self.exchange.control.gather([offset, bound], "clock offsets")
+        measured = self.exchange.control.all_gather([offset, bound], "clock offsets")
         self.events.info(
             "clock_offsets",
             offset_us=[round(value, 1) for value in measured[:, 0].tolist()],

@@ -1,7 +1,7 @@
 """Whether `/dev/shm` has room for what the ranks of a host put there.
 
 Processes that load data (`loader.workers`) hand batches over in it, and their queues keep semaphores there.
-Memory that ranks share is not there: it has no name (`ddprun_hooks.arena_setup`), and so no limit of this
+Memory that ranks share is not there: it has no name (`ddprun_hooks.shm.setup`), and so no limit of this
 kind. NCCL uses it between the GPUs of one host.
 """
 

@@ -15,7 +15,7 @@ class Stacks:
     """Stacks by the place of their stage in `stages`."""
 
     all_ranks: dict[int, Stack] = field(default_factory=dict)
-    inside_hosts: dict[int, Stack] = field(default_factory=dict)
+    within_hosts: dict[int, Stack] = field(default_factory=dict)
     """For what the ranks of one host exchange among themselves: `hierarchical` has one level less there."""
 
     used: dict[str, Stack] = field(default_factory=dict)
@@ -28,9 +28,9 @@ class Stacks:
 
     def enter(self, stage: int) -> None:
         """A stage begins: its hooks take over what hooks of the same name have kept in earlier stages."""
-        for stacks in (self.all_ranks, self.inside_hosts):
+        for stacks in (self.all_ranks, self.within_hosts):
             stack = stacks[stage]
-            stack.take_over([other for other in stacks.values() if other is not stack])
+            stack.adopt_state([other for other in stacks.values() if other is not stack])
 
     def state_dict(self) -> dict[str, Any]:
         """State of every stack."""
@@ -76,7 +76,7 @@ def open_stacks(loaded: Loaded) -> Stacks:
     for stage in loaded.pipeline.step_stages():
         hooks = stage.effective(loaded.pipeline).hooks
         path = key_path(stage, "hooks")
-        for inside, stacks in ((False, found.all_ranks), (True, found.inside_hosts)):
+        for inside, stacks in ((False, found.all_ranks), (True, found.within_hosts)):
             wanted = repr([hook.plain() for hook in hooks]), inside
             if wanted not in names:
                 # A checkpoint has this name, so it tells no secret of the hooks' options.

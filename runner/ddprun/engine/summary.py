@@ -22,7 +22,7 @@ def summarise(
     session: Session, *, status: str, seconds: float, stages: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Add up all ranks; called by all of them. Times are means over ranks, in seconds."""
-    words = session.exchange.control.gather(session.ledger.totals.numbers(), "totals for the summary")
+    words = session.exchange.control.all_gather(session.ledger.totals.numbers(), "totals for the summary")
     totals = [Totals.of(word) for word in words.tolist()]
 
     def mean_s(*parts: str) -> float:

@@ -14,7 +14,7 @@ from ddprun import LAUNCHED
 from ddprun.spec import Loaded, PipelineError
 from ddprun.telemetry.progress import Screen
 from ddprun.track.trackers import NEEDS, About, StepTold, Trackers, maker, missing
-from ddprun_hooks.flight import Flight
+from ddprun_hooks.comm.trace import BucketTrace
 
 
 def check_trackers(loaded: Loaded) -> None:
@@ -76,9 +76,9 @@ def fail_when_ended(trackers: Trackers) -> None:
     threading.Thread(target=end, name="ddprun-ended", daemon=True).start()
 
 
-def pass_on(trackers: Trackers, record: dict[str, Any], landed: Sequence[Flight[int]]) -> None:
+def pass_on(trackers: Trackers, record: dict[str, Any], landed: Sequence[BucketTrace[int]]) -> None:
     """Tell the trackers of a step."""
     sent: Counter[tuple[str, str]] = Counter()
-    for flight in landed:
-        sent[flight.kind, ",".join(flight.hooks) or "all_reduce"] += flight.wire_bytes
+    for trace in landed:
+        sent[trace.kind, ",".join(trace.hooks) or "all_reduce"] += trace.wire_bytes
     trackers.step(StepTold(record, sent))

@@ -61,13 +61,13 @@ def compute(course: Course, batches: StepBatches, step: int) -> None:
                 weighted = weighted * scale
             ledger.lap("forward_us")
             if dispatcher is not None:
-                dispatcher.flights = ledger.flights
+                dispatcher.traces = ledger.traces
             watch.turn(b"backward")
             _backward(dispatcher, weighted)
-            if last and dispatcher is not None and (unsent := dispatcher.unsent):
-                unused = [name for name in without_gradient(session.model) if name in unsent]
+            if last and dispatcher is not None and (missing := dispatcher.missing):
+                unused = [name for name in without_gradient(session.model) if name in missing]
                 where = f"the loss of rank {session.ranks.rank} in step {session.step + 1}"
-                raise session.objective.unused(unused or unsent, where)
+                raise session.objective.unused(unused or missing, where)
             watch.turn(b"data")
             if last and session.gradients is not None:
                 ledger.current.gradients = session.gradients.take()
@@ -80,7 +80,7 @@ def compute(course: Course, batches: StepBatches, step: int) -> None:
     if dispatcher is None:
         precision.unscale(session.model.parameters())
     else:
-        dispatcher.flights = None
+        dispatcher.traces = None
         if look:
             dispatcher.measure_fidelity(session.exchange.exact_sum)
             ledger.lap("sync_us")

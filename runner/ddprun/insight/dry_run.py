@@ -17,7 +17,7 @@ from ddprun.engine.position import Position
 from ddprun.engine.session import Session
 from ddprun.engine.stacks import Stacks
 from ddprun.insight.sight import Outline, Sight
-from ddprun.insight.traffic import Hooks, Lane, Rehearsals, Way
+from ddprun.insight.traffic import Hooks, QueueName, Rehearsals, Way
 from ddprun.spec import (
     Audit,
     AverageStage,
@@ -36,15 +36,13 @@ from ddprun.sync.carrier import Carrier, Parcel
 from ddprun.telemetry.events import event_log
 from ddprun.telemetry.ledger import Ledger
 from ddprun.telemetry.progress import Silent
-from ddprun_hooks import lane as lanes
 from ddprun_hooks.buckets import BucketLayout, ParameterBuckets
-from ddprun_hooks.exchange import Control, Exchange
-from ddprun_hooks.flight import dtype_name
-from ddprun_hooks.lane import HostLane, new_flight
-from ddprun_hooks.payload import Kind, Payload
-from ddprun_hooks.plain import Broadcast
-from ddprun_hooks.stack import Stack
-from ddprun_hooks.team import Team
+from ddprun_hooks.comm.control import Control
+from ddprun_hooks.comm.exchange import Exchange
+from ddprun_hooks.comm.groups import RankGroup
+from ddprun_hooks.comm.queue import CommQueue, HostQueue, new_trace
+from ddprun_hooks.payload import Kind, Payload, dtype_name
+from ddprun_hooks.stack import Broadcast, Stack
 
 Moment = Literal["begin", "before_forward", "backward", "after_step", "end", "once"]
 """`begin`, `end`: before a stage's first step and after its last. `once`: by a stage without steps."""
@@ -114,7 +112,7 @@ class _DryRun:
         stacks = Stacks()
         for stage in self._pipeline.step_stages():
             stacks.all_ranks[stage.index] = hooks.make(stage)
-            stacks.inside_hosts[stage.index] = hooks.make(stage, inside_host=True)
+            stacks.within_hosts[stage.index] = hooks.make(stage, inside_host=True)
         self._optimizer = sight.optimizer or SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
         # What the engine's stages touch of a session beside computing. Parameters have no values to audit.
         unaudited = self._pipeline.model_copy(update={"audit": Audit(), "schedule": None})
@@ -170,7 +168,7 @@ class _DryRun:
         shortened = _without_user_code(stage, length)
         self._carrier.stacks = (
             self._session.stacks.all_ranks[stage.index],
-            self._session.stacks.inside_hosts[stage.index],
+            self._session.stacks.within_hosts[stage.index],
         )
         self._carrier.moment = "begin"
         ours = course.open_course(self._session, shortened)
@@ -274,20 +272,20 @@ class _Carrier(Carrier):
         sent, self._sent = self._sent, []
         return tuple(sent)
 
-    def send(self, lane: lanes.Lane, payload: Payload, stack: Stack, team: Team) -> Parcel:
+    def send(self, lane: CommQueue, payload: Payload, stack: Stack, team: RankGroup) -> Parcel:
         layout = BucketLayout(
             payload.bucket, dtype_name(payload.tensor.dtype), payload.tensor.numel(), payload.params
         )
         self.note(self._way(lane, payload.kind, stack, team), layout if self._known else None)
         future: Future[Tensor] = Future()
         future.set_result(payload.tensor)
-        return Parcel(future, new_flight(payload, stack, 0))
+        return Parcel(future, new_trace(payload, stack, 0))
 
     def land(self, parcel: Parcel) -> Tensor:
         landed: Tensor = parcel.future.wait()
         return landed
 
-    def average(self, buckets: ParameterBuckets, kind: Kind, team: Team | None = None) -> None:
+    def average(self, buckets: ParameterBuckets, kind: Kind, team: RankGroup | None = None) -> None:
         if kind == "optimizer" and not self.known_state:
             plain = self.exchange.plain
             self.note(self._way(plain, kind, self._plain, team or plain.world), None)
@@ -300,8 +298,8 @@ class _Carrier(Carrier):
         if layout is not None or sent not in self._sent:
             self._sent.append(sent)
 
-    def _way(self, lane: lanes.Lane, kind: Kind, stack: Stack, team: Team) -> Way:
-        name = cast(Lane, lane.world.name)
+    def _way(self, lane: CommQueue, kind: Kind, stack: Stack, team: RankGroup) -> Way:
+        name = cast(QueueName, lane.world.name)
         inside, hosts = False, None
         for split, (host, _) in lane.world.splits.items():
             if team is host:
@@ -317,21 +315,21 @@ class _Carrier(Carrier):
 
 
 class _Alone(Control):
-    """A control word that every other rank seems to have sent alike."""
+    """Control messages that every other rank seems to have sent alike."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
 
-    def gather(self, word: Sequence[float], what: str = "") -> Tensor:
-        return torch.tensor([list(word)] * self.size, dtype=torch.float64)
+    def all_gather(self, numbers: Sequence[float], what: str = "") -> Tensor:
+        return torch.tensor([list(numbers)] * self.size, dtype=torch.float64)
 
 
-def _exchange(teams: dict[Lane, Team]) -> Exchange:
+def _exchange(teams: dict[QueueName, RankGroup]) -> Exchange:
     """What rank 0 would exchange over."""
     return Exchange(
-        gradients=HostLane(teams["world"]),
-        deltas=HostLane(teams["deltas"]),
-        plain=HostLane(teams["plain"]),
+        gradients=HostQueue(teams["world"]),
+        deltas=HostQueue(teams["deltas"]),
+        plain=HostQueue(teams["plain"]),
         exact=teams["plain"],
         control=_Alone(teams["plain"].size),
     )

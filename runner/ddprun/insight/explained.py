@@ -12,7 +12,7 @@ from ddprun.insight.traffic import Amount, Carried, SentLeg, Way, total
 from ddprun.spec import Loaded, TrainSettings
 from ddprun.sync.buffers import Verdict
 from ddprun_hooks.buckets import BucketLayout
-from ddprun_hooks.team import nbytes
+from ddprun_hooks.payload import nbytes
 
 VERSION = 1
 

@@ -24,11 +24,10 @@ from ddprun.engine.precision import Precision
 from ddprun.spec import Choice, Loaded, PipelineError
 from ddprun.sync.buffers import Verdict
 from ddprun_hooks.buckets import BucketLayout
+from ddprun_hooks.comm.groups import Placement, RankGroup
+from ddprun_hooks.comm.queue import HostQueue
 from ddprun_hooks.dispatcher import Dispatcher
-from ddprun_hooks.lane import HostLane
 from ddprun_hooks.stack import Stack
-from ddprun_hooks.team import Team
-from ddprun_hooks.teams import Layout
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -45,10 +44,10 @@ class World:
         """How many there are."""
         return self.hosts * self.ranks_per_host
 
-    def layout(self, rank: int) -> Layout:
+    def layout(self, rank: int) -> Placement:
         """Where the ranks are, seen from one of them."""
         names = [f"host {place // self.ranks_per_host}" for place in range(self.ranks)]
-        return Layout(rank, tuple(names), (self.ranks_per_host,) * self.ranks)
+        return Placement(rank, tuple(names), (self.ranks_per_host,) * self.ranks)
 
 
 class Outline(nn.Module):
@@ -217,7 +216,7 @@ def _buckets(
     settings = loaded.pipeline.ddp
     with _one_rank():
         ddp = wrap(model, settings, precision.device)
-        dispatcher = Dispatcher(ddp, HostLane(Team("world", 0, ("here",))), Stack([]))
+        dispatcher = Dispatcher(ddp, HostQueue(RankGroup("world", 0, ("here",))), Stack([]))
         freeze_layout(
             ddp,
             dispatcher,

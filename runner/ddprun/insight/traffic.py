@@ -14,19 +14,17 @@ from ddprun.engine.policies import delta_needs, gradient_needs, key_path, plain_
 from ddprun.insight.sight import World, is_foreign
 from ddprun.spec import Choice, Loaded, PipelineError, StepStage
 from ddprun_hooks.buckets import BucketLayout
+from ddprun_hooks.comm.groups import RankGroup, combine
+from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_group
+from ddprun_hooks.comm.trace import CollectiveTrace
+from ddprun_hooks.config.options import BUILT_IN, parse_spec
 from ddprun_hooks.errors import HooksError, HookSetupError
-from ddprun_hooks.flight import Leg
-from ddprun_hooks.hook import Need, Needs
-from ddprun_hooks.options import BUILT_IN, parse_spec
+from ddprun_hooks.hook import GroupRequirement, GroupRequirements
 from ddprun_hooks.payload import Kind
-from ddprun_hooks.plain import broadcast_from, summed
-from ddprun_hooks.rehearse import imagined_team, made_up, rehearse
-from ddprun_hooks.stack import Stack
-from ddprun_hooks.team import Team
-from ddprun_hooks.teams import all_of
+from ddprun_hooks.stack import Stack, all_reduce_stack, broadcast_stack
 
-Lane = Literal["world", "deltas", "plain"]
-"""As `ddprun_hooks.exchange.Exchange` calls their teams; `world` is that of gradients."""
+QueueName = Literal["world", "deltas", "plain"]
+"""As `ddprun_hooks.comm.exchange.Exchange` calls their teams; `world` is that of gradients."""
 
 Among = Literal["all", "host", "across"]
 """All ranks, those of each host, or those of one place on every host."""
@@ -82,7 +80,7 @@ class Way:
     """How a bucket travels."""
 
     kind: Kind
-    lane: Lane
+    lane: QueueName
     through: Literal["hooks", "host_hooks", "sum", "broadcast"]
     """The stage's hooks, those that are left of them inside a host, or neither."""
 
@@ -168,20 +166,24 @@ class Rehearsals:
 
     def __init__(self, loaded: Loaded, world: World, hooks: Hooks, device: torch.device) -> None:
         self._loaded, self._world, self._hooks, self._device = loaded, world, hooks, device
-        needs: dict[Lane, list[Needs]] = {"world": [], "deltas": [], "plain": [{Need("world"): 1}]}
+        needs: dict[QueueName, list[GroupRequirements]] = {
+            "world": [],
+            "deltas": [],
+            "plain": [{GroupRequirement("world"): 1}],
+        }
         for stage in loaded.pipeline.step_stages():
             settings = stage.effective(loaded.pipeline)
             stacks = hooks.make(stage), hooks.make(stage, inside_host=True)
-            wanted: dict[Lane, Needs] = {
+            wanted: dict[QueueName, GroupRequirements] = {
                 "world": gradient_needs(settings, *stacks),
                 "deltas": delta_needs(settings, *stacks),
                 "plain": plain_needs(settings),
             }
-            self._check(stage, stacks[0], all_of(wanted.values()))
+            self._check(stage, stacks[0], combine(wanted.values()))
             for lane, of in wanted.items():
                 needs[lane].append(of)
-        self.teams: list[dict[Lane, Team]] = [
-            {lane: imagined_team(lane, world.layout(rank), all_of(of)) for lane, of in needs.items()}
+        self.teams: list[dict[QueueName, RankGroup]] = [
+            {lane: simulated_group(lane, world.layout(rank), combine(of)) for lane, of in needs.items()}
             for rank in range(world.ranks)
         ]
         """Of each rank, those of all ranks, by lane; the others are their splits."""
@@ -216,46 +218,46 @@ class Rehearsals:
         return self._known[key]
 
     def _carry(self, stage: StepStage | None, way: Way, layout: BucketLayout) -> Carried:
-        flights = []
+        traces = []
         # Where no hook looks at values there need not be any.
         values = bool(self._stack(stage, way).names) and way.through != "broadcast"
-        first = made_up(layout, way.kind, self._device if values else torch.device("meta"))
+        first = example_payload(layout, way.kind, self._device if values else torch.device("meta"))
         for teams in self.teams:
             world = teams[way.lane]
             team = world.splits[way.hosts][0] if way.inside else world
             payload = replace(first, tensor=first.tensor.clone(), findings=[])
-            flights.append(rehearse(payload, self._stack(stage, way), team))
+            traces.append(simulate(payload, self._stack(stage, way), team))
         return Carried(
             layout,
-            tuple(_joined([flight.legs for flight in flights], _places(self.teams[0][way.lane]))),
+            tuple(_joined([trace.collectives for trace in traces], _places(self.teams[0][way.lane]))),
             Amount(
-                tuple(flight.wire_bytes for flight in flights),
-                tuple(flight.between_hosts_bytes for flight in flights),
+                tuple(trace.wire_bytes for trace in traces),
+                tuple(trace.between_hosts_bytes for trace in traces),
             ),
         )
 
     def _stack(self, stage: StepStage | None, way: Way) -> Stack:
         if way.through == "sum":
-            return summed()
+            return all_reduce_stack()
         if way.through == "broadcast":
-            return broadcast_from(way.source)
+            return broadcast_stack(way.source)
         assert stage is not None, "hooks are a stage's"
         return self._hooks.make(stage, inside_host=way.through == "host_hooks")
 
-    def _check(self, stage: StepStage, stack: Stack, needs: Needs) -> None:
+    def _check(self, stage: StepStage, stack: Stack, needs: GroupRequirements) -> None:
         """See whether the ranks lie as a stage needs them, and tell what of it needs them otherwise."""
         layout = self._world.layout(0)
         for key, of in (
-            ("hooks", {need: needs[need] for need in stack.needs if need in needs}),
+            ("hooks", {need: needs[need] for need in stack.requirements if need in needs}),
             ("sync", needs),
         ):
             try:
-                imagined_team("world", layout, of)
+                simulated_group("world", layout, of)
             except HookSetupError as error:
                 raise PipelineError([self._loaded.fault(key_path(stage, key), str(error))]) from None
 
 
-def _places(world: Team) -> dict[str, tuple[Among, int]]:
+def _places(world: RankGroup) -> dict[str, tuple[Among, int]]:
     """By the name of each team: which ranks are in one, and how many."""
     found: dict[str, tuple[Among, int]] = {world.name: ("all", world.size)}
     for host, across in world.splits.values():
@@ -264,12 +266,14 @@ def _places(world: Team) -> dict[str, tuple[Among, int]]:
     return found
 
 
-def _joined(legs: list[list[Leg[int]]], places: dict[str, tuple[Among, int]]) -> Iterator[SentLeg]:
+def _joined(
+    legs: list[list[CollectiveTrace[int]]], places: dict[str, tuple[Among, int]]
+) -> Iterator[SentLeg]:
     """The legs of all ranks, those together that are one collective on each.
 
     A rank may have fewer than others: one whose share of a bucket is empty sends nothing between hosts.
     """
-    rows: dict[tuple[str, str, str, int], list[Leg[int] | None]] = {}
+    rows: dict[tuple[str, str, str, int], list[CollectiveTrace[int] | None]] = {}
     for rank, own in enumerate(legs):
         times: Counter[tuple[str, str, str]] = Counter()
         for leg in own:

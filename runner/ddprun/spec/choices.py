@@ -17,9 +17,9 @@ from ddprun.spec import signatures, sources
 from ddprun.spec.faults import listing, suggest
 from ddprun.spec.problems import located, mismatch, problem, validate, within
 from ddprun.spec.signatures import TorchKind
-from ddprun_hooks.options import BUILT_IN as HOOKS
-from ddprun_hooks.options import ENTRY_POINT_GROUP, HookSpec
-from ddprun_hooks.trust import IN_FOLDER, METHOD, NO_METHOD, trust
+from ddprun_hooks.config.options import BUILT_IN as HOOKS
+from ddprun_hooks.config.options import ENTRY_POINT_GROUP, HookSpec
+from ddprun_hooks.config.trust import IN_FOLDER, METHOD, NO_METHOD, trust
 
 Origin = Literal["built-in", "torch", "dotted", "installed"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ddprun_hooks.wording import listing as listing
-from ddprun_hooks.wording import sentence
-from ddprun_hooks.wording import suggest as suggest
+from ddprun_hooks.config.messages import listing as listing
+from ddprun_hooks.config.messages import sentence
+from ddprun_hooks.config.messages import suggest as suggest
 
 Severity = Literal["error", "warning"]
 

@@ -9,7 +9,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, ValidationError, core_sc
 
 from ddprun.spec.choices import Choice, OneOf
 from ddprun.spec.problems import problem
-from ddprun_hooks import grammar
+from ddprun_hooks.config import grammar
 
 
 def _check_stack(hooks: tuple[Choice, ...]) -> tuple[Choice, ...]:

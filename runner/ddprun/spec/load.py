@@ -22,7 +22,7 @@ from ddprun.spec.reader import read_file
 from ddprun.spec.schema import Pipeline
 from ddprun.spec.secrets import Secrets, fault_of, filled, holds_secret, names_secret, references
 from ddprun.spec.tree import KeyPath, Node, Place, Source, find, parse_path, show
-from ddprun_hooks.trust import VARIABLE, TrustSettingError, trust
+from ddprun_hooks.config.trust import VARIABLE, TrustSettingError, trust
 
 _PLACEHOLDERS: dict[str, Any] = {
     "model": Choice("model", "mlp", {}, "built-in", Mlp(inputs=1, outputs=1)),

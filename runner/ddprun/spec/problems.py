@@ -7,7 +7,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ddprun.spec.faults import listing, suggest
-from ddprun_hooks.wording import unknown_option
+from ddprun_hooks.config.messages import unknown_option
 
 TOLD = "ddprun"
 """Type of an error that brings its own sentence; every other type is pydantic's."""

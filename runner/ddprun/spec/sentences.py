@@ -12,7 +12,7 @@ from ddprun.spec.patterns import WORDS
 from ddprun.spec.problems import TOLD
 from ddprun.spec.scalars import bool_hint, number_hint, write
 from ddprun.spec.tree import Found, KeyPath, Node, find, show
-from ddprun_hooks.wording import BOUNDS, WANTED, out_of_bounds
+from ddprun_hooks.config.messages import BOUNDS, WANTED, out_of_bounds
 
 Sentence = tuple[str, str | None, str | None]
 """Problem, allowed, suggestion."""

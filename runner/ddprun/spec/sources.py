@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from ddprun_hooks.trust import Trust
+from ddprun_hooks.config.trust import Trust
 
 _MAX_BYTES = 4_000_000
 _MAX_STEPS = 100

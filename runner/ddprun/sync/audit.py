@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ddprun_hooks.exchange import Exchange
+from ddprun_hooks.comm.exchange import Exchange
 
 _DIGEST_BYTES = 6
 """48 bits of a hash: a whole number that float64, in which control words travel, holds exactly."""
@@ -51,7 +51,7 @@ def audit(model: nn.Module, exchange: Exchange, groups: Sequence[Sequence[int]] 
         What differs inside the groups. The distance is over all ranks.
     """
     named = list(model.named_parameters())
-    digests = exchange.control.gather(
+    digests = exchange.control.all_gather(
         [float(digest(param)) for _, param in named], "digests of the parameters"
     )  # (ranks, parameters)
     groups = groups or [range(len(digests))]

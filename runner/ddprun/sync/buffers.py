@@ -10,8 +10,8 @@ from ddprun.spec import Buffers
 from ddprun.sync.audit import digest
 from ddprun.sync.carrier import Carrier
 from ddprun_hooks.buckets import ParameterBuckets
-from ddprun_hooks.exchange import Control
-from ddprun_hooks.team import nbytes
+from ddprun_hooks.comm.control import Control
+from ddprun_hooks.payload import nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def agree(verdict: Verdict, model: nn.Module, control: Control) -> Verdict:
     names = [name for name in named if name not in verdict.counters]
     if not named:
         return verdict
-    words = control.gather(
+    words = control.all_gather(
         [float(verdict.read), *(float(name in verdict.changing) for name in names)], "what buffers do"
     )
     read, *flags = words.any(0).tolist()
@@ -162,7 +162,7 @@ class BufferSync:
         changed = [not _same(self._named[name], self._seen[name]) for name in names]
         control = self._carrier.exchange.control
         digests = [float(digest(b)) if _whole(b) else 0.0 for b in self._named.values()]
-        words = control.gather([*map(float, changed), *digests], "digests of the buffers")
+        words = control.all_gather([*map(float, changed), *digests], "digests of the buffers")
         flags = words[:, : len(names)].any(0).tolist()
         differ = (words[:, len(names) :] != words[0, len(names) :]).any(0).tolist()
         wanted = [

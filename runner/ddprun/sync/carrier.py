@@ -9,13 +9,12 @@ from torch.futures import Future
 
 from ddprun.telemetry.ledger import Ledger
 from ddprun_hooks.buckets import ParameterBuckets
-from ddprun_hooks.exchange import Exchange
-from ddprun_hooks.flight import Flight
-from ddprun_hooks.lane import Lane
+from ddprun_hooks.comm.exchange import Exchange
+from ddprun_hooks.comm.groups import RankGroup
+from ddprun_hooks.comm.queue import CommQueue
+from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Kind, Payload
-from ddprun_hooks.plain import broadcast_from, summed
-from ddprun_hooks.stack import Stack
-from ddprun_hooks.team import Team
+from ddprun_hooks.stack import Stack, all_reduce_stack, broadcast_stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Parcel:
     """A payload under way."""
 
     future: Future[Tensor]
-    flight: Flight[Any]
+    trace: BucketTrace[Any]
 
 
 class Carrier:
@@ -31,7 +30,7 @@ class Carrier:
 
     Args:
         exchange: of the run.
-        ledger: takes the flights, and how long the training thread waited for them.
+        ledger: takes the traces, and how long the training thread waited for them.
         cap_bytes: largest size of a bucket.
     """
 
@@ -39,14 +38,14 @@ class Carrier:
         self.exchange = exchange
         self.cap_bytes = cap_bytes
         self._ledger = ledger
-        self._plain = summed()
+        self._plain = all_reduce_stack()
 
-    def send(self, lane: Lane, payload: Payload, stack: Stack, team: Team) -> Parcel:
+    def send(self, lane: CommQueue, payload: Payload, stack: Stack, team: RankGroup) -> Parcel:
         """Start a payload on its way; `land` waits for it. All ranks send in one order."""
-        flights: list[Flight[Any]] = []
-        future = lane.send(payload, stack, flights, team)
-        self._ledger.sync.sent.append(flights[0])
-        return Parcel(future, flights[0])
+        traces: list[BucketTrace[Any]] = []
+        future = lane.send(payload, stack, traces, team)
+        self._ledger.sync.sent.append(traces[0])
+        return Parcel(future, traces[0])
 
     def land(self, parcel: Parcel) -> Tensor:
         """Wait for a payload: the mean over ranks, in the payload's own memory."""
@@ -54,10 +53,10 @@ class Carrier:
         start = self._ledger.mark()
         mean: Tensor = parcel.future.wait()
         marks.waits.append((start, self._ledger.mark()))
-        marks.landed.append(parcel.flight)
+        marks.landed.append(parcel.trace)
         return mean
 
-    def average(self, buckets: ParameterBuckets, kind: Kind, team: Team | None = None) -> None:
+    def average(self, buckets: ParameterBuckets, kind: Kind, team: RankGroup | None = None) -> None:
         """Overwrite what is in the buckets with its mean over ranks, exactly: no hook touches it.
 
         Args:
@@ -70,10 +69,10 @@ class Carrier:
 
     def broadcast(self, buckets: ParameterBuckets, kind: Kind, source: int) -> None:
         """Overwrite what is in the buckets with what rank `source` has in them."""
-        self._exchange(buckets, kind, broadcast_from(source), self.exchange.plain.world, None)
+        self._exchange(buckets, kind, broadcast_stack(source), self.exchange.plain.world, None)
 
     def _exchange(
-        self, buckets: ParameterBuckets, kind: Kind, stack: Stack, team: Team, share: float | None
+        self, buckets: ParameterBuckets, kind: Kind, stack: Stack, team: RankGroup, share: float | None
     ) -> None:
         parcels = []
         for place, layout in enumerate(buckets.layouts):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ddprun.sync.carrier import Carrier
 from ddprun_hooks.buckets import ParameterBuckets
-from ddprun_hooks.team import Team
+from ddprun_hooks.comm.groups import RankGroup
 
 _COUNTERS = {"step": 0.0, "mu_product": 1.0}
 """What torch's optimizers count, or make of a count, for each parameter, and what it is before a step."""
@@ -30,7 +30,7 @@ def floating_state(optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
-def average_state(optimizer: Optimizer, carrier: Carrier, team: Team | None = None) -> None:
+def average_state(optimizer: Optimizer, carrier: Carrier, team: RankGroup | None = None) -> None:
     """Overwrite the optimizer's state by its mean over ranks, and counters by those of the rank with most
     steps: one whose gradients were not finite has taken less, or none.
 
@@ -50,7 +50,7 @@ def average_state(optimizer: Optimizer, carrier: Carrier, team: Team | None = No
         control.agree("the optimizer's state", str([(name, tuple(v.shape)) for name, v in named.items()]))
         counters = list(_counters(optimizer))
         if counters:
-            words = control.gather(
+            words = control.all_gather(
                 [float(kept[name]) for kept, name in counters], "optimizers' counters"
             )  # (ranks, counters)
             for (kept, name), of_ranks in zip(counters, words.unbind(1), strict=True):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ddprun.sync.carrier import Carrier, Parcel
 from ddprun_hooks.buckets import ParameterBuckets
+from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.stack import Stack
-from ddprun_hooks.team import Team
 
 Apply = Callable[[int, Tensor, Tensor], Tensor]
 """From (place of the bucket, common weights, mean change) to the new common weights; shapes (numel,)."""
@@ -36,7 +36,12 @@ class Part:
     """
 
     def __init__(
-        self, buckets: ParameterBuckets, carrier: Carrier, stack: Stack, team: Team, apply: Apply = _plain
+        self,
+        buckets: ParameterBuckets,
+        carrier: Carrier,
+        stack: Stack,
+        team: RankGroup,
+        apply: Apply = _plain,
     ) -> None:
         self.buckets = buckets
         self._carrier = carrier

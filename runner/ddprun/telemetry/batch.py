@@ -12,8 +12,8 @@ from ddprun.telemetry.settle import Settled, mean
 from ddprun.telemetry.stretches import Ints
 from ddprun.telemetry.word import Numbers, Words
 from ddprun.telemetry.writer import Writer, dumps
-from ddprun_hooks.exchange import Posted
-from ddprun_hooks.flight import Flight
+from ddprun_hooks.comm.control import PendingMessage
+from ddprun_hooks.comm.trace import BucketTrace
 
 _LAPS = {part: part.removesuffix("_us") for part in PARTS} | {"": ""}
 
@@ -28,7 +28,7 @@ class Batch:
     words: OwnWords
     """What this rank tells of them."""
 
-    posted: Posted | None
+    posted: PendingMessage | None
     """The words under way; None: there are none."""
 
     last: int
@@ -42,7 +42,7 @@ class Recorded(NamedTuple):
     gradients: Mapping[str, int]
     """When the gradients were complete, by parameter; empty if nobody has looked."""
 
-    landed: Sequence[Flight[int]]
+    landed: Sequence[BucketTrace[int]]
     all_ready_us: Sequence[int]
     """When the last rank had each payload that landed ready, on this rank's clock; 0: ranks have not told."""
 
@@ -65,7 +65,7 @@ class Account:
         self.settled = batch.settled
         self._rank = rank
         count = len(self.settled.steps)
-        self.all_ready_us: Numbers = np.zeros(len(self.settled.journeys.flights))
+        self.all_ready_us: Numbers = np.zeros(len(self.settled.journeys.traces))
         """When the last rank had each payload ready, on this rank's clock; 0: ranks have not told."""
 
         self._mean_losses: list[float | None] = [None] * count
@@ -110,8 +110,8 @@ class Account:
         for row, step in enumerate(steps):
             # Payloads are let go as soon as they are recorded, while the processor has them in its caches.
             size = landed[row + 1] - landed[row]
-            flights = journeys.flights[:size]
-            del journeys.flights[:size]
+            traces = journeys.traces[:size]
+            del journeys.traces[:size]
             if step.number % every and not all_of_them:
                 continue
             first, end = settled.firsts[row], settled.firsts[row + 1]
@@ -140,7 +140,7 @@ class Account:
                 "laps": [lap for lap in laps if lap[1] > 0],
                 "waits": [wait for wait in waits[waited[row] : waited[row + 1]] if wait[1] > wait[0]],
             }
-            yield Recorded(record, settled.gradients[row], flights, ready[landed[row] : landed[row + 1]])
+            yield Recorded(record, settled.gradients[row], traces, ready[landed[row] : landed[row + 1]])
 
 
 class Unwritten:

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 
-from ddprun_hooks.flight import now_us
+from ddprun_hooks.comm.trace import now_us
 
 _A_WHILE_US = 2000
 """About what some of them take. While Python does them, no thread of this rank can go on with a payload that

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ddprun_hooks.flight import Flight, now_us
+from ddprun_hooks.comm.trace import BucketTrace, now_us
 
 
 class Clock(Protocol):
@@ -25,10 +25,10 @@ class Clock(Protocol):
     def times(self, marks: list[Any]) -> list[int]:
         """Many marks in microseconds."""
 
-    def read(self, flights: Sequence[Flight[Any]]) -> Sequence[Flight[int]]:
+    def read(self, traces: Sequence[BucketTrace[Any]]) -> Sequence[BucketTrace[int]]:
         """Flights that have ended, their marks in microseconds."""
 
-    def in_hooks_us(self, flight: Flight[Any]) -> int:
+    def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
         """How long hooks ran on the training thread while a payload set out; it may not have landed yet."""
 
     def rebase(self, mark: Any) -> None:
@@ -60,14 +60,14 @@ class HostClock:
         """Whole microseconds."""
         return [mark // 1000 for mark in marks]
 
-    def read(self, flights: Sequence[Flight[int]]) -> Sequence[Flight[int]]:
-        """The flights themselves."""
-        return flights
+    def read(self, traces: Sequence[BucketTrace[int]]) -> Sequence[BucketTrace[int]]:
+        """The traces themselves."""
+        return traces
 
-    def in_hooks_us(self, flight: Flight[int]) -> int:
+    def in_hooks_us(self, trace: BucketTrace[int]) -> int:
         """From the hook's call to its return."""
-        assert flight.handed_over is not None, "a payload that was sent has been handed over"
-        return flight.handed_over - flight.ready
+        assert trace.handed_over is not None, "a payload that was sent has been handed over"
+        return trace.handed_over - trace.ready
 
     def rebase(self, mark: int) -> None:
         """Nothing to do: every mark is absolute."""
@@ -121,11 +121,11 @@ class StreamClock:
         """Waits until the device has passed the last event."""
         return [self.us(mark) for mark in marks]
 
-    def read(self, flights: Sequence[Flight[torch.cuda.Event]]) -> Sequence[Flight[int]]:
+    def read(self, traces: Sequence[BucketTrace[torch.cuda.Event]]) -> Sequence[BucketTrace[int]]:
         """Waits until the device has passed the last event."""
-        return [flight.mapped(self.us) for flight in flights]
+        return [trace.mapped(self.us) for trace in traces]
 
-    def in_hooks_us(self, flight: Flight[torch.cuda.Event]) -> int:
+    def in_hooks_us(self, trace: BucketTrace[torch.cuda.Event]) -> int:
         """None of the device's: hooks work on a stream of their own."""
         return 0
 

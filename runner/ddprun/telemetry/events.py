@@ -6,7 +6,7 @@ from typing import Any
 import structlog
 
 from ddprun.telemetry.writer import Writer, dumps
-from ddprun_hooks.flight import now_us
+from ddprun_hooks.comm.trace import now_us
 
 FILE = "events.jsonl"
 

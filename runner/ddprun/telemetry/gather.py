@@ -9,7 +9,7 @@ from ddprun.run_files import open_file, replacing
 from ddprun.telemetry.profile import FOLDER as PROFILE
 from ddprun.telemetry.records import file_of
 from ddprun.telemetry.writer import Writer
-from ddprun_hooks.exchange import Control
+from ddprun_hooks.comm.control import Control
 
 FOLDERS = ("steps", "buckets", PROFILE)
 _TOKEN = ".rank-0"
@@ -33,7 +33,7 @@ class Records:
         self.away = [
             rank
             for rank, sees in enumerate(
-                control.gather([float(shared)], "who sees the run folder")[:, 0].tolist()
+                control.all_gather([float(shared)], "who sees the run folder")[:, 0].tolist()
             )
             if not sees
         ]

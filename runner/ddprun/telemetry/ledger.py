@@ -28,9 +28,9 @@ from ddprun.telemetry.step import Page, Step, Traffic
 from ddprun.telemetry.stragglers import Stragglers
 from ddprun.telemetry.word import CHECKPOINT, COMPARE_CLOCKS, STOP, Words, blank, told_buckets
 from ddprun.telemetry.writer import Writer
-from ddprun_hooks.exchange import Control
-from ddprun_hooks.flight import Flight, now_us, read_findings
-from ddprun_hooks.uncounted import Uncounted
+from ddprun_hooks.comm.control import Control
+from ddprun_hooks.comm.trace import BucketTrace, now_us, read_findings
+from ddprun_hooks.comm.uncounted import Uncounted
 
 _TOGETHER_US = 500_000.0
 """Words of about so much time are posted together: an exchange, however small, costs threads of all ranks
@@ -100,7 +100,7 @@ class Ledger:
         self.chores = Chores()
         """What is left to do for steps that are over; all of it is done when a method here needs it."""
 
-        self.observe: Callable[[dict[str, Any], Sequence[Flight[int]]], None] | None = None
+        self.observe: Callable[[dict[str, Any], Sequence[BucketTrace[int]]], None] | None = None
         """Is told of every step's record, and of what landed in it."""
 
         self._buckets = 0  # gradient buckets of the stage
@@ -132,9 +132,9 @@ class Ledger:
         return self._step
 
     @property
-    def flights(self) -> list[Flight[Any]]:
+    def traces(self) -> list[BucketTrace[Any]]:
         """Takes the gradient buckets of the step that is running."""
-        return self._page.flights
+        return self._page.traces
 
     @property
     def sync(self) -> Traffic:
@@ -251,15 +251,15 @@ class Ledger:
         """Write the records of what was exchanged between steps, and count it."""
         traffic, self._aside = self._aside, Traffic()
         journeys = beside([(0, traffic)], self._clock)
-        landed = journeys.flights
+        landed = journeys.traces
         read_findings(landed)
-        self._note_uncounted((step, flight) for flight in landed)
+        self._note_uncounted((step, trace) for trace in landed)
         self._round.find(landed)
         self._count_traffic(landed, int(under_way_us(journeys.landed, 1)[0]))
         records = Unwritten(self._control.rank)
-        for flight in landed:
+        for trace in landed:
             records.add_payload(
-                bucket_record(flight, None, {}, stage=stage, step=step, rank=self._control.rank)
+                bucket_record(trace, None, {}, stage=stage, step=step, rank=self._control.rank)
             )
         records.put(self._writer)
 
@@ -317,14 +317,14 @@ class Ledger:
             if words.steps:
                 batch.posted = self._control.post(torch.from_numpy(numbers.ravel()))
 
-    def _note_uncounted(self, flights: Iterable[tuple[int, Flight[int]]]) -> None:
+    def _note_uncounted(self, traces: Iterable[tuple[int, BucketTrace[int]]]) -> None:
         """Note what hooks have issued by themselves.
 
         Args:
-            flights: each with its step.
+            traces: each with its step.
         """
-        for step, flight in flights:
-            for note in flight.uncounted:
+        for step, trace in traces:
+            for note in trace.uncounted:
                 if note not in self._known_uncounted:
                     self._known_uncounted.add(note)
                     self.uncounted.append((step, note))
@@ -377,7 +377,7 @@ class Ledger:
         settled = account.settled
         exposed = divide(settled, account.all_ready_us)
         under_way = under_way_us(settled.journeys.landed, len(settled.steps))
-        self._count_traffic(settled.journeys.flights, int(np.maximum(under_way, exposed).sum()))
+        self._count_traffic(settled.journeys.traces, int(np.maximum(under_way, exposed).sum()))
         totals = self.totals
         totals.steps += len(settled.steps)
         totals.samples += sum(settled.samples)
@@ -405,12 +405,12 @@ class Ledger:
         if step % self._every:
             return 1
         unwritten.add_step(record)
-        for flight, ready in zip(landed, all_ready, strict=True):
+        for trace, ready in zip(landed, all_ready, strict=True):
             unwritten.add_payload(
-                bucket_record(flight, ready or None, gradients, stage=stage, step=step, rank=rank)
+                bucket_record(trace, ready or None, gradients, stage=stage, step=step, rank=rank)
             )
         return 1 + len(landed)
 
-    def _count_traffic(self, landed: Sequence[Flight[int]], communication_us: int) -> None:
+    def _count_traffic(self, landed: Sequence[BucketTrace[int]], communication_us: int) -> None:
         self.totals.communication_us += communication_us
-        self.totals.wire_bytes += sum(flight.wire_bytes for flight in landed)
+        self.totals.wire_bytes += sum(trace.wire_bytes for trace in landed)

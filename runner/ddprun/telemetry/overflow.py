@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from ddprun_hooks.flight import Flight
+from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Kind
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -24,36 +24,36 @@ class Overflow:
     params: tuple[str, ...]
 
 
-def first_finding(flights: Sequence[Flight[int]]) -> int:
+def first_finding(traces: Sequence[BucketTrace[int]]) -> int:
     """The first payload that did not come back finite, as a number for the control word.
 
     0: all did. Else its kind, its bucket, and 1: this rank's values were finite, or 2: they were not.
 
     Args:
-        flights: whose findings have been read.
+        traces: whose findings have been read.
     """
-    for flight in sorted(flights, key=lambda flight: (flight.kind, flight.bucket)):
-        for finding in flight.findings:
+    for trace in sorted(traces, key=lambda trace: (trace.kind, trace.bucket)):
+        for finding in trace.findings:
             if finding.code:
-                return _CODES * (_BUCKETS * _KINDS.index(flight.kind) + flight.bucket) + int(finding.code)
+                return _CODES * (_BUCKETS * _KINDS.index(trace.kind) + trace.bucket) + int(finding.code)
     return 0
 
 
-def overflow(found: Sequence[int], flights: Sequence[Flight[int]]) -> Overflow | None:
+def overflow(found: Sequence[int], traces: Sequence[BucketTrace[int]]) -> Overflow | None:
     """What all ranks' numbers come to; the same on every rank, since all get the same mean.
 
     Args:
         found: each rank's `first_finding`.
-        flights: of this rank, that have found something.
+        traces: of this rank, that have found something.
     """
     if not any(found) or any(number % _CODES == 2 for number in found):
         return None
     kind, bucket = divmod(max(found) // _CODES, _BUCKETS)
-    for flight in flights:
-        if (flight.kind, flight.bucket) == (_KINDS[kind], bucket):
+    for trace in traces:
+        if (trace.kind, trace.bucket) == (_KINDS[kind], bucket):
             # Here nothing may be lost of it, though it is on another rank: then any of its hooks will do.
-            findings = sorted(flight.findings, key=lambda finding: not finding.code)
+            findings = sorted(trace.findings, key=lambda finding: not finding.code)
             hook = next((finding.hook for finding in findings), "")
-            names = tuple(param.name for param in flight.params)
-            return Overflow(flight.kind, bucket, hook, names)
+            names = tuple(param.name for param in trace.params)
+            return Overflow(trace.kind, bucket, hook, names)
     return None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.run_files import names_in
-from ddprun_hooks.flight import Flight
+from ddprun_hooks.comm.trace import BucketTrace
 
 VERSION = 1
 
@@ -49,7 +49,7 @@ def ranks_in(run_dir: Path, kind: str) -> list[int]:
 
 
 def bucket_record(
-    flight: Flight[int],
+    trace: BucketTrace[int],
     all_ready_us: int | None,
     gradients_us: Mapping[str, int],
     *,
@@ -60,7 +60,7 @@ def bucket_record(
     """One line of `buckets/rank-….jsonl`.
 
     Args:
-        flight: a payload that has arrived.
+        trace: of a payload that has arrived.
         all_ready_us: when the last rank had it ready, on this rank's clock; None: ranks have not told.
         gradients_us: when gradients were complete, by parameter; empty if nobody has looked.
         stage: in which.
@@ -68,13 +68,13 @@ def bucket_record(
         rank: this one.
     """
     encode = decode = wire_bytes = between_hosts = 0
-    for piece in flight.slices:
+    for piece in trace.spans:
         if piece.phase == "encode":
             encode += piece.done - piece.start
         else:
             decode += piece.done - piece.start
-    legs, ready = [], flight.ready
-    for leg in flight.legs:
+    legs, ready = [], trace.ready
+    for leg in trace.collectives:
         wire_bytes += leg.wire_bytes
         between_hosts += leg.between_hosts_bytes
         legs.append(
@@ -93,33 +93,33 @@ def bucket_record(
         "rank": rank,
         "stage": stage,
         "step": step,
-        "kind": flight.kind,
-        "bucket": flight.bucket,
-        "params": [param.name for param in flight.params],
-        "dtype": flight.dtype,
-        "numel": flight.numel,
-        "bytes": flight.bytes,
+        "kind": trace.kind,
+        "bucket": trace.bucket,
+        "params": [param.name for param in trace.params],
+        "dtype": trace.dtype,
+        "numel": trace.numel,
+        "bytes": trace.bytes,
         "wire_bytes": wire_bytes,
         "between_hosts_bytes": between_hosts,
-        "hooks": flight.hooks,
+        "hooks": trace.hooks,
         "ready_us": ready,
         "all_ready_us": all_ready_us,
         # What sends nothing starts when it is ready.
         "launch_us": legs[0]["start_us"] if legs else ready,
-        "done_us": flight.done,
+        "done_us": trace.done,
         "encode_us": encode,
         "decode_us": decode,
         "legs": legs,
     }
-    if flight.kind == "gradient" and gradients_us:
-        of_params = {param.name: gradients_us.get(param.name) for param in flight.params}
+    if trace.kind == "gradient" and gradients_us:
+        of_params = {param.name: gradients_us.get(param.name) for param in trace.params}
         known = {name: at for name, at in of_params.items() if at is not None}
         record["params_ready_us"] = list(of_params.values())
         record["completed_by"] = max(known, key=known.__getitem__, default=None)
-    if flight.uncounted:
-        record["uncounted"] = [{"hook": note.hook, "op": note.op} for note in flight.uncounted]
-    if flight.fidelity is not None:
-        record["fidelity"] = asdict(flight.fidelity)
+    if trace.uncounted:
+        record["uncounted"] = [{"hook": note.hook, "op": note.op} for note in trace.uncounted]
+    if trace.fidelity is not None:
+        record["fidelity"] = asdict(trace.fidelity)
     return record
 
 

@@ -23,7 +23,7 @@ from ddprun.telemetry.word import (
     Numbers,
     blank,
 )
-from ddprun_hooks.flight import Flight
+from ddprun_hooks.comm.trace import BucketTrace
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class OwnWords:
     rows: list[int]
     """Of these steps, where they are settled."""
 
-    finders: dict[int, Sequence[Flight[int]]]
+    finders: dict[int, Sequence[BucketTrace[int]]]
     """By place, payloads in which something was found since the word before."""
 
 
@@ -50,11 +50,11 @@ class Round:
     code: int = 0
     """What was found first (`telemetry.overflow`)."""
 
-    finders: list[Flight[int]] = field(default_factory=list)
+    finders: list[BucketTrace[int]] = field(default_factory=list)
 
-    def find(self, landed: Sequence[Flight[int]]) -> None:
+    def find(self, landed: Sequence[BucketTrace[int]]) -> None:
         """Keep the first finding."""
-        if found := [flight for flight in landed if flight.findings]:
+        if found := [trace for trace in landed if trace.findings]:
             self.code = self.code or first_finding(found)
             self.finders += found
 
@@ -136,13 +136,13 @@ class Round:
 
     def _find_in(
         self, settled: Settled, rows: Sequence[int], numbers: Numbers, left: "Round"
-    ) -> dict[int, Sequence[Flight[int]]]:
+    ) -> dict[int, Sequence[BucketTrace[int]]]:
         """Put into each word what was found first; gives who found it, by place."""
-        found: dict[int, list[Flight[int]]] = {}
-        for row, flight in settled.found:
-            found.setdefault(row, []).append(flight)
+        found: dict[int, list[BucketTrace[int]]] = {}
+        for row, trace in settled.found:
+            found.setdefault(row, []).append(trace)
         left.code, left.finders = self.code, list(self.finders)
-        finders: dict[int, Sequence[Flight[int]]] = {}
+        finders: dict[int, Sequence[BucketTrace[int]]] = {}
         if not found and not left.code and not left.finders:
             return finders
         word_of = {row: place for place, row in enumerate(rows)}

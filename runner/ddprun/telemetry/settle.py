@@ -20,7 +20,7 @@ from ddprun.telemetry.records import PARTS
 from ddprun.telemetry.step import Page, Step, Traffic
 from ddprun.telemetry.stretches import Ints, Union
 from ddprun.telemetry.word import SPENT
-from ddprun_hooks.flight import Flight, read_findings
+from ddprun_hooks.comm.trace import BucketTrace, read_findings
 
 _COLUMN = {part: column for column, part in enumerate((*PARTS, ""))}
 _BACKWARD, _SYNC = _COLUMN["backward_us"], _COLUMN["sync_us"]
@@ -32,11 +32,11 @@ _SPENT = [_HOOK if part == "hook_us" else _COLUMN[part] for part in SPENT]
 class Journeys:
     """Payloads that were sent or waited for, in the order of lines, in microseconds of this rank's clock."""
 
-    flights: list[Flight[int]]
+    traces: list[BucketTrace[int]]
     """That were waited for: complete."""
 
     landed: Ints
-    """Line, bucket, and when it was ready and done: of each of them; shape (4, flights)."""
+    """Line, bucket, and when it was ready and done: of each of them; shape (4, traces)."""
 
     sent: Ints
     """Line, and how long hooks ran on the training thread: of each that set out; shape (2, n)."""
@@ -49,11 +49,11 @@ class Journeys:
 
     def and_those(self, other: "Journeys") -> "Journeys":
         """With others, on other lines."""
-        flights = [*self.flights, *other.flights]
+        traces = [*self.traces, *other.traces]
         landed, waits = np.hstack((self.landed, other.landed)), np.hstack((self.waits, other.waits))
         order = landed[0].argsort(kind="stable")
         return Journeys(
-            [flights[place] for place in order.tolist()],
+            [traces[place] for place in order.tolist()],
             landed[:, order],
             np.hstack((self.sent, other.sent)),
             np.hstack((self.work, other.work)),
@@ -69,26 +69,26 @@ def in_backward(page: Page, times: Sequence[int], clock: Clock) -> Journeys:
         times: of its marks.
         clock: which took them.
     """
-    flights, page.flights = list(clock.read(page.flights)), []
-    if not flights:
+    traces, page.traces = list(clock.read(page.traces)), []
+    if not traces:
         return Journeys([], *(np.zeros((rows, 0), dtype=np.int64) for rows in (4, 2, 3, 3)))
     ends = np.array([0, *[step.flights_end for step in page.steps]])
     rows = np.flatnonzero(ends[1:] > ends[:-1])
     ends = ends[1:][rows]
     firsts = np.concatenate(([0], ends[:-1]))
     lines = np.repeat(2 * rows, ends - firsts)
-    landed = _landed(lines, flights)
-    handed_over = np.array([flight.handed_over for flight in flights])
+    landed = _landed(lines, traces)
+    handed_over = np.array([trace.handed_over for trace in traces])
     backward_ends = list[int]()
     for row in rows.tolist():
         end = page.steps[row].backward_end
         assert end is not None, "gradients were exchanged in a backward pass that ended"
         backward_ends.append(times[end])
     return Journeys(
-        flights,
+        traces,
         landed,
         np.array((lines, handed_over - landed[2])),
-        _work(lines.tolist(), flights),
+        _work(lines.tolist(), traces),
         np.array(
             (
                 2 * rows,
@@ -102,18 +102,18 @@ def in_backward(page: Page, times: Sequence[int], clock: Clock) -> Journeys:
 def beside(traffic: Sequence[tuple[int, Traffic]], clock: Clock) -> Journeys:
     """What was exchanged beside backward passes, and on which lines."""
     us, lines = clock.us, list[int]()
-    flights, sent, waits = list[Flight[int]](), list[int](), list[int]()
+    traces, sent, waits = list[BucketTrace[int]](), list[int](), list[int]()
     for line, exchanged in traffic:
         landed = clock.read(exchanged.landed)
         lines += [line] * len(landed)
-        flights += landed
-        for flight in exchanged.sent:  # those that have not landed yet are not complete
-            sent += (line, clock.in_hooks_us(flight))
+        traces += landed
+        for trace in exchanged.sent:  # those that have not landed yet are not complete
+            sent += (line, clock.in_hooks_us(trace))
         for start, end in exchanged.waits:
             waits += (line, us(start), us(end))
     on_lines = np.array(lines, dtype=np.int64)
     return Journeys(
-        flights, _landed(on_lines, flights), _table(sent, 2), _work(lines, flights), _table(waits, 3)
+        traces, _landed(on_lines, traces), _table(sent, 2), _work(lines, traces), _table(waits, 3)
     )
 
 
@@ -159,19 +159,19 @@ class Settled:
         return self.page.steps
 
     @property
-    def found(self) -> list[tuple[int, Flight[int]]]:
+    def found(self) -> list[tuple[int, BucketTrace[int]]]:
         """Rows, and the payloads of them in which hooks have found something."""
-        if not any(flight.findings for flight in self.journeys.flights):
+        if not any(trace.findings for trace in self.journeys.traces):
             return []
         rows = (self.journeys.landed[0] // 2).tolist()
-        return [(row, one) for row, one in zip(rows, self.journeys.flights, strict=True) if one.findings]
+        return [(row, one) for row, one in zip(rows, self.journeys.traces, strict=True) if one.findings]
 
-    def numbered_flights(self) -> list[tuple[int, Flight[int]]]:
+    def numbered_flights(self) -> list[tuple[int, BucketTrace[int]]]:
         """Payloads in which hooks have issued collectives by themselves, each with its step."""
-        if not any(flight.uncounted for flight in self.journeys.flights):
+        if not any(trace.uncounted for trace in self.journeys.traces):
             return []
         numbers = [self.steps[line // 2].number for line in self.journeys.landed[0].tolist()]
-        return list(zip(numbers, self.journeys.flights, strict=True))
+        return list(zip(numbers, self.journeys.traces, strict=True))
 
     @property
     def own_loss(self) -> float:
@@ -208,7 +208,7 @@ def settle(page: Page, clock: Clock, *, every: int) -> Settled:
     journeys = in_backward(page, times, clock)
     if traffic := [(2 * row + 1, step.sync) for row, step in enumerate(steps) if step.sync is not None]:
         journeys = journeys.and_those(beside(traffic, clock))
-    read_findings(journeys.flights)
+    read_findings(journeys.traces)
     gradients = [
         _complete(step.gradients, clock) if step.gradients and step.number % every == 0 else {}
         for step in steps
@@ -242,7 +242,7 @@ def divide(settled: Settled, all_ready_us: NDArray[np.float64]) -> Ints:
     Args:
         settled: whose `us` are changed.
         all_ready_us: when the last rank had each payload that was waited for ready, on this rank's clock; 0:
-            long ago, or ranks have not told. Shape (flights,).
+            long ago, or ranks have not told. Shape (traces,).
 
     Returns:
         How much that was in each step; shape (steps,).
@@ -317,18 +317,18 @@ def _added_up(places: Ints, values: Ints, count: int) -> Ints:
     return np.bincount(places, values, count).astype(np.int64)
 
 
-def _landed(lines: Ints, flights: Sequence[Flight[int]]) -> Ints:
-    landed = np.empty((4, len(flights)), dtype=np.int64)
-    landed[0], landed[1] = lines, [flight.bucket for flight in flights]
-    landed[2] = [flight.ready for flight in flights]
-    landed[3] = [flight.done or flight.ready for flight in flights]
+def _landed(lines: Ints, traces: Sequence[BucketTrace[int]]) -> Ints:
+    landed = np.empty((4, len(traces)), dtype=np.int64)
+    landed[0], landed[1] = lines, [trace.bucket for trace in traces]
+    landed[2] = [trace.ready for trace in traces]
+    landed[3] = [trace.done or trace.ready for trace in traces]
     return landed
 
 
-def _work(lines: Sequence[int], flights: Sequence[Flight[int]]) -> Ints:
+def _work(lines: Sequence[int], traces: Sequence[BucketTrace[int]]) -> Ints:
     work: list[int] = []
-    for line, flight in zip(lines, flights, strict=True):
-        for piece in flight.slices:
+    for line, trace in zip(lines, traces, strict=True):
+        for piece in trace.spans:
             if not piece.on_training_thread:
                 work += (line, piece.start, piece.done)
     return _table(work, 3)

@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddprun_hooks.flight import Flight
+from ddprun_hooks.comm.trace import BucketTrace
 
 
 @dataclass(slots=True)
 class Traffic:
     """What is exchanged beside backward: in a step that runs, or between steps."""
 
-    sent: list[Flight[Any]] = field(default_factory=list)
+    sent: list[BucketTrace[Any]] = field(default_factory=list)
     """What set out; it may not have landed yet."""
 
-    landed: list[Flight[Any]] = field(default_factory=list)
+    landed: list[BucketTrace[Any]] = field(default_factory=list)
     """What was waited for; it may have set out in an earlier step."""
 
     waits: list[tuple[Any, Any]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Page:
     """What ended at each mark (one of `records.PARTS`); a step's first, which is "", only starts its time."""
 
     marks: list[Any] = field(default_factory=list)
-    flights: list[Flight[Any]] = field(default_factory=list)
+    traces: list[BucketTrace[Any]] = field(default_factory=list)
     """Gradient buckets of the backward passes."""
 
     losses: list[Any] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Page:
 
     def close(self, step: Step) -> None:
         """The step that ran is over."""
-        step.marks_end, step.flights_end = len(self.marks), len(self.flights)
+        step.marks_end, step.flights_end = len(self.marks), len(self.traces)
         step.losses_end = len(self.losses)
         self.steps.append(step)
 
@@ -84,13 +84,13 @@ class Page:
         rest = Page()
         last = self.steps[count - 1] if count else Step(0, 0)
         rest.steps, self.steps = self.steps[count:], self.steps[:count]
-        marks, flights, losses = last.marks_end, last.flights_end, last.losses_end
+        marks, traces, losses = last.marks_end, last.flights_end, last.losses_end
         rest.parts, rest.marks = self.parts[marks:], self.marks[marks:]
-        rest.flights = self.flights[flights:]
+        rest.traces = self.traces[traces:]
         rest.losses, rest.samples = self.losses[losses:], self.samples[losses:]
         for step in rest.steps:
             step.marks_end -= marks
-            step.flights_end -= flights
+            step.flights_end -= traces
             step.losses_end -= losses
             if step.backward_end is not None:
                 step.backward_end -= marks
@@ -100,5 +100,5 @@ class Page:
     def _cut(self, last: Step) -> None:
         """Nothing comes behind this step."""
         del self.parts[last.marks_end :], self.marks[last.marks_end :]
-        del self.flights[last.flights_end :]
+        del self.traces[last.flights_end :]
         del self.losses[last.losses_end :], self.samples[last.losses_end :]

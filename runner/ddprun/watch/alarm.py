@@ -21,7 +21,7 @@ from ddprun.run_files import open_file, replacing
 from ddprun.watch.board import Seen, claim, read, read_all
 from ddprun.watch.desk import ask_all
 from ddprun.watch.verdict import Verdict, doing, headline, judge, named
-from ddprun.watch.watcher import HANG, Overdue, Ticket, Watch
+from ddprun.watch.watcher import HANG, Overdue, PendingCollective, Watch
 
 _AT_MOST_S = 4.8
 """From the alarm to the end of the process, whatever stalls."""
@@ -173,16 +173,16 @@ def find_out(
     """
     verdict = judge(around.rank, seen)
     shown, own = _most_telling(waits, verdict), seen[around.rank]
-    ticket, others = shown.ticket, [one for one in waits if one is not shown]
+    pending, others = shown.pending, [one for one in waits if one is not shown]
     where = ", ".join(part for part in (own.stage, f"step {own.step}" if own.step else "") if part)
     head = headline(verdict, timeout_s)
-    names = [param.name for param in ticket.params]
+    names = [param.name for param in pending.params]
     rows = [
         (
             "collective",
-            f"{ticket.op} {ticket.number} of {shown.line.name}, among {named(shown.line.ranks)}",
+            f"{pending.op} {pending.number} of {shown.sequence.name}, among {named(shown.sequence.ranks)}",
         ),
-        _cargo(ticket, names),
+        _cargo(pending, names),
         *((_one(rank), _state(rank, around, seen, peers)) for rank in verdict.ranks),
         ("waiting", named(_waiting(verdict, seen))),
         *(("also waits for", _also(one)) for one in others[:_ALSO_SHOWN]),
@@ -197,13 +197,13 @@ def find_out(
         "ranks": list(verdict.ranks),
         "stage": own.stage,
         "step": own.step,
-        "collective": ticket.op,
-        "line": shown.line.name,
-        "number": ticket.number,
-        "kind": ticket.kind,
-        "bucket": None if ticket.kind is None else ticket.bucket,
+        "collective": pending.op,
+        "line": shown.sequence.name,
+        "number": pending.number,
+        "kind": pending.kind,
+        "bucket": None if pending.kind is None else pending.bucket,
         "params": names,
-        "carries": ticket.described,
+        "carries": pending.described,
         "timeout_s": timeout_s,
     }
     return Report("\n".join(lines), "\n".join(details), f"the run hangs: {head}", facts)
@@ -215,7 +215,7 @@ def _most_telling(waits: Sequence[Overdue], verdict: Verdict) -> Overdue:
     """
     for one in waits:
         overdue = 2 * one.age_s >= waits[0].age_s
-        if overdue and one.ticket.kind is not None and {*verdict.ranks} & {*one.line.ranks}:
+        if overdue and one.pending.kind is not None and {*verdict.ranks} & {*one.sequence.ranks}:
             return one
     return waits[0]
 
@@ -244,15 +244,15 @@ def _state(rank: int, around: Surroundings, seen: Mapping[int, Seen], peers: Map
 
 
 def _also(one: Overdue) -> str:
-    ticket = one.ticket
-    name, what = _cargo(ticket, [param.name for param in ticket.params])
-    return f"{ticket.op} {ticket.number} of {one.line.name}, {name} {what}"
+    pending = one.pending
+    name, what = _cargo(pending, [param.name for param in pending.params])
+    return f"{pending.op} {pending.number} of {one.sequence.name}, {name} {what}"
 
 
-def _cargo(ticket: Ticket, names: Sequence[str]) -> tuple[str, str]:
-    if ticket.kind is None:
-        return "for", ticket.described
-    return "bucket", f"{ticket.described.removeprefix('bucket ')}: {_some(names)}"
+def _cargo(pending: PendingCollective, names: Sequence[str]) -> tuple[str, str]:
+    if pending.kind is None:
+        return "for", pending.described
+    return "bucket", f"{pending.described.removeprefix('bucket ')}: {_some(names)}"
 
 
 def _one(rank: int) -> str:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddprun_hooks.flight import now_us
+from ddprun_hooks.comm.trace import now_us
 
 LINES = 1024
 """Lines whose numbers a board has room for; ranks of further ones are only known to be there or not."""

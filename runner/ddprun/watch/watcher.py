@@ -14,10 +14,10 @@ from typing import Protocol
 
 from ddprun.screen import say
 from ddprun.watch.board import Board, Wait, plain_waits
-from ddprun_hooks.flight import now_us
+from ddprun_hooks.comm.observer import UNOBSERVED
+from ddprun_hooks.comm.observer import CollectiveSequence as ObservedSequence
+from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.payload import Kind, Payload
-from ddprun_hooks.watch import NOBODY
-from ddprun_hooks.watch import Line as HookLine
 
 GROUPS_LATER_S = 5.0
 """Process groups time out so much later than the watch, which knows more, and so speaks first."""
@@ -59,8 +59,8 @@ class Mishaps:
 class Onlooker(Protocol):
     """What the engine tells of itself."""
 
-    def line(self, name: str, ranks: Sequence[int]) -> HookLine:
-        """As `ddprun_hooks.watch.Watch.line`."""
+    def sequence(self, name: str, ranks: Sequence[int]) -> ObservedSequence:
+        """As `ddprun_hooks.comm.observer.Observer.sequence`."""
 
     def stage(self, name: str) -> None:
         """The stage that begins, as messages name it."""
@@ -73,8 +73,8 @@ class Onlooker(Protocol):
 
 
 class _NoOnlooker:
-    def line(self, name: str, ranks: Sequence[int]) -> HookLine:
-        return NOBODY
+    def sequence(self, name: str, ranks: Sequence[int]) -> ObservedSequence:
+        return UNOBSERVED
 
     def stage(self, name: str) -> None: ...
 
@@ -87,11 +87,11 @@ UNWATCHED: Onlooker = _NoOnlooker()
 """For a session that nobody watches."""
 
 
-class Ticket:
-    """One collective of this rank; satisfies `ddprun_hooks.watch.Ticket`."""
+class PendingCollective:
+    """One collective of this rank; satisfies `ddprun_hooks.comm.observer.PendingCollective`."""
 
     __slots__ = (
-        "_line",
+        "_sequence",
         "broken",
         "bucket",
         "ended",
@@ -107,7 +107,7 @@ class Ticket:
 
     def __init__(
         self,
-        line: "Line",
+        sequence: "CollectiveSequence",
         number: int,
         op: str,
         payload: Payload | None,
@@ -115,7 +115,7 @@ class Ticket:
         peers: Sequence[int] | None,
         lost_us: int,
     ) -> None:
-        self._line = line
+        self._sequence = sequence
         self.number = number
         self.op = op
         self.kind: Kind | None = None if payload is None else payload.kind
@@ -130,11 +130,11 @@ class Ticket:
         """When, in microseconds."""
 
     def done(self) -> None:
-        self._line.outstanding.pop(self.number, None)
+        self._sequence.outstanding.pop(self.number, None)
 
-    def broke(self) -> None:
+    def failed(self) -> None:
         self.broken, self.ended = now_us(), None
-        self._line.outstanding[self.number] = self  # one that failed may already have been taken for over
+        self._sequence.outstanding[self.number] = self  # one that failed may already have been taken for over
 
     def done_when(self, ended: Callable[[], bool]) -> None:
         self.ended = ended
@@ -156,8 +156,8 @@ _PLURAL: dict[Kind, str] = {
 }
 
 
-class Line:
-    """One line of this rank; satisfies `ddprun_hooks.watch.Line`."""
+class CollectiveSequence:
+    """One sequence of this rank; satisfies `ddprun_hooks.comm.observer.CollectiveSequence`."""
 
     __slots__ = ("_watch", "index", "name", "numbers", "outstanding", "ranks")
 
@@ -167,45 +167,45 @@ class Line:
         self.name = name
         self.ranks = tuple(ranks)
         self.numbers = itertools.count(1)
-        self.outstanding: dict[int, Ticket] = {}
+        self.outstanding: dict[int, PendingCollective] = {}
 
     def issue(
         self, op: str, payload: Payload | None = None, *, what: str = "", peers: Sequence[int] | None = None
-    ) -> Ticket:
+    ) -> PendingCollective:
         number = next(self.numbers)
-        ticket = Ticket(self, number, op, payload, what, peers, self._watch.lost_us)
-        self.outstanding[number] = ticket
+        pending = PendingCollective(self, number, op, payload, what, peers, self._watch.lost_us)
+        self.outstanding[number] = pending
         self._watch.board.issued(self.index, number)
-        return ticket
+        return pending
 
 
 @dataclass(slots=True)
 class Overdue:
     """A collective that is not over, and for how long it has not been."""
 
-    line: Line
-    ticket: Ticket
+    sequence: CollectiveSequence
+    pending: PendingCollective
     age_s: float
 
     def plain(self) -> Wait:
         """For the board."""
-        ticket = self.ticket
-        peers = None if ticket.peers is None else tuple(ticket.peers)
+        pending = self.pending
+        peers = None if pending.peers is None else tuple(pending.peers)
         return Wait(
-            self.line.index,
-            self.line.name,
-            ticket.number,
-            self.line.ranks,
+            self.sequence.index,
+            self.sequence.name,
+            pending.number,
+            self.sequence.ranks,
             peers,
-            ticket.op,
-            ticket.described,
+            pending.op,
+            pending.described,
             self.age_s,
         )
 
 
 @dataclass(slots=True)
 class Watch:
-    """This rank's watch; satisfies `Onlooker` and `ddprun_hooks.watch.Watch`.
+    """This rank's watch; satisfies `Onlooker` and `ddprun_hooks.comm.observer.Observer`.
 
     A thread of its own looks some times a second. Training threads wait for collectives without Python's
     lock, so it can; a rank whose call keeps the lock is found by the other ranks' watches.
@@ -227,7 +227,7 @@ class Watch:
     """Time that did not count because this process was stopped."""
 
     board: Board = field(init=False)
-    _lines: list[Line] = field(default_factory=list)
+    _sequences: list[CollectiveSequence] = field(default_factory=list)
     _training_thread: int = field(default_factory=threading.get_ident)
     _closed: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -245,11 +245,11 @@ class Watch:
         self._thread = threading.Thread(target=self._look, name="ddprun-watch", daemon=True)
         self._thread.start()
 
-    def line(self, name: str, ranks: Sequence[int]) -> Line:
-        """As `ddprun_hooks.watch.Watch.line`."""
-        line = Line(self, len(self._lines), name, ranks)
-        self._lines.append(line)
-        return line
+    def sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
+        """As `ddprun_hooks.comm.observer.Observer.sequence`."""
+        sequence = CollectiveSequence(self, len(self._sequences), name, ranks)
+        self._sequences.append(sequence)
+        return sequence
 
     def stage(self, name: str) -> None:
         """The stage that begins."""
@@ -272,16 +272,16 @@ class Watch:
     def overdue(self, after_s: float) -> list[Overdue]:
         """Collectives under way for longer than that, oldest first."""
         now, found = now_us(), []
-        for line in self._lines:
-            for ticket in list(line.outstanding.values()):
-                until = now if ticket.broken is None else ticket.broken
-                age_s = (until - ticket.since - (self.lost_us - ticket.lost_us)) / 1e6
-                if age_s < after_s and ticket.ended is None:
+        for line in self._sequences:
+            for pending in list(line.outstanding.values()):
+                until = now if pending.broken is None else pending.broken
+                age_s = (until - pending.since - (self.lost_us - pending.lost_us)) / 1e6
+                if age_s < after_s and pending.ended is None:
                     continue
-                if ticket.ended is not None and self._is_over(ticket.ended):
-                    ticket.done()
+                if pending.ended is not None and self._is_over(pending.ended):
+                    pending.done()
                 elif age_s >= after_s:
-                    found.append(Overdue(line, ticket, age_s))
+                    found.append(Overdue(line, pending, age_s))
         return sorted(found, key=lambda one: -one.age_s)
 
     def _look(self) -> None:

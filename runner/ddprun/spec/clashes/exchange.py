@@ -6,7 +6,7 @@ from ddprun.spec.choices import Choice
 from ddprun.spec.clashes.rule import Clash, known_ranks, place, reads, shown
 from ddprun.spec.schema import Ddp, Pipeline
 from ddprun.spec.tree import KeyPath
-from ddprun_hooks import grammar
+from ddprun_hooks.config import grammar
 
 _NO_HOOKS = {"independent": "sends nothing", "broadcast": "sends parameters as they are"}
 """Policies that use no hooks, and why."""

@@ -1,0 +1,60 @@
+"""Casts: the payload travels in 16 bits and is summed in 16 bits."""
+
+import torch
+from torch import Tensor
+
+from ddprun_hooks.comm.communicator import Communicator
+from ddprun_hooks.hook import Hook
+from ddprun_hooks.payload import Finding, Payload
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Cast(Hook):
+    """Send the payload in a narrower floating-point type.
+
+    The payload comes divided by the world size, so the sum over ranks overflows only where the mean itself
+    would. Rounding: once per rank in the cast and once per addition in the reduction.
+
+    Args:
+        name: `fp16` or `bf16`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dtype = DTYPES[name]
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        total = await comm.reduce(payload.tensor.to(self.dtype))
+        note_overflow(self.name, payload, total)
+        return payload.tensor.copy_(total)
+
+
+def fp16() -> Cast:
+    """IEEE half precision: 11 bits of significand, largest value 65,504."""
+    return Cast("fp16")
+
+
+def bf16() -> Cast:
+    """Brain floating point: 8 bits of significand, the range of fp32."""
+    return Cast("bf16")
+
+
+def note_overflow(name: str, payload: Payload, total: Tensor) -> None:
+    """Leave a finding if what came back is not finite.
+
+    Args:
+        name: the cast.
+        payload: its tensor is still this rank's own.
+        total: the sum over ranks, in 16 bits, shape (numel,).
+    """
+    lost = ~torch.isfinite(total.sum(dtype=torch.float32))  # a sum of 16-bit values does not overflow fp32
+    if lost.is_cuda or bool(lost):  # on a GPU to look would be to wait for it
+        own = ~torch.isfinite(payload.tensor.sum(dtype=torch.float64))
+        code = lost.int() * (1 + own.int())
+        payload.findings.append(Finding(name, "overflow", _to_host(code) if code.is_cuda else code))
+
+
+def _to_host(number: Tensor) -> Tensor:
+    """A copy in page-locked memory, there when the current stream has come so far; nothing waits for it."""
+    return torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)

@@ -1,0 +1,168 @@
+"""Two levels: inside each host, and between hosts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ddprun_hooks.builtin.cast import DTYPES, note_overflow
+from ddprun_hooks.comm.communicator import Communicator
+from ddprun_hooks.config.options import HookSpec
+from ddprun_hooks.hook import GroupRequirement, GroupRequirements, Hook
+from ddprun_hooks.payload import ParamSlice, Payload
+from ddprun_hooks.registry import make_stack
+from ddprun_hooks.stack import Stack
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a payload is divided among the ranks of a host."""
+
+    params: tuple[ParamSlice, ...]
+    sizes: tuple[int, ...]
+    shard: tuple[ParamSlice, ...]
+    """The parameters, and parts of them, in this rank's share."""
+
+
+class Hierarchical(Hook):
+    """Reduce-scatter inside the host, the `across` stack between ranks of one place on all hosts, all-gather.
+
+    Between hosts each value travels once for a whole host, not once for each of its ranks (two-level
+    all-reduce as in Jia et al. 2018, arXiv:1807.11205). Shares are cut at row boundaries of parameters, so
+    that every one holds matrices.
+
+    Args:
+        within: stack of the legs inside a host: a cast, shared_memory, or both.
+        across: stack of the leg between hosts.
+        hosts: split the ranks into so many equal hosts; None: as they were launched.
+    """
+
+    role = "reducer"
+
+    def __init__(
+        self, within: Sequence[HookSpec] = (), across: Sequence[HookSpec] = (), hosts: int | None = None
+    ) -> None:
+        self.within = make_stack(within, "hierarchical.within")
+        self.across = make_stack(across, "hierarchical.across")
+        self.hosts = hosts
+        self._shared = "shared_memory" in self.within.names
+        self._narrow = next((name for name in self.within.names if name in DTYPES), None)
+        self._cuts: dict[tuple[str, int], _Cut] = {}
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        within, across = comm.split(self.hosts)
+        if self._shared:
+            within = within.in_shared_memory()
+        cut = self._cut(payload, within)
+        dtype = payload.tensor.dtype
+        wire = DTYPES[self._narrow] if self._narrow and within.size > 1 else dtype
+
+        part = (await within.reduce_scatter(payload.tensor.to(wire), cut.sizes)).to(dtype)
+        if part.numel() and across.size > 1:
+            start = sum(cut.sizes[: within.rank])
+            error = payload.compression_error
+            share = replace(
+                payload,
+                tensor=part,
+                params=cut.shard,
+                compression_error=None if error is None else error[start : start + part.numel()],
+            )
+            part = await self.across.run(share, across)
+        if within.size == 1:
+            return part
+        total = await within.all_gather(part.to(wire), cut.sizes)
+        if self._narrow:
+            note_overflow(self._narrow, payload, total)
+        return payload.tensor.copy_(total)
+
+    def _cut(self, payload: Payload, within: Communicator) -> _Cut:
+        key = payload.kind, payload.bucket
+        numel = payload.tensor.numel()
+        # Elements of no parameter (factors, say) may come in several lengths for one bucket.
+        cut = self._cuts.get(key) if payload.params else None
+        if cut is None or (cut.params is not payload.params and cut.params != payload.params):
+            ends = cut_at_rows(payload.params, numel, within.size)
+            bounds = list(zip([0, *ends], ends, strict=False))
+            low, high = bounds[within.rank]
+            shard = slices_between(payload.params, low, high)
+            cut = self._cuts[key] = _Cut(payload.params, tuple(b - a for a, b in bounds), shard)
+        return cut
+
+    def requirements(self) -> GroupRequirements:
+        """Two collectives among the ranks of a host; as many as its stack needs between hosts."""
+        across = {
+            GroupRequirement("across", self.hosts, one.shared): rounds
+            for one, rounds in self.across.requirements.items()
+        }
+        return {GroupRequirement("within", self.hosts, self._shared): 2, **across}
+
+    def legs(self) -> Mapping[str, Stack]:
+        """Both stacks."""
+        return {"within": self.within, "across": self.across}
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the leg between hosts: of this rank's shares."""
+        state = self.across.state_dict()
+        return {"across": state} if state else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Bring it back."""
+        self.across.load_state_dict(state.get("across", {}))
+
+    def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The leg's state with all shares together."""
+        merged = self.across.merge([state["across"] for state in states if "across" in state])
+        return {"across": merged} if merged else {}
+
+    def begin_step(self) -> None:
+        """A step begins that `rollback` may undo."""
+        self.across.begin_step()
+
+    def commit(self) -> None:
+        """The step was taken."""
+        self.across.commit()
+
+    def rollback(self) -> None:
+        """The step was skipped."""
+        self.across.rollback()
+
+    def residual_square(self, kind: str, names: Sequence[str]) -> float:
+        """Squared 2-norm of what the leg between hosts keeps of this rank's shares."""
+        return self.across.residual_norm(kind, names) ** 2
+
+
+def cut_at_rows(params: Sequence[ParamSlice], numel: int, parts: int) -> list[int]:
+    """Where each of `parts` shares ends: as even as whole rows of parameters allow, the last one at `numel`.
+
+    A row is what one index of a parameter's first dimension holds; without parameters, one element.
+    """
+    ends: list[int] = []
+    places = iter(params)
+    param = next(places, None)
+    for part in range(1, parts):
+        even = round(part * numel / parts)
+        while param is not None and param.offset + param.numel <= even:
+            param = next(places, None)
+        end = even
+        if param is not None and param.shape:
+            row = param.numel // param.shape[0]
+            end = param.offset + round((even - param.offset) / row) * row
+        ends.append(max(end, ends[-1] if ends else 0))
+    return [*ends, numel]
+
+
+def slices_between(params: Sequence[ParamSlice], low: int, high: int) -> tuple[ParamSlice, ...]:
+    """The parameters, and the rows of parameters, between two row boundaries of a flat tensor."""
+    found = []
+    for param in params:
+        start, end = max(low, param.offset), min(high, param.offset + param.numel)
+        if start >= end:
+            continue
+        shape = param.shape
+        if end - start < param.numel:
+            shape = ((end - start) * shape[0] // param.numel, *shape[1:])
+        found.append(
+            ParamSlice(param.name, shape, start - low, end - start, param.start + start - param.offset)
+        )
+    return tuple(found)

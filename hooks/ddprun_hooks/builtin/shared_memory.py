@@ -1,0 +1,26 @@
+"""All-reduce through POSIX shared memory."""
+
+from torch import Tensor
+
+from ddprun_hooks.comm.communicator import Communicator
+from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.hook import GroupRequirement, GroupRequirements, Hook
+from ddprun_hooks.payload import Payload
+
+
+class SharedMemory(Hook):
+    """Sum in memory that the ranks of one host share (`ddprun_hooks.shm.group`); nothing is sent."""
+
+    role = "reducer"
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        if payload.tensor.device.type != "cpu":
+            raise HookSetupError(
+                f'"shared_memory" sums tensors on the CPU, this one is on {payload.tensor.device.type}: '
+                "remove the hook, NCCL uses shared memory by itself"
+            )
+        return await comm.in_shared_memory().all_reduce(payload.tensor)
+
+    def requirements(self) -> GroupRequirements:
+        """All ranks, which have to be on one host."""
+        return {GroupRequirement("world", shared=True): 1}

@@ -1,0 +1,55 @@
+"""The largest values only, with their places."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ddprun_hooks.builtin.error_feedback import ErrorFeedback
+from ddprun_hooks.comm.communicator import Communicator
+from ddprun_hooks.payload import Payload
+
+
+class TopK(ErrorFeedback):
+    """Each rank sends its values of largest magnitude in a bucket, and keeps the rest for the next step.
+
+    Sparsified SGD with memory (Stich et al. 2018, arXiv:1809.07599). Values travel in the payload's own type,
+    each with its index in 32 bits; the ranks' values are added in rank order.
+
+    Args:
+        density: share of a bucket's values that each rank sends, in (0, 1]; at least one value.
+    """
+
+    role = "reducer"
+
+    def __init__(self, density: float = 0.01) -> None:
+        super().__init__()
+        self.density = density
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        dtype = payload.tensor.dtype
+        residual = self.residuals.of(payload, comm.size)
+        residual += payload.tensor
+        count = math.ceil(self.density * residual.numel())
+        places = residual.abs().topk(count, sorted=False).indices
+        values = residual[places].to(dtype)
+        residual[places] -= values.to(residual.dtype)
+        drop_not_finite(residual, values)
+
+        message = torch.cat([places.int().view(torch.uint8), values.view(torch.uint8)])
+        gathered = await comm.all_gather(message)
+
+        total = torch.zeros_like(residual)
+        for part in gathered.view(comm.size, -1):
+            places, values = part[: 4 * count].clone(), part[4 * count :].clone()  # aligned
+            total.index_add_(0, places.view(torch.int32).long(), values.view(dtype).to(residual.dtype))
+        return payload.tensor.copy_(total)
+
+
+def drop_not_finite(residual: Tensor, sent: Tensor) -> None:
+    """Keep nothing, in place, of values that are not finite: as many as fit were passed on.
+
+    NaN and infinity count as the largest, so if there are any, one is among those sent.
+    """
+    if residual.is_cuda or not bool(torch.isfinite(sent).all()):
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,1 @@
+"""Who exchanges with whom, in which order, and what came of it."""

@@ -1,0 +1,179 @@
+"""The collectives that a hook can ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Generator, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ddprun_hooks.comm.groups import RankGroup
+    from ddprun_hooks.payload import ParamSlice
+
+Op = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast"]
+
+
+class Collective:
+    """A collective that a hook asks for: `await` it to have it done.
+
+    It is a request: the queue decides on which process group it travels and when it starts, so that all ranks
+    issue collectives in one order.
+    """
+
+    __slots__ = ("group", "maximum", "op", "output", "shared", "sizes", "source", "tensor")
+
+    def __init__(
+        self,
+        group: RankGroup,
+        op: Op,
+        tensor: Tensor,
+        output: Tensor,
+        *,
+        sizes: Sequence[int] | None = None,
+        source: int = 0,
+        shared: bool = False,
+        maximum: bool = False,
+    ) -> None:
+        self.group = group
+        self.op: Op = op
+        self.tensor = tensor
+        self.output = output
+        self.sizes = sizes
+        """Elements of each rank's part, where a tensor is cut into parts; None: equal parts."""
+
+        self.source = source
+        self.shared = shared
+        """Through shared memory."""
+
+        self.maximum = maximum
+        """All-reduce to the largest value instead of the sum."""
+
+    def __await__(self) -> Generator[Collective, Tensor, Tensor]:
+        return (yield self)
+
+
+class Rest(Protocol):
+    """The rest of a stack, behind the hook that is running."""
+
+    def __call__(
+        self, tensor: Tensor, params: tuple[ParamSlice, ...] | None, compression_error: Tensor | None
+    ) -> Awaitable[Tensor]: ...
+
+
+class Communicator:
+    """The ranks that a hook reduces over.
+
+    A codec awaits `reduce`, which hands its tensor to the rest of the stack; a reducer awaits collectives.
+
+    Args:
+        group: the ranks.
+        rest: of the stack; None: there is none.
+        shared: exchange through shared memory.
+    """
+
+    __slots__ = ("_rest", "group", "rank", "shared", "size")
+
+    def __init__(self, group: RankGroup, rest: Rest | None = None, *, shared: bool = False) -> None:
+        self.group = group
+        self.rank = group.rank
+        """This rank's place in the group."""
+
+        self.size = group.size
+        self.shared = shared
+        self._rest = rest
+
+    async def reduce(
+        self,
+        tensor: Tensor,
+        params: tuple[ParamSlice, ...] | None = None,
+        compression_error: Tensor | None = None,
+    ) -> Tensor:
+        """Reduce `tensor` over the ranks by the rest of the stack; gives the sum.
+
+        Args:
+            tensor: shape (any,); given away, its memory is overwritten.
+            params: which parameters its elements are; None: as in the payload if the length is the same, else
+                none.
+            compression_error: shape (any,), zeros: takes what later hooks did not send. None: they keep it
+                themselves, which they can for elements of parameters only.
+        """
+        assert self._rest is not None, "a hook's communicator knows the rest of its stack"
+        return await self._rest(tensor, params, compression_error)
+
+    def split(self, hosts: int | None) -> tuple[Communicator, Communicator]:
+        """The ranks of this rank's host, and the ranks of its place on every host."""
+        within, across = self.group.splits[hosts]
+        return Communicator(within), Communicator(across)
+
+    def in_shared_memory(self) -> Communicator:
+        """The same ranks, exchanging through shared memory."""
+        return Communicator(self.group, self._rest, shared=True)
+
+    def all_reduce(self, tensor: Tensor) -> Collective:
+        """Sum `tensor` (any shape) over the ranks, in place; gives `tensor`."""
+        return Collective(self.group, "all_reduce", tensor, tensor, shared=self.shared)
+
+    def all_reduce_max(self, tensor: Tensor) -> Collective:
+        """The ranks' largest value at each place of `tensor` (any shape), in place; gives `tensor`."""
+        return Collective(self.group, "all_reduce", tensor, tensor, maximum=True)
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Collective:
+        """Gather `tensor` of every rank, in rank order.
+
+        Args:
+            tensor: shape (sizes[rank],), or of one length on all ranks.
+            sizes: elements of each rank's tensor; None if they are equal.
+
+        Returns:
+            Shape (sum(sizes),).
+        """
+        total = self.size * tensor.numel() if sizes is None else sum(sizes)
+        output = tensor.new_empty(total)
+        return Collective(self.group, "all_gather", tensor, output, sizes=sizes, shared=self.shared)
+
+    def all_to_all(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Collective:
+        """Send the i-th part of `tensor` to rank i; gives the parts sent to this rank, in rank order.
+
+        Args:
+            tensor: shape (sum(sizes),).
+            sizes: elements of each part, the same list on every rank; None for equal parts.
+
+        Returns:
+            Shape (size * sizes[rank],).
+        """
+        if sizes is None and tensor.numel() % self.size:
+            raise ValueError(
+                f"all_to_all cuts {tensor.numel()} elements into {self.size} equal parts: pad them"
+            )
+        mine = tensor.numel() // self.size if sizes is None else sizes[self.rank]
+        return Collective(self.group, "all_to_all", tensor, tensor.new_empty(self.size * mine), sizes=sizes)
+
+    async def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Sum the parts of `tensor` over the ranks; gives this rank's part of the sum.
+
+        16-bit floats are summed in fp32 and rounded once, in rank order everywhere.
+
+        Args:
+            tensor: shape (sum(sizes),).
+            sizes: elements of each rank's part, the same list on every rank.
+
+        Returns:
+            Shape (sizes[rank],).
+        """
+        mine = sizes[self.rank]
+        if self.size == 1:
+            return tensor
+        if self.shared:
+            output = tensor.new_empty(mine)
+            return await Collective(self.group, "reduce_scatter", tensor, output, sizes=sizes, shared=True)
+        parts = (await self.all_to_all(tensor, sizes)).view(self.size, mine)
+        total = parts[0].to(torch.promote_types(tensor.dtype, torch.float32))
+        for part in parts[1:]:
+            total = total.add_(part)
+        return total.to(tensor.dtype)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Collective:
+        """Overwrite `tensor` with that of rank `source`, in place; gives `tensor`."""
+        return Collective(self.group, "broadcast", tensor, tensor, source=source)

@@ -1,0 +1,176 @@
+"""Small messages between ranks, over Gloo in host memory whatever the device is."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddprun_hooks.comm.observer import UNOBSERVED, Observer, PendingCollective, waiting
+from ddprun_hooks.comm.trace import now_us
+from ddprun_hooks.errors import DisagreementError
+
+_GATHERED_BYTES = 64
+
+
+class PendingMessage:
+    """A control message on its way."""
+
+    __slots__ = ("_gathered", "_pending", "_work")
+
+    def __init__(self, work: dist.Work, gathered: list[Tensor], pending: PendingCollective) -> None:
+        self._work = work
+        self._gathered = gathered
+        self._pending = pending
+        pending.done_when(work.is_completed)
+
+    def wait(self) -> Tensor:
+        """Every rank's message: shape (world size, length), float64."""
+        try:
+            self._work.wait()
+        except BaseException:
+            self._pending.failed()
+            raise
+        self._pending.done()
+        return torch.stack(self._gathered)
+
+
+class Control:
+    """Numbers and bytes of every rank, a barrier, and agreement.
+
+    Args:
+        group: a Gloo process group that nothing else uses.
+        rank, size: this rank's place in it, and how many there are.
+        observer: sees what is exchanged.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, size: int, observer: Observer = UNOBSERVED
+    ) -> None:
+        self._group = group
+        self.rank = rank
+        self.size = size
+        self._gathers = observer.sequence("control", range(size))
+        self._messages = observer.sequence("control, between two ranks", range(size))
+
+    def post(self, numbers: Sequence[float] | Tensor, what: str = "the control message") -> PendingMessage:
+        """Send this rank's numbers to all ranks without waiting. All ranks post messages of one length.
+
+        Args:
+            numbers: shape (length,); not to be changed before they have been sent.
+            what: they are, for the observer.
+        """
+        mine = torch.as_tensor(numbers, dtype=torch.float64)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        pending = self._gathers.issue("all_gather", what=what)
+        return PendingMessage(self._group.allgather([gathered], [mine]), gathered, pending)
+
+    def all_gather(self, numbers: Sequence[float], what: str = "numbers of every rank") -> Tensor:
+        """Every rank's numbers: shape (world size, len(numbers)), float64."""
+        return self.post(numbers, what).wait()
+
+    def all_gather_bytes(self, data: bytes, what: str = "bytes of every rank") -> list[bytes]:
+        """Every rank's bytes, at most 64, in rank order."""
+        if len(data) > _GATHERED_BYTES:
+            raise ValueError(f"at most {_GATHERED_BYTES} bytes can be gathered, got {len(data)}")
+        messages = self.all_gather([float(len(data)), *map(float, data.ljust(_GATHERED_BYTES))], what)
+        return [bytes(int(byte) for byte in row[1 : 1 + int(row[0])]) for row in messages.tolist()]
+
+    def barrier(self, what: str = "a barrier") -> None:
+        """Wait until every rank is here."""
+        self.all_gather([0.0], what)
+
+    def agree(self, what: str, described: str) -> None:
+        """Make sure that every rank describes `what` alike.
+
+        Raises:
+            DisagreementError: names the ranks that differ from rank 0.
+        """
+        digests = self.all_gather_bytes(hashlib.sha256(described.encode()).digest(), f"agreement on {what}")
+        odd = [rank for rank in range(self.size) if digests[rank] != digests[0]]
+        if odd:
+            ranks = ", ".join(map(str, odd))
+            raise DisagreementError(
+                f"rank {ranks} and rank 0 disagree about {what}; on rank {self.rank} it is: {described}"
+            )
+
+    def clock_offset(self, rounds: int = 12) -> tuple[float, float]:
+        """How far this rank's monotonic clock is ahead of rank 0's, and the error bound, in microseconds.
+
+        Cristian's algorithm (Distributed Computing 3, 1989) along a binomial tree: at each of its levels
+        every rank that knows its offset answers one that does not, all of these pairs at the same time, so
+        that n ranks take as long as log2 n pairs. Of `rounds` exchanges of a pair the one with the shortest
+        round trip counts. Half of it, and what whole microseconds leave out, is the pair's error bound; the
+        bounds on the way to rank 0 add up.
+        """
+        offset = bound = 0.0
+        step = 1 << (self.size - 1).bit_length()
+        while step > 1:
+            apart, step = step, step // 2
+            if self.rank % apart == step:
+                offset, bound = self._ask_for_time(self.rank - step, rounds)
+            elif self.rank % apart == 0 and self.rank + step < self.size:
+                self._tell_time(self.rank + step, rounds, offset, bound)
+        return offset, bound
+
+    def _ask_for_time(self, peer: int, rounds: int) -> tuple[float, float]:
+        """Offset and bound, of a rank that knows its own."""
+        best = 0.0, math.inf
+        answer = torch.empty(2, dtype=torch.float64)
+        with waiting(self._messages, "receive", "comparing clocks", [peer]):
+            for _ in range(rounds):
+                sent = now_us()
+                self._send(sent, peer)
+                self._group.recv([answer], peer, 0).wait()
+                received = now_us()
+                theirs, their_bound = answer.tolist()
+                half = (received - sent) / 2
+                if half + 1.0 + their_bound < best[1]:
+                    best = sent + half - theirs, half + 1.0 + their_bound
+        return best
+
+    def _tell_time(self, peer: int, rounds: int, offset: float, bound: float) -> None:
+        """Answer by rank 0's clock, as far as this rank knows it."""
+        with waiting(self._messages, "receive", "comparing clocks", [peer]):
+            for _ in range(rounds):
+                self._receive(peer)
+                answer = torch.tensor([now_us() - offset, bound], dtype=torch.float64)
+                self._group.send([answer], peer, 0).wait()
+
+    def send_bytes(self, data: bytes, target: int) -> None:
+        """Send bytes to one rank, which has to call `receive_bytes`."""
+        with waiting(self._messages, "send", f"{len(data)} bytes of records", [target]):
+            self._send(len(data), target)
+            if data:
+                self._group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], target, 0).wait()
+
+    def receive_bytes(self, source: int) -> bytes:
+        """Receive what `send_bytes` on rank `source` sends."""
+        with waiting(self._messages, "receive", "records", [source]):
+            length = self._receive(source)
+            if not length:
+                return b""
+            buffer = torch.empty(length, dtype=torch.uint8)
+            self._group.recv([buffer], source, 0).wait()
+        return buffer.numpy().tobytes()
+
+    def _send(self, number: int, target: int) -> None:
+        self._group.send([torch.tensor([number], dtype=torch.int64)], target, 0).wait()
+
+    def _receive(self, source: int) -> int:
+        number = torch.empty(1, dtype=torch.int64)
+        self._group.recv([number], source, 0).wait()
+        return int(number.item())
+
+
+def open_control(timeout: timedelta, observer: Observer = UNOBSERVED) -> Control:
+    """Control among all ranks of the default group, each of which has to call this."""
+    size = dist.get_world_size()
+    with waiting(
+        observer.sequence("set-up", range(size)), "new_group", "making the process group of control"
+    ):
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
+    return Control(group, dist.get_rank(), size, observer)

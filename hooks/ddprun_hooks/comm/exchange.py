@@ -1,0 +1,147 @@
+"""The one owner of what ranks exchange: process groups, queues, and the small control messages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddprun_hooks.buckets import ParameterBuckets
+from ddprun_hooks.comm.communicator import Collective, Communicator
+from ddprun_hooks.comm.control import Control
+from ddprun_hooks.comm.groups import GroupFactory, Placement, RankGroup
+from ddprun_hooks.comm.observer import UNOBSERVED, Observer, waiting
+from ddprun_hooks.comm.queue import CommQueue, HostQueue, StreamQueue
+from ddprun_hooks.hook import GroupRequirement, GroupRequirements
+from ddprun_hooks.payload import Payload
+from ddprun_hooks.shm.progress import ProgressThread
+from ddprun_hooks.stack import broadcast_stack
+
+_MESSAGE_BYTES = 25 << 20
+_NO_RANKS: GroupRequirements = MappingProxyType({})
+_ALL_RANKS: GroupRequirements = MappingProxyType({GroupRequirement("world"): 1})
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Everything over which the ranks exchange; made once, before the first step, by all ranks together."""
+
+    gradients: CommQueue
+    """For gradient buckets."""
+
+    deltas: CommQueue
+    """For changes of parameters, through hooks: a queue of its own, so that they can never meet gradients."""
+
+    plain: CommQueue
+    """For parameters, buffers and optimizer state as they are. A queue of its own, too: what is sent here
+    never waits for an exchange of deltas that is still under way."""
+
+    exact: RankGroup
+    """For comparing ranks (fidelity, audit): what it carries goes through no stack."""
+
+    control: Control
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        control: Control,
+        device: torch.device,
+        backend: str,
+        hosts: Sequence[str],
+        local_sizes: Sequence[int],
+        gradients: GroupRequirements,
+        deltas: GroupRequirements = _NO_RANKS,
+        plain: GroupRequirements = _ALL_RANKS,
+        timeout: timedelta,
+        observer: Observer = UNOBSERVED,
+    ) -> "Exchange":
+        """Make all process groups. Every rank of the default group has to call this, with equal arguments.
+
+        Args:
+            control: of all ranks.
+            device: where this rank's gradients are.
+            backend: "gloo" or "nccl".
+            hosts: host of each rank, in rank order.
+            local_sizes: for each rank, how many ranks its launcher started on its host.
+            gradients: among which ranks that queue exchanges, and how many collectives one payload needs
+                there at most.
+            deltas: the same for that queue.
+            plain: the same for that queue.
+            timeout: how long a collective may take before it fails.
+            observer: sees every collective.
+
+        Raises:
+            HookSetupError: the ranks do not lie as a stack needs them.
+        """
+        placement = Placement(dist.get_rank(), tuple(hosts), tuple(local_sizes))
+        on_gpu = device.type == "cuda"
+
+        everybody = list(range(placement.size))
+        set_up = observer.sequence("set-up of groups", everybody)
+
+        def make_group(name: str, ranks: list[int]) -> Any:
+            with waiting(set_up, "new_group", f"making the process group {name}"):
+                return dist.new_group(ranks, backend=backend, timeout=timeout, group_desc=name)
+
+        factory = GroupFactory(
+            make_group, control.all_gather_bytes, timeout.total_seconds(), ProgressThread(), observer
+        )
+
+        def queue(name: str, requirements: GroupRequirements) -> CommQueue:
+            # A stream keeps collectives in order: there, one process group serves every round.
+            rounds = dict.fromkeys(requirements, 1) if on_gpu else requirements
+            world = factory.open(name, placement, rounds)
+            return StreamQueue(world, device) if on_gpu else HostQueue(world)
+
+        exact = RankGroup(
+            "exact",
+            placement.rank,
+            placement.hosts,
+            [make_group("exact", everybody)],
+            sequences={False: [observer.sequence("exact", everybody)]},
+        )
+        return cls(
+            gradients=queue("world", gradients),
+            deltas=queue("deltas", deltas),
+            plain=queue("plain", plain),
+            exact=exact,
+            control=control,
+        )
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Overwrite `tensors`, in place, with those of rank `source`, in flat messages of one dtype each."""
+        buckets = ParameterBuckets(
+            {str(place): tensor for place, tensor in enumerate(tensors)}, _MESSAGE_BYTES
+        )
+        stack = broadcast_stack(source)
+        for place, layout in enumerate(buckets.layouts):
+            payload = Payload(buckets.flat(place), layout.params, "parameters", layout.index)
+            buckets.put(place, self.plain.send(payload, stack, []).wait())
+
+    def exact_sum(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """Sum `tensor` over the ranks, in place, past every hook; gives it, and the bytes sent."""
+        wanted = Communicator(self.exact).all_reduce(tensor)
+        self._run_exact(wanted, "the exact mean")
+        return tensor, self.exact.wire_bytes(wanted)
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest of the ranks' values at each place of `tensor`, in place, past every hook."""
+        self._run_exact(Communicator(self.exact).all_reduce_max(tensor), "the largest value, for the audit")
+        return tensor
+
+    def _run_exact(self, wanted: Collective, what: str) -> None:
+        """A collective past every queue, waited for."""
+        pending = self.exact.sequence(wanted, 0).issue(wanted.op, what=what)
+        work = self.exact.launch(wanted, 0)
+        if isinstance(work, dist.Work):
+            pending.done_when(work.is_completed)  # with NCCL, `wait` waits on the stream alone
+        try:
+            work.wait()
+        except BaseException:
+            pending.failed()
+            raise

@@ -1,0 +1,348 @@
+"""Who exchanges with whom: the rank groups that stacks need, made by all ranks together before step 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch.futures import Future
+
+from ddprun_hooks.comm.communicator import Collective
+from ddprun_hooks.comm.observer import UNOBSERVED, CollectiveSequence, Observer, waiting
+from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.hook import GroupRequirement, GroupRequirements
+from ddprun_hooks.payload import nbytes
+from ddprun_hooks.shm.group import ShmGroup
+from ddprun_hooks.shm.progress import ProgressThread
+from ddprun_hooks.shm.setup import open_shm_groups
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Some ranks, with a process group or an area of shared memory for each round of collectives.
+
+    Collectives of different rounds travel on different process groups, so that the k-th collective of one
+    bucket can pass the (k+1)-th of another without the two being matched with each other on another rank.
+    """
+
+    name: str
+    rank: int
+    """This rank's place in the group."""
+
+    hosts: tuple[str, ...]
+    """Host of each rank, in group order."""
+
+    process_groups: Sequence[dist.ProcessGroup] = ()
+    shm_groups: Sequence[ShmGroup] = ()
+    progress: ProgressThread | None = None
+    """Runs what goes through shared memory."""
+
+    splits: Mapping[int | None, tuple[RankGroup, RankGroup]] = field(default_factory=dict)
+    """For each number of hosts that a hook splits this group into (None: as launched): the ranks of this
+    rank's host, and the ranks of its place on every host."""
+
+    sequences: Mapping[bool, Sequence[CollectiveSequence]] = field(default_factory=dict)
+    """Observes the collectives of each round: through shared memory (True) and over the network (False)."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.hosts)
+
+    def sequence(self, wanted: Collective, round_index: int) -> CollectiveSequence:
+        """Observes a collective of this round."""
+        sequences = self.sequences.get(wanted.shared, ())
+        return sequences[round_index] if round_index < len(sequences) else UNOBSERVED
+
+    def launch(self, wanted: Collective, round_index: int) -> dist.Work | ShmWork:
+        """Start a collective on the group of its round.
+
+        Raises:
+            IndexError: no group was made for this round.
+        """
+        if wanted.shared:
+            return self._launch_shared(wanted, self.shm_groups[round_index])
+        group = self.process_groups[round_index]
+        match wanted.op:
+            case "all_reduce":
+                reduction = dist.ReduceOp.MAX if wanted.maximum else dist.ReduceOp.SUM
+                return group.allreduce([wanted.tensor], reduction)
+            case "all_gather":
+                return self._all_gather(wanted, group)
+            case "all_to_all":
+                mine = [] if wanted.sizes is None else [wanted.sizes[self.rank]] * self.size
+                return group.alltoall_base(wanted.output, wanted.tensor, mine, list(wanted.sizes or ()))
+            case "broadcast":
+                options = dist.BroadcastOptions()
+                options.rootRank = wanted.source
+                options.rootTensor = 0
+                return group.broadcast([wanted.tensor], options)
+        raise HookSetupError(f'"{wanted.op}" goes through shared memory only')
+
+    def _all_gather(self, wanted: Collective, group: dist.ProcessGroup) -> dist.Work:
+        sizes = wanted.sizes
+        if sizes is None or len(set(sizes)) == 1:
+            return group.allgather([list(wanted.output.chunk(self.size))], [wanted.tensor])
+        # Gloo gathers equal lengths only: each rank sends its own to every other instead.
+        copies = wanted.tensor.repeat(self.size)
+        return group.alltoall_base(wanted.output, copies, list(sizes), [wanted.tensor.numel()] * self.size)
+
+    def _launch_shared(self, wanted: Collective, shm: ShmGroup) -> ShmWork:
+        assert self.progress is not None, "shared memory has a progress thread"
+        match wanted.op:
+            case "all_reduce":
+                steps = shm.all_reduce(wanted.tensor)
+            case "reduce_scatter":
+                assert wanted.sizes is not None
+                steps = shm.reduce_scatter(wanted.tensor, wanted.sizes, wanted.output)
+            case "all_gather":
+                sizes = wanted.sizes or [wanted.tensor.numel()] * self.size
+                steps = shm.all_gather(wanted.tensor, sizes, wanted.output)
+            case _:
+                raise HookSetupError(f'"{wanted.op}" does not go through shared memory')
+        return ShmWork(self.progress.submit(shm, steps))
+
+    def wire_bytes(self, wanted: Collective) -> int:
+        """Bytes this rank sends, for the ring algorithms that Gloo and NCCL use on large tensors.
+
+        All-reduce: 2(n-1)/n of the tensor; all-gather: (n-1) shards; all-to-all: (n-1)/n of the tensor
+        (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Broadcast: a chain in which
+        every rank but the last passes the tensor on once. Through shared memory: none.
+        """
+        n, size = self.size, nbytes(wanted.tensor)
+        if wanted.shared:
+            return 0
+        match wanted.op:
+            case "all_reduce":
+                return round(2 * (n - 1) * size / n)
+            case "all_gather":
+                return (n - 1) * size
+            case "all_to_all":
+                return size - self._part_bytes(wanted, self.rank)
+            case "broadcast":
+                return size if (self.rank - wanted.source) % n != n - 1 else 0
+        return 0
+
+    def between_hosts_bytes(self, wanted: Collective) -> int:
+        """The part of `wire_bytes` that leaves this rank's host."""
+        here, n = self.hosts[self.rank], self.size
+        if wanted.shared:
+            return 0
+        if wanted.op == "all_to_all":
+            return sum(self._part_bytes(wanted, rank) for rank in range(n) if self.hosts[rank] != here)
+        leaves = self.hosts[(self.rank + 1) % n] != here
+        return self.wire_bytes(wanted) if leaves else 0
+
+    def _part_bytes(self, wanted: Collective, rank: int) -> int:
+        """Size of the part of an all-to-all that goes to `rank`, in bytes."""
+        if wanted.sizes is None:
+            return nbytes(wanted.tensor) // self.size
+        return wanted.sizes[rank] * wanted.tensor.element_size()
+
+
+class ShmWork:
+    """A collective under way in shared memory."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def get_future(self) -> Future[None]:
+        """Done when the collective is."""
+        return self._future
+
+    def wait(self) -> bool:
+        """Wait for it."""
+        self._future.wait()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the ranks are."""
+
+    rank: int
+    hosts: tuple[str, ...]
+    """Host name of each rank."""
+
+    local_sizes: tuple[int, ...]
+    """For each rank, how many ranks its launcher started on its host."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.hosts)
+
+    def launched(self) -> list[list[int]]:
+        """The ranks of each host, wherever they lie in rank order, in the order of their first ranks.
+
+        Ranks of one host name are on one host. Of several launchers on a host (or hosts of one name) each
+        counts for a host of its own.
+        """
+        of_name: dict[str, list[int]] = {}
+        for rank, name in enumerate(self.hosts):
+            of_name.setdefault(name, []).append(rank)
+        found = []
+        for ranks in of_name.values():
+            while ranks:
+                size = max(1, self.local_sizes[ranks[0]])
+                found.append(ranks[:size])
+                ranks = ranks[size:]
+        return sorted(found)
+
+    def blocks(self, hosts: int | None) -> list[list[int]]:
+        """The ranks of each host, in rank order as process groups have them.
+
+        Args:
+            hosts: how many to split the ranks into, those of one host together as far as that goes; None: as
+                they were launched.
+
+        Raises:
+            HookSetupError: the hosts would not hold equally many ranks.
+        """
+        launched = self.launched()
+        if hosts is None:
+            if len({len(ranks) for ranks in launched}) > 1:
+                counts = ", ".join(f"{self.hosts[ranks[0]]}: {len(ranks)}" for ranks in launched)
+                raise HookSetupError(
+                    f"two levels need equally many ranks on each host; here they are {counts}"
+                )
+            return launched
+        if self.size % hosts:
+            raise HookSetupError(
+                f"two levels with hosts: {hosts} need equally many ranks on each host, but {hosts} "
+                f"does not divide {self.size} ranks"
+            )
+        per_host, by_host = self.size // hosts, [rank for ranks in launched for rank in ranks]
+        return sorted(sorted(by_host[at : at + per_host]) for at in range(0, self.size, per_host))
+
+
+def combine(requirements: Iterable[GroupRequirements]) -> dict[GroupRequirement, int]:
+    """What serves each of several stacks, one at a time."""
+    combined: dict[GroupRequirement, int] = {}
+    for one in requirements:
+        for requirement, rounds in one.items():
+            combined[requirement] = max(rounds, combined.get(requirement, 0))
+    return combined
+
+
+def within_hosts(requirements: GroupRequirements, hosts: int | None) -> dict[GroupRequirement, int]:
+    """What a stack requires whose payloads go through the ranks of one host only.
+
+    Args:
+        requirements: of a stack whose collectives are among all ranks.
+        hosts: into how many hosts the ranks are split; None: as they were launched.
+    """
+    return combine(
+        {GroupRequirement("within", hosts, one.shared): rounds} for one, rounds in requirements.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFactory:
+    """Makes rank groups. Every rank makes the same ones, in the same order."""
+
+    make_process_group: Callable[[str, list[int]], Any]
+    """A new process group of these ranks; called for each set of ranks, also by ranks outside it, whose
+    result is dropped. The name is unique."""
+
+    all_gather_bytes: Callable[[bytes], Sequence[bytes]]
+    """Gives every rank's bytes (at most 64)."""
+
+    timeout_s: float
+    progress: ProgressThread
+    observer: Observer = UNOBSERVED
+    """Sees every collective."""
+
+    def open(self, name: str, placement: Placement, requirements: GroupRequirements) -> RankGroup:
+        """Make the group of all ranks, and those into which the stacks' hooks split it.
+
+        Args:
+            name: of the group of all ranks.
+            placement: where the ranks are.
+            requirements: of all stacks that will use the group.
+
+        Raises:
+            HookSetupError: the ranks do not lie as a hook needs them; on all ranks alike.
+        """
+        splits = {}
+        levels = {one.hosts for one in requirements if one.leg != "world"}
+        for hosts in sorted(levels, key=lambda hosts: hosts or 0):
+            blocks = placement.blocks(hosts)
+            # In rank order, which torch's process groups have whatever order they are given.
+            places = [sorted(ranks) for ranks in zip(*blocks, strict=True)]
+            before, tag = "" if name == "world" else f"{name} ", "" if hosts is None else f"/{hosts}"
+            within, across = (
+                self._open(f"{before}{leg}{tag}", placement, parts, _rounds(requirements, leg, hosts))
+                for leg, parts in (("within", blocks), ("across", places))
+            )
+            splits[hosts] = within, across
+        everybody = [list(range(placement.size))]
+        return self._open(name, placement, everybody, _rounds(requirements, "world"), splits)
+
+    def _open(
+        self,
+        name: str,
+        placement: Placement,
+        parts: list[list[int]],
+        rounds: dict[bool, int],
+        splits: dict[int | None, tuple[RankGroup, RankGroup]] | None = None,
+    ) -> RankGroup:
+        """This rank's group of those whose ranks `parts` lists."""
+        mine = next(ranks for ranks in parts if placement.rank in ranks)
+        process_groups, shm_groups = [], []
+        for index in range(rounds.get(False, 0)):
+            made = {
+                ranks[0]: self.make_process_group(f"{name}.{index} of {ranks[0]}", ranks) for ranks in parts
+            }
+            process_groups.append(made[mine[0]])
+        if True in rounds:
+            _check_one_host(placement, parts)
+            # A sequence of its own: a rank may still be lost between the last exchange and this one.
+            sharing = self.observer.sequence(f"{name}, being shared", mine)
+            with waiting(sharing, "share", f"making {rounds[True]} areas of shared memory"):
+                shm_groups = open_shm_groups(
+                    rank=mine.index(placement.rank),
+                    size=len(mine),
+                    count=rounds[True],
+                    share=lambda data: self.all_gather_bytes(data)[mine[0]],
+                    timeout_s=self.timeout_s,
+                    names=mine,
+                )
+        sequences = {
+            shared: [
+                self.observer.sequence(f"{name}.{index}{' in shared memory' if shared else ''}", mine)
+                for index in range(count)
+            ]
+            for shared, count in sorted(rounds.items())
+        }
+        return RankGroup(
+            name,
+            mine.index(placement.rank),
+            tuple(placement.hosts[rank] for rank in mine),
+            process_groups,
+            shm_groups,
+            self.progress if shm_groups else None,
+            splits or {},
+            sequences,
+        )
+
+
+def _rounds(requirements: GroupRequirements, leg: str, hosts: int | None = None) -> dict[bool, int]:
+    """Rounds through shared memory (True) and over the network (False)."""
+    return {
+        one.shared: rounds for one, rounds in requirements.items() if (one.leg, one.hosts) == (leg, hosts)
+    }
+
+
+def _check_one_host(placement: Placement, parts: list[list[int]]) -> None:
+    for ranks in parts:
+        hosts = list(dict.fromkeys(placement.hosts[rank] for rank in ranks))
+        if len(hosts) > 1:
+            raise HookSetupError(
+                f'"shared_memory" sums over the ranks of one host, but these are on {", ".join(hosts)}: '
+                "write hierarchical: {within: [shared_memory]}"
+            )

@@ -1,0 +1,88 @@
+"""What an observer sees of collectives: that one has been issued, and that it is over.
+
+All ranks of a sequence issue its collectives in one order, so their running numbers say who has come to one
+and who has not, without a message between them. By default nobody observes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from ddprun_hooks.payload import Payload
+
+
+class PendingCollective(Protocol):
+    """One collective, from its issue to its end."""
+
+    def done(self) -> None:
+        """It is over."""
+
+    def failed(self) -> None:
+        """It has failed: it stays what this rank waits for, and grows no older."""
+
+    def done_when(self, ended: Callable[[], bool]) -> None:
+        """`ended` tells whether it is over; called on any thread, and not once it has said so."""
+
+
+class CollectiveSequence(Protocol):
+    """Collectives that the same ranks issue in one order."""
+
+    def issue(
+        self, op: str, payload: Payload | None = None, *, what: str = "", peers: Sequence[int] | None = None
+    ) -> PendingCollective:
+        """This rank issues the sequence's next collective now.
+
+        Args:
+            op: of the collective.
+            payload: what it carries.
+            what: what it carries, in words, if it is no payload.
+            peers: the ranks it waits for whatever they have issued; None: those of the sequence that have not
+                issued theirs.
+        """
+
+
+class Observer(Protocol):
+    """Sees the collectives of this rank."""
+
+    def sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
+        """A new sequence. All ranks of a run make theirs in one order, those of equal place among other ranks
+        at once.
+
+        Args:
+            name: of what its collectives travel on.
+            ranks: whose collectives it has, this one's among them; numbers in the whole run.
+        """
+
+
+class _Unobserved:
+    def sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
+        return self
+
+    def issue(
+        self, op: str, payload: Payload | None = None, *, what: str = "", peers: Sequence[int] | None = None
+    ) -> PendingCollective:
+        return self
+
+    def done(self) -> None: ...
+
+    def failed(self) -> None: ...
+
+    def done_when(self, ended: Callable[[], bool]) -> None: ...
+
+
+UNOBSERVED = _Unobserved()
+"""The observer, the sequence and the pending collective where nobody observes."""
+
+
+@contextmanager
+def waiting(
+    sequence: CollectiveSequence, op: str, what: str, peers: Sequence[int] | None = None
+) -> Iterator[None]:
+    """Inside, this rank waits for others: for `peers`, or for all that have yet to come to this place."""
+    pending = sequence.issue(op, what=what, peers=peers)
+    try:
+        yield
+    except BaseException:
+        pending.failed()
+        raise
+    pending.done()

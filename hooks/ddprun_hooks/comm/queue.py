@@ -1,0 +1,379 @@
+"""Queues: how the coroutines of many buckets run at once without ever changing their order between ranks.
+
+The rule: *a bucket may issue its k-th collective among a group of ranks only when every earlier bucket of the
+queue has issued its k-th among that group or has finished*, and the k-th collectives of a group travel on a
+process group of their own. Then each process group sees the same collectives in the same order on every rank,
+however the ranks' threads are scheduled, and however many collectives a rank has with other groups in
+between. Issuing the next collective "when the last one is done" breaks this, and Gloo then sums the wrong
+tensors without an error.
+
+A queue in host memory (`HostQueue`) is driven by whatever thread has news: the backward pass that brings a
+bucket, or the thread of the collective that has finished. On a GPU (`StreamQueue`) the stream keeps the
+order, so a coroutine is run through at once.
+"""
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ddprun_hooks.comm.communicator import Collective, Communicator
+from ddprun_hooks.comm.groups import RankGroup, ShmWork
+from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span, now_us
+from ddprun_hooks.comm.uncounted import noting
+from ddprun_hooks.errors import ExchangeError
+from ddprun_hooks.payload import Payload, dtype_name, nbytes
+from ddprun_hooks.stack import Stack
+
+HookRun = Generator[Collective, Tensor | None, Tensor]
+
+
+class HostQueue:
+    """Drives payloads in host memory; collectives overlap with the caller and with each other.
+
+    Args:
+        world: the ranks that exchange, with a process group for each round.
+    """
+
+    def __init__(self, world: RankGroup) -> None:
+        self.world = world
+        self.error: BaseException | None = None
+        """What broke the queue. A broken queue fails every payload, so that no caller waits for ever."""
+
+        self._lock = threading.Lock()  # guards the three below; never held while anything else is called
+        self._news: deque[Callable[[], None]] = deque()
+        self._driving = False
+        self._in_flight: list[_BucketInFlight] = []  # unfinished, in the order in which they were sent
+        self._training_thread = 0
+
+    def send(
+        self, payload: Payload, stack: Stack, traces: list[Any], group: RankGroup | None = None
+    ) -> Future[Tensor]:
+        """Start `payload` on its way; the future holds the mean over ranks.
+
+        Args:
+            payload: its tensor's memory receives the mean.
+            stack: the hooks to go through.
+            traces: takes the trace of this payload, at once; it is complete when the future is.
+            group: the ranks that exchange; None: all of the queue's.
+        """
+        entered = now_us()
+        self._training_thread = threading.get_ident()
+        trace: BucketTrace[int] = new_trace(payload, stack, entered)
+        traces.append(trace)
+        bucket = _BucketInFlight(payload, stack, group or self.world, trace)
+        self._post(lambda: self._enter(bucket))
+        trace.handed_over = now_us()
+        return bucket.future
+
+    def _post(self, news: Callable[[], None]) -> None:
+        """Have `news` handled, here or by the thread that is driving already.
+
+        `Future.add_done_callback` calls back at once when the work is done, on the very thread that is
+        driving: it must find the lock free, and must not drive a second time.
+        """
+        with self._lock:
+            self._news.append(news)
+            if self._driving:
+                return
+            self._driving = True
+        while True:
+            with self._lock:
+                if not self._news:
+                    self._driving = False
+                    return
+                news = self._news.popleft()
+            try:
+                news()
+            except BaseException as error:
+                self._fail_all(error)
+
+    def _enter(self, bucket: "_BucketInFlight") -> None:
+        self._in_flight.append(bucket)
+        self._resume(bucket, None)
+
+    def _resume(self, bucket: "_BucketInFlight", result: Tensor | None) -> None:
+        """Run a bucket's hooks up to their next collective or to the end."""
+        if bucket.future.done():
+            return
+        if self.error is not None:
+            self._fail_all(self.error)
+            return
+        start = now_us()
+        try:
+            wanted = next_collective(bucket.run, result, bucket.stack, bucket.trace)
+        except StopIteration as stop:
+            self._finish(bucket, cast(Tensor, stop.value), start)
+        except BaseException as error:  # a hook may raise anything, and nobody may be left waiting
+            self._fail_all(error)
+        else:
+            bucket.add_span(start, "encode", self._on_training_thread())
+            bucket.wanted = wanted
+            self._issue_in_order()
+
+    def _issue_in_order(self) -> None:
+        """Issue every collective whose turn it is."""
+        before: _BucketInFlight | None = None
+        for bucket in list(self._in_flight):
+            wanted = bucket.wanted
+            if wanted is not None:
+                group = wanted.group.name
+                if before is None or before.issued[group] > bucket.issued[group]:
+                    self._issue(bucket, wanted)
+            before = bucket
+            if self.error is not None:
+                return
+
+    def _issue(self, bucket: "_BucketInFlight", wanted: Collective) -> None:
+        bucket.wanted = None
+        issued, group = bucket.issued, wanted.group.name
+        collective = new_collective_trace(wanted, issued[group], now_us())
+        bucket.trace.collectives.append(collective)
+        pending = wanted.group.sequence(wanted, issued[group]).issue(wanted.op, bucket.payload)
+        try:
+            work = launch(wanted, issued[group], bucket.stack)
+            issued[group] += 1
+            done = work.get_future()
+        except BaseException as error:
+            self._fail_all(error)
+            return
+
+        def arrived(future: Future[Any]) -> None:
+            collective.done = now_us()
+            try:
+                future.value()
+            except BaseException as error:
+                failure = error
+                pending.failed()
+                self._post(lambda: self._fail_all(failure))
+            else:
+                pending.done()
+                self._post(lambda: self._resume(bucket, wanted.output))
+
+        done.add_done_callback(arrived)
+
+    def _finish(self, bucket: "_BucketInFlight", mean: Tensor, start: int) -> None:
+        try:
+            write_back(mean, bucket.payload, bucket.stack)
+        except ExchangeError as error:
+            self._fail_all(error)
+            return
+        bucket.add_span(start, "decode", self._on_training_thread())
+        bucket.trace.done = now_us()
+        self._in_flight.remove(bucket)
+        bucket.future.set_result(bucket.payload.tensor)
+        self._issue_in_order()
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Fail everything that is under way: a future that is never set would hang its waiter for ever."""
+        if self.error is None:
+            self.error = error
+        broken, self._in_flight = self._in_flight, []
+        for bucket in broken:
+            bucket.run.close()
+            fail(bucket.future, self.error)
+
+    def _on_training_thread(self) -> bool:
+        return threading.get_ident() == self._training_thread
+
+
+class _BucketInFlight:
+    """One payload under way in a `HostQueue`."""
+
+    __slots__ = ("future", "issued", "payload", "run", "stack", "trace", "wanted")
+
+    def __init__(self, payload: Payload, stack: Stack, world: RankGroup, trace: BucketTrace[int]) -> None:
+        self.payload = payload
+        self.stack = stack
+        self.trace = trace
+        self.run = start_hooks(payload, stack, world)
+        self.future: Future[Tensor] = Future()
+        self.issued: Counter[str] = Counter()  # collectives issued so far, by group
+        self.wanted: Collective | None = None  # asked for, not yet issued
+
+    def add_span(self, start: int, phase: str, on_training_thread: bool) -> None:
+        self.trace.spans.append(Span(start, now_us(), phase, on_training_thread))
+
+
+class StreamQueue:
+    """Drives payloads on a GPU: each coroutine is run through at once on a communication stream.
+
+    The stream keeps collectives in order, so one process group serves every round. With NCCL nothing here
+    waits on the host; with Gloo (several ranks on one GPU) each collective does.
+
+    Args:
+        world: the ranks that exchange; only its first process group is used.
+        device: the GPU of this rank.
+    """
+
+    def __init__(self, world: RankGroup, device: torch.device) -> None:
+        self.world = world
+        self.error: BaseException | None = None
+        self._device = device
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def send(
+        self, payload: Payload, stack: Stack, traces: list[Any], group: RankGroup | None = None
+    ) -> Future[Tensor]:
+        """As `HostQueue.send`; the future is set at once and carries the stream's events."""
+        trace: BucketTrace[torch.cuda.Event] = new_trace(
+            payload, stack, self._mark(torch.cuda.current_stream(self._device))
+        )
+        traces.append(trace)
+        future: Future[Tensor] = Future(devices=[self._device])
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            payload.tensor.record_stream(self._stream)
+            try:
+                if self.error is not None:
+                    raise self.error
+                self._run(payload, stack, trace, group or self.world)
+            except BaseException as error:
+                self.error = self.error or error
+                fail(future, self.error)
+            else:
+                trace.done = self._mark(self._stream)
+                future.set_result(payload.tensor)
+        trace.handed_over = trace.ready
+        return future
+
+    def _run(
+        self, payload: Payload, stack: Stack, trace: BucketTrace[torch.cuda.Event], group: RankGroup
+    ) -> None:
+        run = start_hooks(payload, stack, group)
+        result: Tensor | None = None
+        start = self._mark(self._stream)
+        while True:
+            try:
+                wanted = next_collective(run, result, stack, trace)
+            except StopIteration as stop:
+                write_back(cast(Tensor, stop.value), payload, stack)
+                trace.spans.append(Span(start, self._mark(self._stream), "decode", False))
+                return
+            launched = self._mark(self._stream)
+            trace.spans.append(Span(start, launched, "encode", False))
+            collective = new_collective_trace(wanted, 0, launched)
+            trace.collectives.append(collective)
+            pending = wanted.group.sequence(wanted, 0).issue(wanted.op, payload)
+            launch(wanted, 0, stack).wait()
+            collective.done = start = self._mark(self._stream)
+            pending.done_when(start.query)  # with NCCL, `wait` waits on the stream alone
+            result = wanted.output
+
+    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+
+CommQueue = HostQueue | StreamQueue
+
+
+def new_trace(payload: Payload, stack: Stack, ready: Any) -> BucketTrace[Any]:
+    """The trace of a payload that is about to be sent."""
+    tensor = payload.tensor
+    return BucketTrace(
+        kind=payload.kind,
+        bucket=payload.bucket,
+        hooks=stack.names,
+        dtype=dtype_name(tensor.dtype),
+        numel=tensor.numel(),
+        bytes=nbytes(tensor),
+        params=payload.params,
+        ready=ready,
+        findings=payload.findings,
+    )
+
+
+def new_collective_trace(wanted: Collective, round_index: int, start: Any) -> CollectiveTrace[Any]:
+    """The trace of a collective that is about to start."""
+    group = wanted.group
+    return CollectiveTrace(
+        op=wanted.op,
+        group=f"{group.name}.{round_index}",
+        dtype=dtype_name(wanted.tensor.dtype),
+        bytes=nbytes(wanted.tensor if wanted.op == "reduce_scatter" else wanted.output),
+        wire_bytes=group.wire_bytes(wanted),
+        between_hosts_bytes=group.between_hosts_bytes(wanted),
+        start=start,
+    )
+
+
+def launch(wanted: Collective, round_index: int, stack: Stack) -> dist.Work | ShmWork:
+    """Start a collective on its group.
+
+    Raises:
+        ExchangeError: the stack asks for more rounds than it declared.
+    """
+    group = wanted.group
+    available = len(group.shm_groups if wanted.shared else group.process_groups)
+    if round_index >= available:
+        raise ExchangeError(
+            f"hooks {list(stack.names)} asked for collective {round_index + 1} of one payload, but process "
+            f'groups were made for {available} (of the ranks "{group.name}"): set `rounds` on the class of '
+            "the hook to the most it needs"
+        )
+    return group.launch(wanted, round_index)
+
+
+def start_hooks(payload: Payload, stack: Stack, world: RankGroup) -> HookRun:
+    """The coroutine of one payload, seen as what it is: a generator of collectives."""
+    return cast(HookRun, stack.run(payload, Communicator(world)))
+
+
+def next_collective(run: HookRun, result: Tensor | None, stack: Stack, trace: BucketTrace[Any]) -> Collective:
+    """Run a payload's hooks up to their next collective.
+
+    Args:
+        run: the payload's coroutine.
+        result: of the collective before.
+        stack: the hooks.
+        trace: takes note of collectives that hooks issue by themselves.
+
+    Raises:
+        StopIteration: they are through; its value is the mean.
+        ExchangeError: a hook awaits something that is no collective.
+    """
+    if stack.foreign:
+        wanted = noting(partial(run.send, result), stack.foreign, trace.uncounted)
+    else:
+        wanted = run.send(result)
+    if not isinstance(wanted, Collective):
+        names = ", ".join(name for name, _ in stack.foreign)
+        raise ExchangeError(
+            f'hook "{names}" awaits {type(wanted).__name__}, which is no collective; '
+            "a hook awaits comm.reduce and the collectives of comm only"
+        )
+    return wanted
+
+
+def write_back(mean: Tensor, payload: Payload, stack: Stack) -> None:
+    """Write what the hooks made into the payload's own memory.
+
+    Raises:
+        ExchangeError: another shape or dtype than the payload's. DDP itself would take it without a word.
+    """
+    target, what = payload.tensor, f"bucket {payload.bucket}"
+    if not isinstance(mean, Tensor):
+        raise ExchangeError(
+            f"hooks {list(stack.names)} returned {type(mean).__name__} for {what}, not a tensor"
+        )
+    if mean.shape != target.shape or mean.dtype != target.dtype:
+        raise ExchangeError(
+            f"hooks {list(stack.names)} returned {tuple(mean.shape)} of {mean.dtype} for {what}, "
+            f"which is {tuple(target.shape)} of {target.dtype}"
+        )
+    if mean.data_ptr() != target.data_ptr():
+        target.copy_(mean)
+
+
+def fail(future: Future[Tensor], error: BaseException) -> None:
+    """Give a future's waiter `error`."""
+    exception = error if isinstance(error, Exception) else RuntimeError(repr(error))
+    future.set_exception(exception)  # type: ignore[arg-type]  # torch's stub wants the future's own type here

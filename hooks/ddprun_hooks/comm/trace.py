@@ -1,0 +1,128 @@
+"""The trace of one payload on its way over the ranks: when it was ready, what was sent, who worked when."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ddprun_hooks.comm.uncounted import Uncounted
+from ddprun_hooks.fidelity import Fidelity
+from ddprun_hooks.payload import Finding, Kind, ParamSlice
+
+Mark = TypeVar("Mark")
+"""A moment: microseconds of this rank's monotonic clock, or a CUDA event that becomes one later."""
+
+
+def now_us() -> int:
+    """Microseconds of this process's monotonic clock."""
+    return time.monotonic_ns() // 1000
+
+
+@dataclass(slots=True)
+class CollectiveTrace(Generic[Mark]):
+    """One collective."""
+
+    op: str
+    group: str
+    dtype: str
+    bytes: int
+    """Size of what is summed, gathered or exchanged, in bytes."""
+
+    wire_bytes: int
+    """What this rank sends for it, in bytes."""
+
+    between_hosts_bytes: int
+    """The part of `wire_bytes` that leaves this host."""
+
+    start: Mark
+    done: Mark | None = None
+
+
+@dataclass(slots=True)
+class Span(Generic[Mark]):
+    """One stretch of hook work: from a coroutine's start or wake-up to its next collective or its end."""
+
+    start: Mark
+    done: Mark
+    phase: str
+    """`encode` before the last collective, `decode` after it."""
+
+    on_training_thread: bool
+
+
+@dataclass(slots=True)
+class BucketTrace(Generic[Mark]):
+    """One payload on its way through a stack."""
+
+    kind: Kind
+    bucket: int
+    hooks: tuple[str, ...]
+    dtype: str
+    numel: int
+    bytes: int
+    ready: Mark
+    """The payload was complete on this rank: the hook was entered."""
+
+    done: Mark | None = None
+    """The mean was in its place."""
+
+    handed_over: Mark | None = None
+    """The hook returned to the caller (the backward pass) with a future in its hand."""
+
+    collectives: list[CollectiveTrace[Mark]] = field(default_factory=list)
+    spans: list[Span[Mark]] = field(default_factory=list)
+    findings: Sequence[Finding] = ()
+    """What hooks found out on the way; complete when the trace is."""
+
+    uncounted: list[Uncounted] = field(default_factory=list)
+    """Collectives that hooks have issued by themselves: not in `collectives`."""
+
+    params: Sequence[ParamSlice] = ()
+    """The parameters in it."""
+
+    fidelity: Fidelity | None = None
+    """How the mean that came back compares with the exact one, if somebody has looked."""
+
+    def mapped(self, us: Callable[[Any], int]) -> "BucketTrace[int]":
+        """The same trace with every mark turned into microseconds."""
+        of: Any = self  # `replace` knows no other type parameter than that of its argument
+        mapped: BucketTrace[int] = replace(
+            of,
+            ready=us(of.ready),
+            done=us(of.done),
+            handed_over=us(of.handed_over),
+            collectives=[replace(one, start=us(one.start), done=us(one.done)) for one in of.collectives],
+            spans=[replace(one, start=us(one.start), done=us(one.done)) for one in of.spans],
+        )
+        return mapped
+
+    @property
+    def wire_bytes(self) -> int:
+        """What this rank sent for the payload, in bytes."""
+        return sum(one.wire_bytes for one in self.collectives)
+
+    @property
+    def between_hosts_bytes(self) -> int:
+        """The part of `wire_bytes` that left this host."""
+        return sum(one.between_hosts_bytes for one in self.collectives)
+
+
+def read_findings(traces: Sequence[BucketTrace[Any]]) -> None:
+    """Make numbers of the codes of what hooks have found, in one reading.
+
+    Args:
+        traces: that are complete, so that nothing is waited for.
+    """
+    unread = [
+        (finding, finding.code)
+        for trace in traces
+        for finding in trace.findings
+        if isinstance(finding.code, Tensor)
+    ]
+    if unread:
+        codes = torch.stack([code for _, code in unread]).tolist()
+        for (finding, _), code in zip(unread, codes, strict=True):
+            finding.code = code

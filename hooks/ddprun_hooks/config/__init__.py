@@ -1,0 +1,1 @@
+"""What a file may say about hooks. Nothing here imports torch."""

@@ -1,0 +1,115 @@
+"""Which stacks of hooks make sense: codecs first, then at most one reducer (torch-free)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ddprun_hooks.config.options import BUILT_IN, Role, parse_spec
+
+CASTS = frozenset({"fp16", "bf16"})
+WITHIN = CASTS | {"shared_memory"}
+LEGS = ("within", "across")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One hook of a stack, as far as the grammar looks at it."""
+
+    name: str
+    role: Role | None
+    """None for a dotted or installed hook, whose class tells only once it is imported."""
+
+    legs: Mapping[str, "tuple[Entry, ...]"] = field(default_factory=dict)
+    """The stacks of `hierarchical`."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A hook that is out of place."""
+
+    path: tuple[int | str, ...]
+    """From the stack on, such as `(1, "hierarchical", "across", 0)`."""
+
+    text: str
+    """What is wrong, and what to do about it."""
+
+    severity: Literal["error", "warning"] = "error"
+    """A warning where the stack works all the same."""
+
+
+def entry(name: str, options: Mapping[str, Any] | None = None) -> Entry:
+    """The hook of a name and options, without importing anything."""
+    built_in = BUILT_IN.get(name)
+    legs: dict[str, tuple[Entry, ...]] = {}
+    if name == "hierarchical":
+        legs = {leg: tuple(entry(*parse_spec(spec)) for spec in (options or {}).get(leg, ())) for leg in LEGS}
+    return Entry(name, built_in.role if built_in else None, legs)
+
+
+def problems(stack: Sequence[Entry]) -> list[Problem]:
+    """Everything that is out of place in a stack; a hook whose role is not known is taken for a codec."""
+    return list(_problems(stack, (), ()))
+
+
+def _problems(
+    stack: Sequence[Entry], path: tuple[int | str, ...], before: tuple[str, ...], leg: str = ""
+) -> Iterator[Problem]:
+    """`before`: the codecs that the payload has met on its way to this stack."""
+    reducer: str | None = None
+    for place, hook in enumerate(stack):
+        here, name = (*path, place), hook.name
+        if wrong := _wrong_leg(leg, hook):
+            yield Problem(here, wrong)
+            continue
+        if hook.role == "alone" and len(stack) > 1:
+            yield Problem(
+                here, f'"{name}" stands alone in a stack; remove the other hooks or remove "{name}"'
+            )
+        elif reducer is not None:
+            yield Problem(
+                here,
+                f'"{name}" comes after "{reducer}", which ends the stack: '
+                f'a stack is codecs first, then at most one reducer; move "{name}" before it',
+            )
+        else:
+            yield from _meets(hook, here, before)
+        for below, hooks in hook.legs.items():
+            yield from _problems(hooks, (*here, name, below), before, below)
+        if hook.role == "reducer" and reducer is None:
+            reducer = name
+        before = (*before, name)
+
+
+def _meets(hook: Entry, here: tuple[int | str, ...], before: tuple[str, ...]) -> Iterator[Problem]:
+    """A hook after the codecs that came before it."""
+    name, casts = hook.name, [other for other in before if other in CASTS]
+    if name in before and hook.role == "codec":
+        yield Problem(here, f'"{name}" stands in this stack twice; the second has no effect; remove one')
+    elif name in CASTS and casts:
+        yield Problem(here, f'"{name}" comes after "{casts[0]}": one cast is enough; remove one')
+    elif name == "int8" and casts:
+        yield Problem(
+            here,
+            f'"{casts[0]}" saves nothing before "int8", which sends 8-bit codes of whatever it gets; '
+            f'remove "{casts[0]}"',
+            "warning",
+        )
+
+
+def _wrong_leg(leg: str, hook: Entry) -> str | None:
+    """Why a hook cannot stand in a leg of `hierarchical`; None if it can."""
+    if leg == "within" and hook.name not in WITHIN:
+        hint = "remove it" if hook.name == "hierarchical" else 'move it to "across"'
+        return (
+            f'"{hook.name}" cannot stand in "within", which takes fp16, bf16 and shared_memory only; {hint}'
+        )
+    if leg == "across" and hook.name == "hierarchical":
+        return (
+            '"hierarchical" cannot stand in "across": the levels are two, inside hosts and between; remove it'
+        )
+    if leg == "across" and hook.name == "shared_memory":
+        return (
+            '"shared_memory" cannot stand in "across": ranks of different hosts share no memory; '
+            'move it to "within"'
+        )
+    return None

@@ -1,0 +1,240 @@
+"""What each built-in hook takes: its options, its role in a stack, and where its implementation lives.
+
+Nothing here imports torch, so `ddprun check` and `ddprun catalog` can read it in milliseconds.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from ddprun_hooks.config.messages import described, listing, option_fault, sentence, suggest
+
+Role = Literal["codec", "reducer", "alone"]
+"""`codec`: changes the payload and hands it on. `reducer`: carries the payload over the ranks and ends the
+stack. `alone`: a reducer that stands in a stack by itself."""
+
+HookSpec = str | Mapping[str, Mapping[str, Any] | None]
+"""`"fp16"` or `{"topk": {"density": 0.01}}`: the same rule as in a pipeline file."""
+
+
+class HookOptions(BaseModel):
+    """Options of one built-in hook. The docstring of a subclass is what `ddprun catalog` prints."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    role: ClassVar[Role]
+    implementation: ClassVar[str]  # "module:factory", imported when a run uses the hook
+
+
+def read_stack(value: Any) -> tuple[HookSpec, ...]:
+    """Read the hooks of one leg, options of built-in ones checked.
+
+    Raises:
+        ValidationError: each fault with its place in the leg.
+        PydanticCustomError: it is no list.
+    """
+    if not isinstance(value, list | tuple):
+        raise PydanticCustomError("stack", "expected a list, got {got}", {"got": described(value)})
+    faults: list[InitErrorDetails] = []
+    for place, spec in enumerate(value):
+        try:
+            name, options = parse_spec(spec)
+            if name in BUILT_IN:
+                BUILT_IN[name].model_validate(options)
+            elif "." not in name and name not in installed_names():
+                raise SpecError(unknown_hook(name))
+        except ValidationError as error:
+            faults += [
+                InitErrorDetails(
+                    type=PydanticCustomError(
+                        item["type"], "{message}", {"message": item["msg"], **item.get("ctx", {})}
+                    ),
+                    loc=(place, name, *item["loc"]),
+                    input=item["input"],
+                )
+                for item in error.errors(include_url=False)
+            ]
+        except SpecError as error:
+            wrong = PydanticCustomError("stack", "{message}", {"message": str(error)})
+            faults.append(InitErrorDetails(type=wrong, loc=(place, *error.path), input=spec))
+    if faults:
+        raise ValidationError.from_exception_data("hooks", faults)
+    return tuple(value)
+
+
+class SpecError(ValueError):
+    """What should name a hook does not.
+
+    Args:
+        text: what is wrong.
+        path: where below the hook.
+    """
+
+    def __init__(self, text: str, *path: str) -> None:
+        self.path = path
+        super().__init__(text)
+
+
+def parse_spec(spec: Any) -> tuple[str, dict[str, Any]]:
+    """Name and options of `name` or `{name: options}`.
+
+    Raises:
+        SpecError: it is neither.
+    """
+    if isinstance(spec, str):
+        return spec, {}
+    if not isinstance(spec, Mapping) or not spec or not all(isinstance(name, str) for name in spec):
+        raise SpecError(f"expected a name, or `name: {{options}}`, got {described(spec)}")
+    if len(spec) > 1:
+        listed = ", ".join(f'"{name}"' for name in spec)
+        raise SpecError(f"expected one hook, got {len(spec)}: {listed}; keep one", list(spec)[1])
+    ((name, options),) = spec.items()
+    if options is not None and not isinstance(options, Mapping):
+        raise SpecError(f"expected a mapping of {name}'s options, got {described(options)}", name)
+    return name, dict(options or {})
+
+
+def installed_names() -> list[str]:
+    """Names that installed packages add; nothing is imported."""
+    return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
+
+
+def unknown_hook(name: str) -> str:
+    """What is said of a name that no hook has."""
+    known = [*BUILT_IN, *installed_names()]
+    allowed = listing([*known, "or a dotted name such as package.module.name"])
+    return sentence(f'unknown hook "{name}"', allowed, suggest(name, known))
+
+
+@dataclass(frozen=True)
+class _Leg:
+    """Marks an option that is a stack of its own.
+
+    The reader of pipeline files brings its own function, as `stack` in the validation's context, so that a
+    fault in a leg is told at its place in the file.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def read(value: Any, info: core_schema.ValidationInfo) -> tuple[HookSpec, ...]:
+            reader: Callable[[Any], tuple[HookSpec, ...]] = (info.context or {}).get("stack", read_stack)
+            return reader(value)
+
+        return core_schema.with_info_plain_validator_function(
+            read, serialization=core_schema.plain_serializer_function_ser_schema(list)
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"type": "array", "items": {"definition": "hook"}}
+
+
+CollectiveTrace = Annotated[tuple[HookSpec, ...], _Leg()]
+"""A stack for one leg of `hierarchical`."""
+
+
+class Fp16(HookOptions):
+    """Cast to IEEE half precision: half the bytes. Values above 65,504 x world size overflow to infinity."""
+
+    role: ClassVar[Role] = "codec"
+    implementation: ClassVar[str] = "ddprun_hooks.builtin.cast:fp16"
+
+
+class Bf16(HookOptions):
+    """Cast to bfloat16: half the bytes, fp32's range, 8 bits of precision."""
+
+    role: ClassVar[Role] = "codec"
+    implementation: ClassVar[str] = "ddprun_hooks.builtin.cast:bf16"
+
+
+class PowerSgd(HookOptions):
+    """Send each matrix as two thin factors (PowerSGD), with warm start and error feedback."""
+
+    role: ClassVar[Role] = "codec"
+    implementation: ClassVar[str] = "ddprun_hooks.builtin.powersgd:PowerSgd"
+
+    rank: Annotated[int, Field(gt=0)] = 4
+    """Rank of the approximation: columns of each factor."""
+
+
+class Int8(HookOptions):
+    """Send 8-bit codes with a scale for each block of values, in two phases, with error feedback."""
+
+    role: ClassVar[Role] = "reducer"
+    implementation: ClassVar[str] = "ddprun_hooks.builtin.int8:Int8"
+
+    block: Annotated[int, Field(ge=256)] = 256
+    """Values that share one fp32 scale."""
+
+
+class TopK(HookOptions):
+    """Send the largest values only, with their places, and keep the rest for later (error feedback)."""
+
+    role: ClassVar[Role] = "reducer"
+    implementation: ClassVar[str] = "ddprun_hooks.builtin.topk:TopK"
+
+    density: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Share of a bucket's values that each rank sends."""
+
+
+class Hierarchical(HookOptions):
+    """Reduce inside each host first, then between hosts, then gather inside each host."""
+
+    role: ClassVar[Role] = "reducer"
+    implementation: ClassVar[str] = "ddprun_hooks.builtin.hierarchical:Hierarchical"
+
+    within: CollectiveTrace = ()
+    """Hooks of the leg inside a host: casts and shared_memory."""
+
+    across: CollectiveTrace = ()
+    """Hooks of the leg between hosts, on each rank's share of the bucket; none is plain all-reduce."""
+
+    hosts: Annotated[int, Field(gt=0)] | None = None
+    """Split the ranks into so many equal hosts, for trials on one machine; null: as they were launched."""
+
+
+class SharedMemory(HookOptions):
+    """Sum through POSIX shared memory: the ranks of one host, tensors on the CPU."""
+
+    role: ClassVar[Role] = "reducer"
+    implementation: ClassVar[str] = "ddprun_hooks.builtin.shared_memory:SharedMemory"
+
+
+class Noop(HookOptions):
+    """Send nothing: the upper bound on what any hook could gain. Ranks train apart."""
+
+    role: ClassVar[Role] = "alone"
+    implementation: ClassVar[str] = "ddprun_hooks.builtin.noop:Noop"
+
+
+BUILT_IN: dict[str, type[HookOptions]] = {
+    "fp16": Fp16,
+    "bf16": Bf16,
+    "powersgd": PowerSgd,
+    "int8": Int8,
+    "topk": TopK,
+    "hierarchical": Hierarchical,
+    "shared_memory": SharedMemory,
+    "noop": Noop,
+}
+"""Every built-in hook by its name in a pipeline. Plain all-reduce has no name: it ends every stack that
+names no reducer."""
+
+ENTRY_POINT_GROUP = "ddprun.hooks"
+
+
+def settings_of(name: str, options: Mapping[str, Any]) -> HookOptions:
+    """The checked options of a built-in hook.
+
+    Raises:
+        ValueError: a line for each wrong option, with what is wrong and what is allowed.
+    """
+    try:
+        return BUILT_IN[name].model_validate(dict(options))
+    except ValidationError as error:
+        items = [{**item, "loc": (name, *item["loc"])} for item in error.errors(include_url=False)]
+        raise ValueError("\n".join(option_fault(item, BUILT_IN) for item in items)) from None

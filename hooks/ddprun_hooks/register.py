@@ -1,0 +1,186 @@
+"""The hooks in anyone's own DistributedDataParallel script.
+
+```python
+model = DistributedDataParallel(net)
+handle = ddprun_hooks.register(model, ["fp16"])
+```
+"""
+
+import itertools
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddprun_hooks.buckets import BucketLayout
+from ddprun_hooks.comm.control import Control, open_control
+from ddprun_hooks.comm.exchange import Exchange
+from ddprun_hooks.comm.groups import combine
+from ddprun_hooks.comm.trace import BucketTrace, read_findings
+from ddprun_hooks.comm.uncounted import Uncounted
+from ddprun_hooks.dispatcher import Dispatcher
+from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.registry import AnyHook, make_stack
+from ddprun_hooks.stack import Stack, all_reduce_stack
+
+
+class Handle(Dispatcher):
+    """What `register` leaves in a model: the hooks' state and the record of the newest backward pass.
+
+    DDP lays its buckets out anew after its first steps. Until then gradients travel by plain all-reduce, and
+    each bucket is compared between ranks first.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        exchange: Exchange,
+        stack: Stack,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._control: Control = exchange.control
+        self._plain = all_reduce_stack()
+        self._passes_to_layout = 3 if model.static_graph else 2
+        self._scaler = scaler
+        self._last_scale = 0.0
+        self._warned = False
+        self._told: set[Uncounted] = set()
+        self._unread: list[BucketTrace[Any]] = []  # hooks may have found something in them
+        super().__init__(model, exchange.gradients, stack)
+        self.traces: list[BucketTrace[Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank's hooks, by hook and parameter name. Every rank has a state of its own."""
+        return self.stack.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Bring back what `state_dict` gave on this rank, or what `merge` made of all ranks' states."""
+        self.stack.load_state_dict(state)
+
+    def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """One state that every rank of another number of ranks, or with other buckets, can load.
+
+        Args:
+            states: `state_dict` of every rank, in rank order.
+        """
+        return self.stack.merge(states)
+
+    def _before_layout(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        self._learn(bucket)
+        layout = self._layout[bucket.index()]
+        self._control.agree(f"bucket {layout.index}", repr(layout))
+        if bucket.is_last():
+            self._passes_to_layout -= 1
+            self._frozen = self._passes_to_layout == 0
+        return self._send(bucket.buffer(), layout, self._plain)
+
+    def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
+        if layout.index == 0:
+            self._start_pass(buffer.device)
+        future = super()._send(buffer, layout, stack)
+        scale = self._scale
+        if scale is None:
+            return future
+
+        def scaled_again(done: torch.futures.Future[Tensor]) -> Tensor:
+            return done.value().mul_(scale)
+
+        return future.then(scaled_again)
+
+    def _start_pass(self, device: torch.device) -> None:
+        if not self._warned:
+            self._unread += [trace for trace in self.traces if trace.findings]
+            over = list(itertools.takewhile(_is_over, self._unread))  # a stream ends them in their order
+            del self._unread[: len(over)]
+            read_findings(over)
+            if overflow := _overflow(over):
+                self._warned = True
+                warnings.warn(f"{overflow}; use bf16, or a smaller loss", stacklevel=2)
+        for note in {note for trace in self.traces for note in trace.uncounted} - self._told:
+            self._told.add(note)
+            warnings.warn(str(note), stacklevel=2)
+        self.traces.clear()
+        if self._scaler is None:
+            return
+        # GradScaler tells that it has skipped a step by a smaller scale.
+        now = self._scaler.get_scale()
+        self.end_step(applied=now >= self._last_scale)
+        self._last_scale = now
+        self.begin_step(torch.tensor(now, device=device))
+
+
+def register(
+    model: DistributedDataParallel,
+    hooks: AnyHook | Sequence[AnyHook],
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+) -> Handle:
+    """Have a model's gradients travel through hooks. Every rank calls it, with the same hooks.
+
+    Args:
+        model: on the default process group; no other hook may be registered with it.
+        hooks: one or a list, such as `"fp16"` or `[{"hierarchical": {"across": ["int8"]}}]` as in a pipeline
+            file, and `Hook` objects and async functions as they are.
+        scaler: the GradScaler, if one scales the loss: hooks then see true gradients, and a step that it
+            skips leaves their state as it was.
+        timeout: how long a collective may take.
+
+    Raises:
+        HookSetupError: no such hook, wrong options, a stack that cannot work, or a model it cannot work on.
+        DisagreementError: the ranks were given different hooks; it names the ranks.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise HookSetupError(
+            f"hooks are registered with a DistributedDataParallel, got {type(model).__name__}"
+        )
+    if model.process_group is not dist.group.WORLD:
+        raise HookSetupError("the model has a process group of its own: hooks work on the default group")
+    stack = make_stack(hooks)
+    control = open_control(timeout)
+    control.agree("the hooks", stack.described)
+    device = next(param.device for param in model.parameters() if param.requires_grad)
+    hosts = [name.decode() for name in control.all_gather_bytes(socket.gethostname().encode()[:64])]
+    here = os.environ.get("LOCAL_WORLD_SIZE") or str(hosts.count(hosts[control.rank]))
+    exchange = Exchange.open(
+        control=control,
+        device=device,
+        backend="nccl" if device.type == "cuda" and "nccl" in dist.get_backend() else "gloo",
+        hosts=hosts,
+        local_sizes=[int(size) for size in control.all_gather_bytes(here.encode())],
+        gradients=combine([stack.requirements, all_reduce_stack().requirements]),
+        plain={},
+        timeout=timeout,
+    )
+    try:
+        return Handle(model, exchange, stack, scaler)
+    except RuntimeError as error:
+        if "only be called once" not in str(error):
+            raise
+        raise HookSetupError(
+            "the model has a communication hook already: DDP takes one in its life"
+        ) from None
+
+
+def _is_over(trace: BucketTrace[Any]) -> bool:
+    """Whether a payload has arrived; does not wait for a device."""
+    if isinstance(trace.done, torch.cuda.Event):
+        return bool(trace.done.query())  # type: ignore[no-untyped-call]
+    return trace.done is not None
+
+
+def _overflow(traces: Sequence[BucketTrace[Any]]) -> str | None:
+    """Tell of the first bucket that a cast has made infinite on this rank; None if there is none."""
+    for trace in traces:
+        for finding in trace.findings:
+            if finding.code == 1:
+                what = f"bucket {trace.bucket} overflowed in {finding.hook}"
+                return f"{what}: finite gradients came back as infinity"
+    return None

@@ -1,0 +1,339 @@
+"""Groups: collectives among the ranks of one host through memory that they share.
+
+Memory has a half for even and a half for odd phases, and in each half a slot for every rank. One rule covers
+every operation: *in phase i a rank writes to half i % 2, tells every peer, hears from every peer, and reads
+half i % 2 until it tells phase i + 1*. A half is written again in phase i + 2, which a rank enters once it
+has heard phase i + 1 from all, and each peer told that after it had read the half: two halves are enough, and
+one barrier a phase.
+
+Ranks meet by a byte on a socket between each two of them, not by flags in memory: a byte is heard after what
+was written before it was sent on every architecture, a rank can sleep until it comes, and the socket of a
+process that has died reads as ended.
+"""
+
+import math
+import os
+import socket
+import time
+from collections.abc import Generator, Sequence
+from typing import Final
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from ddprun_hooks.errors import ExchangeError
+
+SLOT_BYTES = 1 << 21
+"""Bytes that a rank puts into memory at a time: small enough for all slots to stay in a cache."""
+
+LINE_BYTES: Final = 64  # no two ranks write to one cache line
+_HERE: Final = b"\1"
+
+
+class PeerSocket(socket.socket):
+    """This rank's end of the socket to one peer; closed when nothing refers to it any more."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, descriptor: int, name: int) -> None:
+        super().__init__(fileno=descriptor)
+        self.name = name
+        self.setblocking(False)
+        _peers.add(self)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+Steps = Generator[Sequence[PeerSocket], None, None]
+"""An operation under way: runs until it has to wait and yields the peers that it waits for. To be resumed
+when one of them is readable or the group's deadline has passed; the next may begin when it has ended."""
+
+_peers: "WeakSet[PeerSocket]" = WeakSet()
+
+
+def _let_go() -> None:
+    """Close the sockets in a forked child, which would keep them open when the rank itself has died."""
+    for peer in list(_peers):
+        peer.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+class ShmGroup:
+    """Memory shared by the ranks of one host, and the sockets between them.
+
+    Every rank runs the same operations on a group, one after the other and in the same order. Tensors are
+    contiguous, in host memory, and alike in length and dtype on all ranks. Every element is summed by one
+    rank, in rank order, and fp16 and bf16 in fp32: all ranks get the same bits.
+
+    Args:
+        rank: this rank's place among those of the group.
+        memory: (2, size, slot_bytes), uint8, shared.
+        peers: a socket to each other rank, in rank order.
+        timeout_s: how long an operation waits for a peer.
+    """
+
+    def __init__(self, rank: int, memory: Tensor, peers: Sequence[PeerSocket], timeout_s: float) -> None:
+        self.rank = rank
+        self.size = len(peers) + 1
+        self.error: ExchangeError | None = None
+        """Why the group can be used no more."""
+
+        self.phase = 0
+        """Barriers that this rank has been through."""
+
+        self.deadline = math.inf
+        """When the operation under way gives up waiting, by `time.monotonic`."""
+
+        self._memory = memory
+        self._peers = tuple(peers)
+        self._timeout_s = timeout_s
+        self._plans: dict[tuple[torch.dtype, int | tuple[int, ...]], _Plan] = {}
+        self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def close(self) -> None:
+        """Let go of memory and sockets. What is under way, here and on the peers, fails."""
+        self.error = self.error or ExchangeError("the group is closed")
+        peers, self._peers = self._peers, ()
+        for peer in peers:
+            try:
+                peer.shutdown(socket.SHUT_RDWR)
+            except OSError:  # the peer was faster
+                continue
+        self._memory = torch.empty((2, self.size, 0), dtype=torch.uint8)
+        self._plans.clear()
+        self._scratch.clear()
+
+    def all_reduce(self, tensor: Tensor) -> Steps:
+        """Sum `tensor` (any shape) over the ranks, in place."""
+        flat = tensor.detach().view(-1)
+        if self.size == 1:
+            return
+        plan = self._plan(flat.dtype, flat.numel())
+        chunks, rank = plan.cut(flat), self.rank
+        # A piece is summed in the phase in which the next is put in: one barrier more than there are pieces,
+        # not twice as many.
+        for turn in range(len(plan.pieces) + 1 if plan.pieces else 0):
+            half = self.phase & 1
+            if turn < len(plan.pieces):
+                for part, view in plan.pieces[turn].sent[half]:
+                    view.copy_(chunks[part][turn])
+            if turn:
+                piece = plan.pieces[turn - 1]
+                # Into the share of its slot that a rank does not fill, because nobody else sums it.
+                if piece.lengths[rank]:
+                    self._sum(piece.summed[1 - half], chunks[rank][turn - 1], piece.own[half])
+            yield from self._barrier()
+            if turn:
+                for part, view in piece.results[half]:
+                    chunks[part][turn - 1].copy_(view)
+
+    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> Steps:
+        """Sum the parts of `tensor` (sum(sizes),) over the ranks and keep this rank's.
+
+        Args:
+            tensor: left as it is.
+            sizes: elements of each rank's part, in rank order.
+            output: takes the sum, (sizes[rank],); may be this rank's part of `tensor`.
+        """
+        tensor, output = tensor.detach(), output.detach()
+        if self.size == 1:
+            output.copy_(tensor)
+            return
+        plan = self._plan(tensor.dtype, tuple(sizes))
+        chunks, rank = plan.cut(tensor), self.rank
+        outputs = plan.cut_part(output, rank)
+        for turn, piece in enumerate(plan.pieces):
+            half = self.phase & 1
+            for part, view in piece.sent[half]:
+                view.copy_(chunks[part][turn])
+            yield from self._barrier()
+            if piece.lengths[rank]:
+                self._sum(piece.summed[half], chunks[rank][turn], outputs[turn])
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> Steps:
+        """Gather the ranks' tensors in rank order.
+
+        Args:
+            tensor: this rank's, (sizes[rank],).
+            sizes: elements of each rank's, in rank order.
+            output: takes them all, (sum(sizes),); `tensor` may be this rank's part of it.
+        """
+        tensor, output = tensor.detach(), output.detach()
+        rank, start = self.rank, sum(sizes[: self.rank])
+        output[start : start + sizes[rank]].copy_(tensor)
+        if self.size == 1:
+            return
+        plan = self._plan(tensor.dtype, tuple(sizes))
+        chunks = plan.cut(output)
+        for turn, piece in enumerate(plan.pieces):
+            half = self.phase & 1
+            if piece.lengths[rank]:
+                piece.own[half].copy_(chunks[rank][turn])
+            yield from self._barrier()
+            for part, view in piece.results[half]:
+                if part != rank:
+                    chunks[part][turn].copy_(view)
+
+    def _barrier(self) -> Steps:
+        """Tell every peer that this rank is here, and hear the same from each.
+
+        Raises:
+            ExchangeError: names the peers that are gone, or that have not come in time.
+        """
+        missing: Sequence[PeerSocket] = self._peers
+        for peer in missing:
+            try:
+                peer.send(_HERE)
+            except OSError:
+                continue  # it is told by name when it is listened to
+        self.deadline = math.inf
+        while missing := self._listen(missing):
+            now = time.monotonic()
+            if self.deadline == math.inf:
+                self.deadline = now + self._timeout_s
+            elif now >= self.deadline:
+                raise self._broken(missing, f"did not arrive within {self._timeout_s:g} s")
+            yield missing
+        self.phase += 1
+
+    def _listen(self, peers: Sequence[PeerSocket]) -> Sequence[PeerSocket]:
+        """Those of `peers` that have nothing to say yet."""
+        silent, gone = [], []
+        for peer in peers:
+            try:
+                if not peer.recv(1):
+                    gone.append(peer)
+            except BlockingIOError:
+                silent.append(peer)
+            except OSError:
+                gone.append(peer)
+        if gone:
+            raise self._broken(gone, "left the exchange: the process has ended or given up")
+        return silent
+
+    def _broken(self, peers: Sequence[PeerSocket], what: str) -> ExchangeError:
+        names = ", ".join(str(peer.name) for peer in peers)
+        self.error = self.error or ExchangeError(f"rank {names} {what}")
+        return self.error
+
+    def _sum(self, slots: Sequence[Tensor], own: Tensor, out: Tensor) -> None:
+        """Sum the peers' parts in `slots` and this rank's `own`, in rank order, into `out`, which may be
+        `own`; all of one length.
+        """
+        terms = [*slots[: self.rank], own, *slots[self.rank + 1 :]]
+        if self.size == 2:  # torch adds halves in fp32 and rounds once
+            torch.add(terms[0], terms[1], out=out)
+        elif out.dtype in (torch.float16, torch.bfloat16):
+            total = self._scratch_for(torch.float32, 0, out.numel()).copy_(terms[0])
+            term = self._scratch_for(torch.float32, 1, out.numel())
+            for other in terms[1:]:
+                total.add_(term.copy_(other))
+            out.copy_(total)
+        else:
+            total = self._scratch_for(out.dtype, 0, out.numel())
+            torch.add(terms[0], terms[1], out=total)
+            for other in terms[2:-1]:
+                total.add_(other)
+            torch.add(total, terms[-1], out=out)
+
+    def _scratch_for(self, dtype: torch.dtype, index: int, numel: int) -> Tensor:
+        scratch = self._scratch.get((dtype, index))
+        if scratch is None or scratch.numel() < numel:
+            scratch = self._scratch[dtype, index] = torch.empty(numel, dtype=dtype)
+        return scratch[:numel]
+
+    def _plan(self, dtype: torch.dtype, sizes: int | tuple[int, ...]) -> "_Plan":
+        """How to carry parts of `sizes`, or a tensor of that many elements in parts nearly equal."""
+        if self.error is not None:
+            raise self.error
+        plan = self._plans.get((dtype, sizes))
+        if plan is None:
+            if len(self._plans) >= 256:  # of tensors that are never of one length twice
+                self._plans.clear()
+            memory = self._memory.view(dtype)
+            parts = _even(sizes, self.size, memory.element_size()) if isinstance(sizes, int) else sizes
+            plan = self._plans[dtype, sizes] = _Plan(self.rank, parts, memory)
+        return plan
+
+
+class _Plan:
+    """How tensors of one length travel: each part is cut into chunks, and the i-th chunks of all parts are
+    piece i, which fits into a slot.
+
+    Args:
+        rank: this rank's place.
+        sizes: elements of each rank's part.
+        memory: (2, size, elements of a slot).
+    """
+
+    def __init__(self, rank: int, sizes: Sequence[int], memory: Tensor) -> None:
+        self.sizes = list(sizes)
+        align = LINE_BYTES // memory.element_size()
+        room = memory.shape[2] - align * len(sizes)
+        count = -(-sum(sizes) // room)
+        self.chunks = [round_up(-(-size // count), align) for size in sizes] if count else [0] * len(sizes)
+        """Elements of each part's chunks but the last."""
+
+        made: dict[tuple[int, ...], _Piece] = {}
+        self.pieces: list[_Piece] = []
+        for turn in range(count):
+            lengths = tuple(
+                max(0, min(chunk, size - turn * chunk))
+                for chunk, size in zip(self.chunks, sizes, strict=True)
+            )
+            if lengths not in made:
+                made[lengths] = _Piece(rank, self.chunks, lengths, memory)
+            self.pieces.append(made[lengths])
+
+    def cut(self, tensor: Tensor) -> list[Sequence[Tensor]]:
+        """The chunks of each part of `tensor` (sum(sizes),)."""
+        parts = tensor.split_with_sizes(self.sizes)
+        return [self.cut_part(part, index) for index, part in enumerate(parts)]
+
+    def cut_part(self, part: Tensor, index: int) -> Sequence[Tensor]:
+        """The chunks of part `index` (sizes[index],)."""
+        chunk = self.chunks[index]
+        return (part,) if part.numel() <= chunk else torch.split(part, chunk)
+
+
+class _Piece:
+    """Where a piece lies in memory; everything but `lengths` for each half."""
+
+    __slots__ = ("lengths", "own", "results", "sent", "summed")
+
+    def __init__(self, rank: int, chunks: Sequence[int], lengths: Sequence[int], memory: Tensor) -> None:
+        self.lengths = lengths
+        """Elements of each part, which begins where whole chunks of the parts before it would end."""
+
+        starts = [sum(chunks[:part]) for part in range(len(chunks))]
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        filled = [part for part, length in enumerate(lengths) if length]
+        self.sent = [
+            [(part, half[rank, starts[part] : ends[part]]) for part in filled if part != rank]
+            for half in memory
+        ]
+        """Other ranks' parts in this rank's slot."""
+
+        self.summed = [list(half[:, starts[rank] : ends[rank]]) for half in memory]
+        """This rank's part in every slot."""
+
+        self.results = [[(part, half[part, starts[part] : ends[part]]) for part in filled] for half in memory]
+        """Every part in the slot of its own rank."""
+
+        self.own = [slots[rank] for slots in self.summed]
+        """This rank's part in its own slot."""
+
+
+def _even(numel: int, count: int, element_bytes: int) -> list[int]:
+    """Sizes of `count` parts of whole cache lines, the last but for what is left."""
+    share = round_up(-(-numel // count), LINE_BYTES // element_bytes)
+    return [max(0, min(share, numel - part * share)) for part in range(count)]
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below `number`."""
+    return -(-number // multiple) * multiple

@@ -1,0 +1,158 @@
+"""Runs operations on shared memory: none waits for another group's, and no caller waits."""
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from torch.futures import Future
+
+from ddprun_hooks.errors import ExchangeError
+from ddprun_hooks.shm.group import PeerSocket, ShmGroup, Steps
+
+SPIN_S = 50e-6
+"""How long to look out for a peer before doing something else: about what it takes to wake a thread."""
+
+
+class ProgressThread:
+    """Runs operations: those of one group in the order in which they are submitted, others independently.
+
+    An operation whose peers are there is done on the caller's thread, which is faster than to wake another.
+    When a peer keeps it waiting, the operation is handed to a thread that sleeps until there is news.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the five below; never held while anything else is called
+        self._lines: dict[ShmGroup, deque[tuple[Steps, Future[None]]]] = {}
+        """Operations of the groups that some thread sees to: of each group one thread at a time, which alone
+        steps the first and takes it away, and which leaves when there is none."""
+
+        self._handed_over: list[ShmGroup] = []
+        self._thread: threading.Thread | None = None
+        self._wake = -1
+        self._closed = False
+
+    def submit(self, group: ShmGroup, steps: Steps) -> "Future[None]":
+        """Run `steps`, an operation of `group` of which nothing has run yet.
+
+        The future is set on whatever thread finishes the operation. What is called back may submit, but must
+        not wait for another operation of this group. It fails with an `ExchangeError` when a peer is gone or
+        late, and so does every later operation of the group.
+        """
+        future: Future[None] = Future()
+        with self._lock:
+            line = self._lines.get(group)
+            if line is not None:
+                line.append((steps, future))
+                return future
+            self._lines[group] = deque([(steps, future)])
+        phase, until = -1, 0.0
+        while True:
+            began = time.perf_counter()
+            if self._advance(group) is None:
+                return future
+            now = time.perf_counter()
+            if group.phase != phase:
+                phase, until = group.phase, now + SPIN_S + (now - began)  # peers had as much to do
+            elif now > until:
+                self._hand_over(group)
+                return future
+
+    def close(self) -> None:
+        """End the thread. No operation may be under way."""
+        with self._lock:
+            self._closed = True
+            thread, self._thread = self._thread, None
+            if thread is None:
+                return
+            os.eventfd_write(self._wake, 1)
+        thread.join()
+        os.close(self._wake)
+
+    def _advance(self, group: ShmGroup) -> Sequence[PeerSocket] | None:
+        """Go on with a group's operations, by the one thread that sees to it, up to where one has to wait.
+
+        Returns:
+            The peers it waits for, or None when there are no more operations, and the group is free.
+        """
+        line = self._lines[group]
+        while True:
+            steps, future = line[0]
+            failure: BaseException | None = group.error
+            try:
+                if failure is None:
+                    return next(steps)
+            except StopIteration:
+                pass
+            except BaseException as error:  # whatever it is, the group is out of step and someone waits
+                failure = error
+                if group.error is None:
+                    group.error = ExchangeError(f"an operation has failed before: {error!r}")
+                    group.error.__cause__ = error
+            steps.close()
+            # Set before the next begins, so that futures are set in order; and without the lock, since
+            # callbacks submit.
+            if failure is None:
+                future.set_result(None)
+            else:
+                wrapped = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
+                future.set_exception(wrapped)  # type: ignore[arg-type]  # as in `lane.fail`
+            with self._lock:
+                line.popleft()
+                if not line:
+                    del self._lines[group]
+                    return None
+
+    def _hand_over(self, group: ShmGroup) -> None:
+        """Leave `group` to the thread."""
+        with self._lock:
+            self._handed_over.append(group)
+            if self._thread is None:
+                self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._thread = threading.Thread(target=self._carry, name="ddprun-progress", daemon=True)
+                self._thread.start()
+            os.eventfd_write(self._wake, 1)
+
+    def _carry(self) -> None:
+        waiting: dict[ShmGroup, Sequence[PeerSocket]] = {}
+        since = time.perf_counter()
+        while not self._closed:
+            now = time.perf_counter()
+            if self._look_round(waiting):
+                since = now
+            elif not waiting or now - since > SPIN_S:
+                self._sleep(waiting)
+                since = time.perf_counter()
+
+    def _look_round(self, waiting: dict[ShmGroup, Sequence[PeerSocket]]) -> bool:
+        """Go on with every group left to the thread and note what each waits for; says if any went on."""
+        with self._lock:
+            handed_over, self._handed_over = self._handed_over, []
+        waiting.update((group, ()) for group in handed_over)
+        any_went_on = False
+        for group in list(waiting):
+            phase, peers = group.phase, self._advance(group)
+            if peers is None:
+                del waiting[group]
+            else:
+                waiting[group] = peers
+            any_went_on |= peers is None or group.phase != phase
+        return any_went_on
+
+    def _sleep(self, waiting: dict[ShmGroup, Sequence[PeerSocket]]) -> None:
+        """Sleep until a peer is heard or gone, a deadline has passed, or there is something new."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        until = time.monotonic() + 3600  # poll takes no number of milliseconds beyond 32 bits
+        for group, peers in waiting.items():
+            until = min(until, group.deadline)
+            # Not those that have been heard: one that is ahead would not let it sleep, and one that is
+            # through and has left is not to be missed.
+            for peer in peers:
+                poll.register(peer, select.POLLIN)
+        poll.poll(max(0.0, until - time.monotonic()) * 1e3 + 1)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)

@@ -1,0 +1,282 @@
+"""How the ranks of one host come by memory that they share, and by links to each other."""
+
+import hashlib
+import hmac
+import itertools
+import mmap
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from ddprun_hooks.errors import ExchangeError
+from ddprun_hooks.shm.group import LINE_BYTES, SLOT_BYTES, PeerSocket, ShmGroup, round_up
+
+_HERE: Final = b"\1"
+_NOBODY: Final = b"-"  # shared in place of a secret when rank 0 cannot listen
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED
+_SECRET_BYTES: Final = 32
+_HELLO: Final = struct.Struct(f"={_SECRET_BYTES}sI")  # the secret, and this rank's place
+_BACKLOG: Final = 4096  # connections of strangers may wait beside those of ranks
+_AGAIN_S: Final = 2e-3  # between two attempts to connect when even that many wait
+
+
+def open_shm_groups(
+    *,
+    rank: int,
+    size: int,
+    count: int,
+    share: Callable[[bytes], bytes],
+    timeout_s: float,
+    slot_bytes: int = SLOT_BYTES,
+    names: Sequence[int] | None = None,
+) -> list[ShmGroup]:
+    """Make groups among the ranks of one host. Every one of them has to call this, with equal arguments.
+
+    Nothing of a group has a name in the file system: it is gone when the last of its ranks is.
+
+    Args:
+        rank: this rank's place among them.
+        size: how many they are.
+        count: how many groups to make.
+        share: gives rank 0's argument (32 bytes at most) to every rank; called once on each.
+        timeout_s: how long making them, and then any one wait in an operation, may take.
+        slot_bytes: bytes that each rank puts into memory at a time, at least 128 for each rank.
+        names: what errors call the ranks, if not 0, 1, ….
+
+    Raises:
+        ExchangeError: ranks that did not arrive, belong to another user, or have no memory to share.
+    """
+    slot_bytes = round_up(slot_bytes, mmap.PAGESIZE)
+    if slot_bytes < 2 * LINE_BYTES * size:
+        raise ValueError(f"slots of {slot_bytes} bytes are too small for {size} ranks")
+    names = range(size) if names is None else names
+    if size == 1:
+        return [ShmGroup(0, torch.empty((2, 1, 0), dtype=torch.uint8), (), timeout_s) for _ in range(count)]
+    nbytes = 2 * size * slot_bytes
+    setup = _Setup(names, time.monotonic() + timeout_s)
+    if rank == 0:
+        groups = setup.hand_out(size, count, nbytes, share)
+    else:
+        groups = setup.collect(rank, size, count, share(b""))
+    made = []
+    try:
+        for descriptors in groups:
+            mapping = mmap.mmap(descriptors[0], nbytes)
+            memory = torch.frombuffer(mapping, dtype=torch.uint8).view(2, size, slot_bytes)
+            peers = [name for place, name in enumerate(names) if place != rank]
+            sockets = [PeerSocket(descriptors.pop(1), peer) for peer in peers]
+            made.append(ShmGroup(rank, memory, sockets, timeout_s))
+    except OSError as error:
+        raise ExchangeError(f"rank {names[rank]} cannot map shared memory: {error}") from error
+    finally:
+        for descriptor in [descriptor for descriptors in groups for descriptor in descriptors]:
+            os.close(descriptor)
+    return made
+
+
+class _Setup:
+    """How the ranks come by the descriptors of their groups: for each, that of its memory and those of the
+    sockets to the other ranks, in rank order. All are made by rank 0 and sent over sockets in no folder.
+    """
+
+    def __init__(self, names: Sequence[int], deadline: float) -> None:
+        self._names = names
+        self._deadline = deadline
+        self._mine: list[list[int]] = []
+
+    def hand_out(
+        self, size: int, count: int, nbytes: int, share: Callable[[bytes], bytes]
+    ) -> list[list[int]]:
+        """Make everything, and give every other rank its own."""
+        secret = secrets.token_hex(_SECRET_BYTES // 2).encode()
+        peers: dict[int, socket.socket] = {}
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                try:
+                    listener.bind(_address(secret))
+                    listener.listen(_BACKLOG)
+                except OSError as error:
+                    share(_NOBODY)
+                    raise ExchangeError(f"rank {self._names[0]} cannot listen: {error}") from error
+                share(secret)
+                self._admit(listener, secret, size, peers)
+            for _ in range(count):
+                self._hand_out_one(peers, size, nbytes)
+        except OSError as error:
+            self._give_up()
+            late = ", ".join(str(self._names[rank]) for rank in range(1, size) if rank not in peers)
+            what = f"rank {late} did not arrive" if late else "no memory could be shared"
+            raise ExchangeError(f"{what}: {error}") from error
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            for peer in peers.values():
+                peer.close()
+        return self._mine
+
+    def _admit(
+        self, listener: socket.socket, secret: bytes, size: int, peers: dict[int, socket.socket]
+    ) -> None:
+        """Accept connections until every other rank has one.
+
+        Every user of the host can connect. A connection of another user, or one that does not begin with the
+        secret, is closed; one that says nothing keeps nobody waiting.
+
+        Args:
+            listener: where ranks connect.
+            secret: that ranks know.
+            size: of the group.
+            peers: takes the connection to each other rank.
+
+        Raises:
+            TimeoutError: some rank has not come.
+        """
+        refused: set[int] = set()
+        listener.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            try:
+                while len(peers) < size - 1:
+                    ready = selector.select(self._left_s())
+                    if not ready and time.monotonic() >= self._deadline:
+                        others = ", ".join(map(str, sorted(refused)))
+                        because = f"; {_refusal(others)}" if refused else ""
+                        raise TimeoutError(f"timed out{because}")
+                    for key, _ in ready:
+                        if key.fileobj is listener:
+                            self._accept(listener, selector, refused)
+                            continue
+                        peer = key.fileobj
+                        assert isinstance(peer, socket.socket)
+                        selector.unregister(peer)
+                        rank = _rank_of(peer, secret, size)
+                        if rank is None or rank in peers:
+                            peer.close()
+                        else:
+                            peers[rank] = peer
+            finally:
+                for key in list(selector.get_map().values()):
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not listener:
+                        key.fileobj.close()
+
+    def _accept(self, listener: socket.socket, selector: selectors.BaseSelector, refused: set[int]) -> None:
+        """Accept one connection, and listen to it if it is of this user."""
+        try:
+            peer, _ = listener.accept()
+        except OSError:  # it has gone already
+            return
+        user = _user_of(peer)
+        if user == os.geteuid():
+            peer.setblocking(False)
+            selector.register(peer, selectors.EVENT_READ)
+        else:
+            refused.add(user)
+            peer.close()
+
+    def _hand_out_one(self, peers: dict[int, socket.socket], size: int, nbytes: int) -> None:
+        def give(rank: int, descriptor: int) -> None:
+            if rank == 0:
+                self._mine[-1].append(descriptor)
+                return
+            # Rank 0 must keep no copy of what is another's, or that rank's death would go unnoticed.
+            try:
+                socket.send_fds(self._in_time(peers[rank]), [_HERE], [descriptor])
+            finally:
+                os.close(descriptor)
+
+        self._mine.append([])
+        memory = os.memfd_create("ddprun")
+        give(0, memory)
+        os.posix_fallocate(memory, 0, nbytes)  # to run out of memory here, not at a write to it
+        for rank in range(1, size):
+            give(rank, os.dup(memory))
+        for low, high in itertools.combinations(range(size), 2):
+            ends = [end.detach() for end in socket.socketpair()]
+            give(low, ends[0])
+            give(high, ends[1])
+
+    def collect(self, rank: int, size: int, count: int, secret: bytes) -> list[list[int]]:
+        """Take what rank 0 hands out."""
+        if secret == _NOBODY:
+            raise ExchangeError(f"rank {self._names[0]} cannot listen")
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as host:
+                self._connect(host, _address(secret))
+                user = _user_of(host)
+                if user != os.geteuid():
+                    raise ExchangeError(_refusal(str(user)))
+                self._in_time(host).send(_HELLO.pack(secret, rank))
+                for _ in range(count):
+                    self._mine.append([])
+                    for _ in range(size):
+                        _, got, _, _ = socket.recv_fds(self._in_time(host), 1, 1, socket.MSG_CMSG_CLOEXEC)
+                        if not got:
+                            raise ConnectionError("it gave up")
+                        self._mine[-1].extend(got)
+        except OSError as error:
+            self._give_up()
+            raise ExchangeError(f"rank {self._names[0]} shares no memory: {error}") from error
+        except BaseException:
+            self._give_up()
+            raise
+        return self._mine
+
+    def _connect(self, host: socket.socket, address: bytes) -> None:
+        """Connect, also while strangers keep rank 0 busy."""
+        while True:
+            try:
+                return self._in_time(host).connect(address)
+            except BlockingIOError:  # as many connections wait as may
+                if time.monotonic() >= self._deadline:
+                    raise
+                time.sleep(_AGAIN_S)
+
+    def _left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 1e-3)
+
+    def _in_time(self, waiting: socket.socket) -> socket.socket:
+        """`waiting`, with what is left of the time."""
+        waiting.settimeout(self._left_s())
+        return waiting
+
+    def _give_up(self) -> None:
+        for descriptor in [descriptor for descriptors in self._mine for descriptor in descriptors]:
+            os.close(descriptor)
+
+
+def _address(secret: bytes) -> bytes:
+    """Of an abstract socket, which is in no folder. All users can read its name, which tells no secret."""
+    return b"\0ddprun-" + hashlib.sha256(secret).hexdigest()[:32].encode()
+
+
+def _user_of(peer: socket.socket) -> int:
+    """Whose process the other end is."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    return int(uid)
+
+
+def _rank_of(peer: socket.socket, secret: bytes, size: int) -> int | None:
+    """The place that a connection says it has; None if it does not know the secret, or there is no such
+    place.
+    """
+    try:
+        told, rank = _HELLO.unpack(peer.recv(_HELLO.size + 1))
+    except (OSError, struct.error):
+        return None
+    return rank if hmac.compare_digest(told, secret) and 0 < rank < size else None
+
+
+def _refusal(users: str) -> str:
+    return (
+        f"refused to share memory with user {users}: all ranks of a host must run as one user, and this one "
+        f"runs as {os.geteuid()}"
+    )

@@ -1,0 +1,204 @@
+"""Lanes: order between ranks, whatever the threads do, and no future that is never set."""
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddprun_hooks import Communicator, ExchangeError, Hook, ParamSlice, Payload
+from ddprun_hooks.comm.groups import RankGroup
+from ddprun_hooks.comm.queue import HostQueue
+from ddprun_hooks.config.options import HookSpec
+from ddprun_hooks.registry import make_stack
+from ddprun_hooks.stack import Stack
+from tests.ranks import as_threads
+
+BUCKETS, NUMEL = 12, 512
+PARAMS = (ParamSlice("p", (NUMEL,), 0, NUMEL),)
+
+
+class Dawdling(Hook):
+    """Sums by all-reduce, or by all-to-all and all-gather, after delays that differ on each rank."""
+
+    role = "reducer"
+    rounds = 2
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        time.sleep(self.random.random() * 1e-3)
+        if payload.bucket % 3 == 1:  # buckets that need fewer collectives than their neighbours
+            return await comm.all_reduce(payload.tensor)
+        parts = await comm.all_to_all(payload.tensor)
+        time.sleep(self.random.random() * 1e-3)
+        share = parts.view(comm.size, -1).sum(0)
+        return await comm.all_gather(share)
+
+
+def contribution(rank: int, step: int, bucket: int) -> Tensor:
+    """A tensor that tells rank, step and bucket apart; sums of it are exact in fp32."""
+    return torch.arange(NUMEL, dtype=torch.float32) + 1000 * rank + 17 * bucket + 7 * step + 1
+
+
+def send_all(team: RankGroup, stack: Stack, steps: int) -> int:
+    """Send BUCKETS equal buckets a step; gives how many came back wrong."""
+    lane, wrong = HostQueue(team), 0
+    pauses = random.Random(team.rank)
+    for step in range(steps):
+        futures = []
+        for bucket in range(BUCKETS):
+            time.sleep(pauses.random() * 1e-3)
+            payload = Payload(contribution(team.rank, step, bucket), PARAMS, "gradient", bucket)
+            futures.append(lane.send(payload, stack, []))
+        for bucket, future in enumerate(futures):
+            wanted = torch.stack([contribution(rank, step, bucket) for rank in range(team.size)]).sum(0)
+            wrong += not torch.equal(future.wait(), wanted)
+    return wrong
+
+
+def test_buckets_with_different_numbers_of_collectives_never_mix() -> None:
+    """Four ranks with random delays sum every bucket right, though some buckets skip the second round."""
+    wrong = as_threads(
+        4, lambda team: send_all(team, Stack([("d", Dawdling(team.rank))]), steps=15), rounds=2
+    )
+    assert wrong == [0, 0, 0, 0]
+
+
+class Halting(Hook):
+    """Waits before and after; for some buckets and shares it needs one collective more."""
+
+    rounds = 2
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        time.sleep(self.random.random() * 1e-3)
+        if (payload.bucket + (payload.params[0].start > 0)) % 3 == 1:
+            nothing = await comm.reduce(torch.zeros(3))
+            payload.tensor[:3] += nothing
+        total = await comm.reduce(payload.tensor)
+        time.sleep(self.random.random() * 1e-3)
+        return total
+
+
+def two_levels(seed: int) -> Stack:
+    """Hierarchical with delays, whose shares differ in how many collectives they need between hosts."""
+    across: list[HookSpec] = [{"tests.hooks.test_queue.Halting": {"seed": seed}}]
+    return make_stack([{"hierarchical": {"hosts": 2, "across": across}}])
+
+
+@pytest.mark.parametrize("steps", [15, pytest.param(400, marks=pytest.mark.slow)])
+def test_legs_of_two_levels_never_mix(steps: int) -> None:
+    """Random delays on each rank, legs of many buckets under way at once, on two hosts: none is wrong."""
+    wrong = as_threads(
+        4, lambda team: send_all(team, two_levels(team.rank), steps), needs=two_levels(0).requirements
+    )
+    assert wrong == [0, 0, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_soak_of_four_ranks_sums_every_bucket_right() -> None:
+    """Hundreds of steps with random delays on each rank; with the rule switched off it fails within a few."""
+    wrong = as_threads(4, lambda team: send_all(team, Stack([("d", Dawdling(team.rank))]), 400), rounds=2)
+    assert wrong == [0, 0, 0, 0]
+
+
+def test_collectives_of_one_round_start_in_bucket_order_on_every_rank() -> None:
+    """Within a round, no bucket starts before an earlier one has."""
+
+    def body(team: RankGroup) -> list[Any]:
+        traces: list[Any] = []
+        lane = HostQueue(team)
+        stack = Stack([("d", Dawdling(team.rank))])
+        futures = [
+            lane.send(Payload(contribution(team.rank, 0, bucket), (), "gradient", bucket), stack, traces)
+            for bucket in range(BUCKETS)
+        ]
+        for future in futures:
+            future.wait()
+        return traces
+
+    for traces in as_threads(4, body, rounds=2):
+        for index in range(2):
+            starts = [trace.collectives[index].start for trace in traces if len(trace.collectives) > index]
+            assert starts == sorted(starts)
+        for trace in traces:
+            assert trace.ready <= trace.collectives[0].start <= trace.done
+            assert all(leg.start <= leg.done <= trace.done for leg in trace.collectives)
+            assert len(trace.collectives) == (1 if trace.bucket % 3 == 1 else 2)
+
+
+class Broken(Hook):
+    """Fails on one bucket, after others have gone."""
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        if payload.bucket == 2:
+            raise ZeroDivisionError("the hook's own error")
+        return await comm.reduce(payload.tensor)
+
+
+def test_a_hook_that_raises_fails_every_future_and_hangs_nobody() -> None:
+    """The bucket's future and all later ones carry the error; the lane keeps it as it was raised."""
+
+    def body(team: RankGroup) -> HostQueue:
+        lane = HostQueue(team)
+        futures = [
+            lane.send(Payload(torch.ones(4), (), "gradient", bucket), Stack([("b", Broken())]), [])
+            for bucket in range(5)
+        ]
+        for future in futures[2:]:
+            with pytest.raises((ZeroDivisionError, RuntimeError), match="the hook's own error"):
+                future.wait()
+        return lane
+
+    for lane in as_threads(2, body):
+        assert isinstance(lane.error, ZeroDivisionError)
+
+
+class Longer(Hook):
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        return torch.cat([await comm.reduce(payload.tensor), torch.zeros(1)])
+
+
+class Narrow(Hook):
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        return (await comm.reduce(payload.tensor)).half()
+
+
+@pytest.mark.parametrize(("hook", "what"), [(Longer(), r"\(5,\)"), (Narrow(), "float16")])
+def test_what_a_hook_returns_is_held_against_what_it_was_given(hook: Hook, what: str) -> None:
+    """DDP would take a longer tensor without a word; the lane refuses it and names the hook."""
+
+    def body(team: RankGroup) -> None:
+        lane = HostQueue(team)
+        future = lane.send(Payload(torch.ones(4), (), "gradient", 0), Stack([("mine", hook)]), [])
+        with pytest.raises((ExchangeError, RuntimeError), match=rf"\['mine'\] returned .*{what}"):
+            future.wait()
+
+    as_threads(2, body)
+
+
+class Greedy(Hook):
+    role = "reducer"  # but rounds is 1
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        await comm.all_reduce(payload.tensor)
+        return await comm.all_reduce(payload.tensor)
+
+
+def test_one_round_more_than_declared_is_an_error_that_says_what_to_set() -> None:
+    """No group was made for it, and none may be made in mid-step."""
+
+    def body(team: RankGroup) -> None:
+        future = HostQueue(team).send(
+            Payload(torch.ones(4), (), "gradient", 0), Stack([("greedy", Greedy())]), []
+        )
+        with pytest.raises((ExchangeError, RuntimeError), match="set `rounds`"):
+            future.wait()
+
+    as_threads(2, body)

@@ -1,0 +1,384 @@
+"""`register`: the hooks in anyone's own DDP script."""
+
+import asyncio
+import functools
+import math
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddprun_hooks
+from ddprun_hooks.builtin.cast import Cast
+from ddprun_hooks.config.options import HookSpec
+from ddprun_hooks.payload import Finding
+from tests.ranks import as_processes, free_port
+from tests.reads import Reads
+
+DOCS = Path(__file__).parents[2] / "docs" / "hooks.md"
+STEPS = 6
+
+
+def start() -> tuple[DistributedDataParallel, Any]:
+    """A model with several buckets, the same on all ranks, and its optimizer."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(32, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 4))
+    model = DistributedDataParallel(net, bucket_cap_mb=1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def loss_of(model: nn.Module, step: int, scale: float = 1.0) -> Tensor:
+    """Another batch on each rank and in each step."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    loss: Tensor = model(torch.randn(16, 32, generator=generator)).square().mean() * scale
+    return loss
+
+
+def train(hooks: list[HookSpec] | None) -> list[Tensor]:
+    """Weights after some steps, with hooks or without any."""
+    model, optimizer = start()
+    if hooks is not None:
+        ddprun_hooks.register(model, hooks)
+    for step in range(STEPS):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def plain_and_registered() -> tuple[list[Tensor], list[Tensor]]:
+    return train(None), train([])
+
+
+def test_plain_all_reduce_gives_the_bits_of_ddp_without_a_hook() -> None:
+    """On two ranks, where dividing first and summing then is exact the same."""
+    for plain, registered in as_processes(2, plain_and_registered):
+        assert all(torch.equal(a, b) for a, b in zip(plain, registered, strict=True))
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        ["int8"],
+        ["powersgd", "fp16", "shared_memory"],
+        [{"hierarchical": {"hosts": 2, "within": ["shared_memory"], "across": [{"topk": {"density": 0.1}}]}}],
+    ],
+    ids=str,
+)
+def test_ranks_stay_bitwise_together_with_any_stack(hooks: list[HookSpec]) -> None:
+    """And the hooks really ran: plain all-reduce leaves other weights."""
+    results = as_processes(4, train, hooks)
+    for weights in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], weights, strict=True))
+    plain = as_processes(4, train, [])[0]
+    assert not all(torch.equal(a, b) for a, b in zip(results[0], plain, strict=True))
+
+
+def what_a_handle_knows() -> tuple[list[tuple[str, ...]], int, list[str]]:
+    model, _ = start()
+    handle = ddprun_hooks.register(model, [{"topk": {"density": 0.02}}])
+    hooks = []
+    for step in range(4):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+        hooks.append(handle.traces[0].hooks)
+    return hooks, sum(f.wire_bytes for f in handle.traces), sorted(handle.state_dict()["topk"]["gradient"])
+
+
+def test_hooks_begin_when_ddp_has_laid_its_buckets_out() -> None:
+    """Two steps of plain all-reduce; then bytes go down, and residuals are kept by parameter name."""
+    hooks, wire_bytes, kept = as_processes(2, what_a_handle_knows)[0]
+    assert hooks == [(), (), ("topk",), ("topk",)]
+    assert 0 < wire_bytes < 0.05 * 4 * 600 * 600
+    assert kept == ["0.bias", "0.weight", "2.bias", "2.weight", "4.bias", "4.weight"]
+
+
+def register_other_hooks() -> str:
+    model, _ = start()
+    try:
+        ddprun_hooks.register(model, ["fp16"] if dist.get_rank() == 1 else ["bf16"])
+    except ddprun_hooks.DisagreementError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_other_hooks_are_told_apart() -> None:
+    """Before anything is exchanged; every rank gets the error, and it names the odd ones."""
+    told = as_processes(3, register_other_hooks)
+    for message in told:
+        assert message.startswith("rank 1 and rank 0 disagree about the hooks")
+    assert "['fp16']" in told[1]
+    assert "['bf16']" in told[2]
+
+
+def other_buckets() -> str:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    net = nn.ModuleDict({"head" if dist.get_rank() == 1 else "tail": nn.Linear(500, 500)})
+    net.forward = lambda x: next(iter(net.values()))(x)
+    model = DistributedDataParallel(net)
+    ddprun_hooks.register(model, [])
+    try:
+        for _ in range(3):
+            model(torch.ones(2, 500)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_other_buckets_are_told_apart() -> None:
+    """Parameters of one shape and other names: DDP would sum what does not belong together."""
+    for message in as_processes(2, other_buckets):
+        assert "rank 1 and rank 0 disagree about bucket" in message
+
+
+def overflow() -> list[str]:
+    model, _ = start()
+    ddprun_hooks.register(model, ["fp16"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            loss_of(model, step, scale=1e9).backward()  # type: ignore[no-untyped-call]
+    return [str(warning.message) for warning in caught]
+
+
+def test_fp16_says_which_bucket_overflowed() -> None:
+    """Once; torch's own hook hands infinity on without a word."""
+    told = as_processes(2, overflow)[0]
+    assert len(told) == 1
+    assert re.match(r"bucket \d overflowed in fp16: finite gradients came back as infinity", told[0])
+
+
+def reads_as_on_a_device() -> tuple[int, list[str]]:
+    """With a finding for every bucket, which is known on the device alone when the hook leaves it."""
+    model, _ = start()
+    handle = ddprun_hooks.register(model, ["fp16"])
+    for step in range(3):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+    lossy = handle.traces[-1].bucket
+    for trace in handle.traces:
+        assert isinstance(trace.findings, list)
+        lost = torch.tensor(int(trace.bucket == lossy))
+        trace.findings += [Finding("bf16", "overflow", torch.tensor(0)), Finding("fp16", "overflow", lost)]
+    with warnings.catch_warnings(record=True) as caught, Reads() as reads:
+        warnings.simplefilter("always")
+        handle._start_pass(torch.device("cpu"))
+    return reads.count, [str(warning.message).replace(f"bucket {lossy} ", "bucket ") for warning in caught]
+
+
+def test_what_hooks_have_found_is_read_at_once() -> None:
+    """Not bucket by bucket: on a GPU each reading would wait for the device."""
+    for reads, told in as_processes(2, reads_as_on_a_device):
+        assert reads == 0
+        assert len(told) == 1
+        assert told[0].startswith("bucket overflowed in fp16: finite gradients came back as infinity")
+
+
+def decorated(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Shows nothing of whether what it wraps is async."""
+
+    @functools.wraps(call)
+    def called(*args: Any) -> Any:
+        return call(*args)
+
+    return called
+
+
+class Quiet(ddprun_hooks.Hook):
+    """Forgets `async` where only a call can tell."""
+
+    @decorated
+    def __call__(self, payload: ddprun_hooks.Payload, comm: ddprun_hooks.Communicator) -> Tensor:
+        return payload.tensor
+
+
+async def waits_elsewhere(payload: ddprun_hooks.Payload, comm: ddprun_hooks.Communicator) -> Tensor:
+    """Awaits what is no collective."""
+    await asyncio.sleep(0)
+    return payload.tensor
+
+
+def failing(hook: Any) -> str:
+    model, _ = start()
+    ddprun_hooks.register(model, hook)
+    try:
+        for step in range(3):
+            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_hook_that_is_not_async_is_named() -> None:
+    """With how to mend it; torch's own words name neither."""
+    (told,) = as_processes(1, failing, Quiet())
+    assert 'hook "tests.hooks.test_register.Quiet" is not async: called, it gave Tensor; write' in told
+    (told,) = as_processes(1, failing, waits_elsewhere)
+    assert 'hook "tests.hooks.test_register.waits_elsewhere" awaits NoneType, which is no coll' in told
+
+
+class OfItsOwn(ddprun_hooks.Hook):
+    """A reducer that goes past its comm."""
+
+    role = "reducer"
+    rounds = 0
+
+    async def __call__(self, payload: ddprun_hooks.Payload, comm: ddprun_hooks.Communicator) -> Tensor:
+        dist.all_reduce(payload.tensor)
+        return payload.tensor
+
+
+def past_the_communicator() -> tuple[list[str], list[tuple[int, list[tuple[str, str]]]]]:
+    model, _ = start()
+    handle = ddprun_hooks.register(model, [OfItsOwn()])
+    dist.barrier()  # of the script's own, which is nobody's business
+    traces = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+            traces += [(f.wire_bytes, [(n.hook, n.op) for n in f.uncounted]) for f in handle.traces]
+    return [str(warning.message) for warning in caught], traces
+
+
+def test_collectives_past_the_communicator_are_told_and_marked() -> None:
+    """Once, with the hook and the collective; every record of such a bucket says that bytes are missing."""
+    name = "tests.hooks.test_register.OfItsOwn"
+    for told, traces in as_processes(2, past_the_communicator):
+        assert len(told) == 1
+        assert told[0].startswith(f'hook "{name}" calls all_reduce of torch.distributed itself: its bytes')
+        plain = [trace for trace in traces if trace[0]]
+        assert plain
+        assert all(notes == [] for _, notes in plain), "of the passes before the hooks begin"
+        own = [notes for sent, notes in traces if not sent]
+        assert len(own) >= 3
+        assert all(notes == [(name, "all_reduce")] for notes in own)
+
+
+def with_objects() -> tuple[list[Tensor], list[Tensor], tuple[str, ...]]:
+    model, _ = start()
+    ddprun_hooks.register(model, "fp16")
+    for step in range(3):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+    first = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    model, _ = start()
+    handle = ddprun_hooks.register(model, [handed_on, Cast("fp16")])
+    for step in range(3):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+    second = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    return first, second, handle.traces[0].hooks
+
+
+async def handed_on(payload: ddprun_hooks.Payload, comm: ddprun_hooks.Communicator) -> Tensor:
+    """Changes nothing."""
+    return await comm.reduce(payload.tensor)
+
+
+def test_a_name_alone_an_object_and_a_function_are_hooks() -> None:
+    """`register(model, "fp16")` is one hook, and `Cast("fp16")` behind a function the same one."""
+    for first, second, names in as_processes(2, with_objects):
+        assert names == ("tests.hooks.test_register.handed_on", "ddprun_hooks.builtin.cast.Cast")
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one, other)
+
+
+def with_scaler() -> tuple[bool, bool, float]:
+    model, optimizer = start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    handle = ddprun_hooks.register(model, ["int8"], scaler=scaler)
+    states, scales = [], []
+    for step in range(6):
+        factor = math.inf if step == 4 else 1.0
+        scaler.scale(loss_of(model, step, factor)).backward()  # type: ignore[no-untyped-call]
+        states.append(handle.state_dict())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    kept = [state["int8"]["gradient"]["4.bias"]["residual"] for state in states[2:]]
+    largest = max(float(value.abs().max()) for value in kept)
+    handle.end_step(applied=False)  # the last one, too
+    before = handle.state_dict()["int8"]["gradient"]["4.bias"]["residual"]
+    return scales[4] < scales[3], torch.equal(before, kept[1]), largest
+
+
+def test_a_step_that_the_scaler_skips_leaves_the_hooks_state() -> None:
+    """What is kept is of true gradients, without the loss scale, and of applied steps only."""
+    for skipped, as_before, largest in as_processes(2, with_scaler):
+        assert skipped
+        assert as_before
+        assert 0 < largest < 1e-3
+
+
+def on_hosts(placement: str) -> tuple[list[Tensor], list[tuple[str, int, int]]]:
+    del os.environ["LOCAL_WORLD_SIZE"]  # as where srun or mpirun has started the ranks
+    model, _ = start()
+    with mock.patch("socket.gethostname", return_value=placement[dist.get_rank()]):
+        handle = ddprun_hooks.register(model, [{"hierarchical": {"within": ["fp16"]}}])
+    for step in range(4):
+        model.zero_grad()
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+    gradients = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    legs = [leg for trace in handle.traces for leg in trace.collectives]
+    return gradients, [(leg.group, leg.wire_bytes, leg.between_hosts_bytes) for leg in legs]
+
+
+@pytest.mark.parametrize("placement", ["abab", "abba", "aabb"])
+def test_hosts_go_by_their_names_in_a_script_of_ones_own(placement: str) -> None:
+    """Whatever ranks a launcher has placed where, over the process groups of torch: what goes inside a host
+    leaves none, and all ranks get the same gradients.
+    """
+    ran = as_processes(4, on_hosts, placement)
+    for gradients, legs in ran:
+        assert {group.partition(".")[0] for group, _, _ in legs} == {"within", "across"}
+        for group, sent, left in legs:
+            assert left == (sent if group.startswith("across") else 0)
+        for own, other in zip(gradients, ran[0][0], strict=True):
+            assert torch.equal(own, other)
+
+
+def test_what_cannot_work_is_refused_at_once() -> None:
+    """With what is wanted instead."""
+    with pytest.raises(ddprun_hooks.HookSetupError, match="DistributedDataParallel, got Linear"):
+        ddprun_hooks.register(nn.Linear(1, 1), ["fp16"])  # type: ignore[arg-type]
+
+
+def register_twice() -> str:
+    model, _ = start()
+    ddprun_hooks.register(model, ["fp16"])
+    try:
+        ddprun_hooks.register(model, ["bf16"])
+    except ddprun_hooks.HookSetupError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_second_hook_is_refused() -> None:
+    """DDP takes one in a model's life."""
+    assert "the model has a communication hook already" in as_processes(1, register_twice)[0]
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
+    """As it stands there, under torchrun, on two ranks."""
+    example = re.search(r"```python\n(# train\.py.*?)```", DOCS.read_text(), re.DOTALL)
+    assert example is not None
+    (tmp_path / "train.py").write_text(example[1])
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "train.py"),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"loss \d\.\d+", done.stdout)
