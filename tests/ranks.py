@@ -1,7 +1,6 @@
-"""Three speeds of ranks: threads over raw process groups, forked processes, real `ddprun` processes."""
+"""Ranks as forked processes, and real `ddprun` processes; as threads: `ddprun_hooks.testing`."""
 
 import contextlib
-import gc
 import itertools
 import multiprocessing
 import os
@@ -9,107 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ddprun_hooks.comm.groups import GroupFactory, Placement, RankGroup
-from ddprun_hooks.hook import GroupRequirement, GroupRequirements
-from ddprun_hooks.shm.progress import ProgressThread
-
 TIMEOUT_S = 60
-
-# A group must not be freed by a thread of its own, which would then wait for itself and abort: groups stay
-# here until nothing else, such as a callback that is just being forgotten, refers to them.
-_kept: list[dist.ProcessGroup] = []
-_ONLY_KEPT = 2  # references: the list, and the argument of `getrefcount`
-
-
-def as_threads(
-    size: int,
-    body: Callable[[RankGroup], Any],
-    *,
-    rounds: int = 1,
-    hosts: Sequence[str] = (),
-    needs: GroupRequirements | None = None,
-) -> list[Any]:
-    """Run `body(group)` on `size` threads, each a rank with Gloo groups of its own; gives what they return.
-
-    Args:
-        size: number of ranks.
-        body: what each does with the group of all ranks.
-        rounds: collectives among all ranks that one payload may need.
-        hosts: name of each rank's host; all are on one host if left out.
-        needs: groups to make instead of that of all ranks.
-    """
-    wanted = {GroupRequirement("world"): rounds} if needs is None else needs
-    _let_go()
-    store = dist.HashStore()
-    results: list[Any] = [None] * size
-    errors: list[BaseException] = []
-    all_groups: list[list[dist.ProcessGroup]] = [[] for _ in range(size)]
-
-    def run(rank: int) -> None:
-        names = tuple(hosts or ["here"] * size)
-        placement = Placement(rank, names, tuple(names.count(name) for name in names))
-        calls = itertools.count()
-
-        def make_group(name: str, ranks: list[int]) -> Any:
-            if rank not in ranks:
-                return None
-            prefix = dist.PrefixStore(name, store)
-            made: Any = dist.ProcessGroupGloo(
-                prefix, ranks.index(rank), len(ranks), timedelta(seconds=TIMEOUT_S)
-            )
-            all_groups[rank].append(made)
-            return made
-
-        def gather(data: bytes) -> list[bytes]:
-            call = next(calls)
-            store.set(f"told {call} {rank}", data.hex())
-            return [bytes.fromhex(store.get(f"told {call} {peer}").decode()) for peer in range(size)]
-
-        progress = ProgressThread()
-        try:
-            results[rank] = body(
-                GroupFactory(make_group, gather, TIMEOUT_S, progress).open("world", placement, wanted)
-            )
-        except BaseException as error:  # told by the caller's thread
-            errors.append(error)
-        else:
-            progress.close()
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive(), "a rank hangs"
-    for groups in all_groups:
-        _kept.extend(groups)
-        groups.clear()
-    if errors:
-        raise errors[0]
-    return results
-
-
-def _let_go() -> None:
-    """Free the groups of earlier calls that nobody uses any more."""
-    deadline = time.monotonic() + 0.5
-    while any(sys.getrefcount(_kept[i]) > _ONLY_KEPT for i in range(len(_kept))):
-        gc.collect()
-        if time.monotonic() > deadline:
-            break
-        time.sleep(1e-3)
-    _kept[:] = [_kept[i] for i in range(len(_kept)) if sys.getrefcount(_kept[i]) > _ONLY_KEPT]
 
 
 # Below the ports that the kernel gives to outgoing connections, and others for each process of the tests: a

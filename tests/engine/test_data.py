@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_w
 from ddprun.engine.data import Feed
 from ddprun_hooks.comm.control import Control
 from ddprun_hooks.comm.groups import RankGroup
-from tests.ranks import as_threads
+from ddprun_hooks.testing import run_ranks
 
 
 class Ids(Dataset[tuple[int, int]]):
@@ -99,7 +99,7 @@ def test_batches_of_an_epochs_end_are_one_sample_apart_at_most(
     kind: type[Ids | Stream], size: int, workers: int
 ) -> None:
     """Those of ranks without a sample, too, which compute along."""
-    sizes = as_threads(3, lambda team: batch_sizes(team, kind(size), workers=workers))
+    sizes = run_ranks(3, lambda team: batch_sizes(team, kind(size), workers=workers))
     for micro in zip(*sizes, strict=True):
         assert max(micro) - min(micro) <= 1
     assert [max(micro) for micro in zip(*sizes, strict=True)] == [4, 4, 4, -(-(size - 36) // 3)]
@@ -358,7 +358,7 @@ def test_samples_that_are_lost_to_loading_processes_are_told(
             pass
         return told
 
-    (told,) = as_threads(1, body)
+    (told,) = run_ranks(1, body)
     assert len(told) == (lost if workers else 0)
     assert all("write loader: {workers: 0} then" in text for text in told)
 
@@ -477,7 +477,7 @@ def test_ranks_that_read_different_samples_are_found(kind: type[Part | PartStrea
         alike = met(team, feed(kind(24, 0, 1), team.rank, 3, workers=workers, shuffle=shuffle))
         return odd, alike
 
-    assert as_threads(3, body) == [([2], [])] * 3
+    assert run_ranks(3, body) == [([2], [])] * 3
 
 
 def test_datasets_of_different_lengths_are_refused() -> None:
@@ -488,7 +488,7 @@ def test_datasets_of_different_lengths_are_refused() -> None:
             met(team, feed(Part(25, team.rank, 2), team.rank, 2))
         return str(caught.value)
 
-    messages = as_threads(2, body)
+    messages = run_ranks(2, body)
     assert messages[0].startswith("the data set has 13 samples on rank 0 and 12 on rank 1; give every rank")
 
 
@@ -515,7 +515,7 @@ def test_data_that_shards_itself_is_taken_as_it_is(
             for _ in range(2)
         ]
 
-    for epochs in zip(*as_threads(3, body), strict=True):
+    for epochs in zip(*run_ranks(3, body), strict=True):
         assert len({len(steps) for steps in epochs}) == 1
         assert sorted(i for steps in epochs for _, ids in steps for i in ids) == list(range(size))
         for row in zip(*epochs, strict=True):
@@ -537,10 +537,10 @@ def test_parts_of_very_different_sizes(kind: type[Part | PartStream]) -> None:
             if len(micro.content[0])
         ]
 
-    first, second = as_threads(2, body)
+    first, second = run_ranks(2, body)
     assert first == [(8, 4), (5, 4), *[(4, 4)] * 5, (2, 2)]
     assert second == [(8, 4), (5, 1), *[(4, 0)] * 5, (2, 0)]
-    assert as_threads(2, lambda team: body(team, drop_last=True)) == [[(8, 4)], [(8, 4)]]
+    assert run_ranks(2, lambda team: body(team, drop_last=True)) == [[(8, 4)], [(8, 4)]]
 
 
 @pytest.mark.parametrize("kind", [Part, PartStream])
@@ -552,7 +552,7 @@ def test_a_rank_without_a_sample_computes_along_on_as_many_as_the_largest_share(
     def body(team: RankGroup) -> list[int]:
         return batch_sizes(team, kind(15, 0, 1) if team.rank == 0 else kind(4, 0, 1), sharded=True)
 
-    assert as_threads(2, body) == [[4, 4, 4, 3]] * 2
+    assert run_ranks(2, body) == [[4, 4, 4, 3]] * 2
 
 
 @pytest.mark.parametrize("kind", [Part, PartStream])
@@ -575,7 +575,7 @@ def test_sharded_data_goes_on_where_its_state_was_taken(kind: type[Part | PartSt
         sources[1].load_state_dict(first.state_dict())
         return whole, begun + ids(sources[1].steps(1, epochs=1), sources[1])
 
-    for whole, parts in as_threads(2, body):
+    for whole, parts in run_ranks(2, body):
         assert parts == whole
 
 

@@ -14,7 +14,7 @@ from ddprun_hooks.comm.control import open_control
 from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.trace import BucketTrace, read_findings
 from ddprun_hooks.registry import make_stack
-from tests.hooks.carry import PARAMS, contribution
+from ddprun_hooks.testing import PARAMS, contribution
 from tests.hooks.test_stacks import CASTS, EXACT, LOSSY, Specs
 from tests.ranks import as_processes
 

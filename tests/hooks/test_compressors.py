@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddprun_hooks import ParamSlice
 from ddprun_hooks.builtin.int8 import dequantise, pack, quantise, unpack
-from tests.hooks.carry import NUMEL, PARAMS, Carrier, carry, contribution
+from ddprun_hooks.testing import NUMEL, PARAMS, Rank, contribution, run_hooks
 
 
 def test_int8_codes_are_the_nearest_multiples_of_a_127th_of_the_blocks_largest() -> None:
@@ -36,14 +36,14 @@ def test_int8_survives_blocks_without_a_scale(value: float) -> None:
 def test_int8_on_one_rank_is_two_quantisations() -> None:
     """The second one of what the first one left is exact: codes of codes are the same codes."""
     x = contribution(0, 0, 1)
-    result = carry(["int8"], 1, lambda c: c.send(x))[0]
+    result = run_hooks(["int8"], 1, lambda c: c.send(x))[0]
     padded = torch.cat([x, torch.zeros(-NUMEL % 256)])
     assert torch.allclose(result, dequantise(*quantise(padded, 256), torch.float32)[:NUMEL], rtol=1e-6)
 
 
 def test_topk_sends_the_largest_of_each_rank_and_adds_them_up() -> None:
     """Computed here by sorting."""
-    results = carry([{"topk": {"density": 0.05}}], 3, lambda c: c.step(0))
+    results = run_hooks([{"topk": {"density": 0.05}}], 3, lambda c: c.step(0))
     wanted = torch.zeros(NUMEL)
     for rank in range(3):
         x = contribution(rank, 0, 3)
@@ -55,7 +55,7 @@ def test_topk_sends_the_largest_of_each_rank_and_adds_them_up() -> None:
 
 def test_topk_of_everything_is_the_sum() -> None:
     """density: 1 loses nothing."""
-    result = carry([{"topk": {"density": 1.0}}], 2, lambda c: c.step(0))[0]
+    result = run_hooks([{"topk": {"density": 1.0}}], 2, lambda c: c.step(0))[0]
     assert torch.allclose(result, contribution(0, 0, 2) + contribution(1, 0, 2), rtol=0, atol=1e-7)
 
 
@@ -83,7 +83,7 @@ def test_powersgd_gives_what_the_paper_does() -> None:
         for _ in range(steps)
     ]
 
-    def body(c: Carrier) -> tuple[Tensor, list[Tensor]]:
+    def body(c: Rank) -> tuple[Tensor, list[Tensor]]:
         from ddprun_hooks.builtin.powersgd import PowerSgd
 
         hook = c.stack.hooks[0]
@@ -91,7 +91,7 @@ def test_powersgd_gives_what_the_paper_does() -> None:
         start = hook._factor("gradient", param[0], torch.empty(0, dtype=torch.float64))
         return start, [c.send(step[c.rank].reshape(-1) / ranks, param) for step in gradients]
 
-    results = carry([{"powersgd": {"rank": 3}}], ranks, body)
+    results = run_hooks([{"powersgd": {"rank": 3}}], ranks, body)
     for given, wanted in zip(results[0][1], paper(gradients, 3, results[0][0]), strict=True):
         assert torch.allclose(given.view(shape), wanted, rtol=0, atol=1e-10)
 
@@ -100,13 +100,15 @@ def test_powersgd_is_exact_where_the_matrix_has_no_more_than_its_rank() -> None:
     """A mean of rank two through factors of rank two, from the first step on."""
     left, right = torch.randn(40, 2, dtype=torch.float64), torch.randn(2, 30, dtype=torch.float64)
     param = (ParamSlice("w", (40, 30), 0, 1200),)
-    result = carry([{"powersgd": {"rank": 2}}], 2, lambda c: c.send((left @ right).reshape(-1) / 2, param))[0]
+    result = run_hooks(
+        [{"powersgd": {"rank": 2}}], 2, lambda c: c.send((left @ right).reshape(-1) / 2, param)
+    )[0]
     assert torch.allclose(result.view(40, 30), left @ right, rtol=0, atol=1e-12)
 
 
 def test_powersgd_leaves_alone_what_factors_would_not_make_smaller() -> None:
     """Vectors, scalars and thin matrices are exact from the first step on."""
-    results = carry([{"powersgd": {"rank": 4}}], 2, lambda c: c.step(0, torch.float64))
+    results = run_hooks([{"powersgd": {"rank": 4}}], 2, lambda c: c.step(0, torch.float64))
     wanted = contribution(0, 0, 2, torch.float64) + contribution(1, 0, 2, torch.float64)
     for param in PARAMS:
         part = slice(param.offset, param.offset + param.numel)
@@ -116,6 +118,6 @@ def test_powersgd_leaves_alone_what_factors_would_not_make_smaller() -> None:
 
 def test_powersgd_reports_the_bytes_of_its_factors() -> None:
     """rank * (rows + columns) numbers for a matrix, and the rest as it is."""
-    traces = carry([{"powersgd": {"rank": 2}}], 2, lambda c: (c.step(0), c.traces)[1])[0]
+    traces = run_hooks([{"powersgd": {"rank": 2}}], 2, lambda c: (c.step(0), c.traces)[1])[0]
     numbers = 2 * (40 + 30) + 2 * (12 + 36) + 2 * (7 + 40) + 40 + 1
     assert traces[0].wire_bytes == 4 * numbers

@@ -10,20 +10,28 @@ from ddprun_hooks import Communicator, ExchangeError, Hook, Payload
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
-from tests.hooks.carry import NUMEL, PARAMS, Carrier, carry, contribution, kept_total, slices
+from ddprun_hooks.testing import (
+    NUMEL,
+    PARAMS,
+    Rank,
+    bucket,
+    contribution,
+    residual_total,
+    run_hooks,
+    run_ranks,
+)
 from tests.hooks.test_stacks import LOSSY, Specs, assert_same, ranks_of, two_level
-from tests.ranks import as_threads
 
 
 def states_of(specs: Specs, ranks: int, steps: int = 3) -> list[dict[str, Any]]:
     """Each rank's state after some steps."""
 
-    def body(c: Carrier) -> dict[str, Any]:
+    def body(c: Rank) -> dict[str, Any]:
         for step in range(steps):
             c.step(step, torch.float64)
         return c.stack.state_dict()
 
-    return carry(specs, ranks, body)
+    return run_hooks(specs, ranks, body)
 
 
 @pytest.mark.parametrize("specs", LOSSY, ids=str)
@@ -31,19 +39,19 @@ def test_a_state_that_is_loaded_goes_on_bit_for_bit(specs: Specs) -> None:
     """Saved after two steps and loaded into a fresh stack: steps three and four are as if never saved."""
     ranks = ranks_of(specs)
 
-    def unbroken(c: Carrier) -> tuple[dict[str, Any], list[Tensor]]:
+    def unbroken(c: Rank) -> tuple[dict[str, Any], list[Tensor]]:
         c.step(0), c.step(1)
         return c.stack.state_dict(), [c.step(2), c.step(3)]
 
-    before = carry(specs, ranks, unbroken)
+    before = run_hooks(specs, ranks, unbroken)
 
-    def resumed(c: Carrier) -> tuple[list[Tensor], dict[str, Any]]:
+    def resumed(c: Rank) -> tuple[list[Tensor], dict[str, Any]]:
         state = before[c.rank][0]
         c.stack.load_state_dict(state)
         assert_same(c.stack.state_dict(), state)
         return [c.step(2), c.step(3)], c.stack.state_dict()
 
-    after = carry(specs, ranks, resumed)
+    after = run_hooks(specs, ranks, resumed)
     for rank in range(ranks):
         for one, other in zip(before[rank][1], after[rank][0], strict=True):
             assert torch.equal(one, other)
@@ -63,16 +71,16 @@ def test_another_number_of_ranks_keeps_the_sum(specs: Specs, ranks: int, later: 
     """All that four ranks kept is kept by two of them, or by three, after a merge."""
     stack = make_stack(specs)
     states = states_of(specs, ranks)
-    kept = kept_total(stack, states)
+    kept = residual_total(stack.merge(states))
     merged = stack.merge(states)
 
-    def body(c: Carrier) -> tuple[Tensor, dict[str, Any]]:
+    def body(c: Rank) -> tuple[Tensor, dict[str, Any]]:
         c.stack.load_state_dict(merged)
         result = c.send(torch.zeros(NUMEL, dtype=torch.float64))
         return result, c.stack.state_dict()
 
-    results = carry(specs, later, body)
-    left = kept_total(stack, [state for _, state in results])
+    results = run_hooks(specs, later, body)
+    left = residual_total(stack.merge([state for _, state in results]))
     assert kept.abs().max() > 1e-6
     assert torch.allclose(results[0][0] + left, kept, rtol=0, atol=1e-13)
 
@@ -84,23 +92,25 @@ def test_shares_of_other_hosts_are_cut_anew() -> None:
     states = states_of(halves, 4)
     total = make_stack(halves).merge(states)["hierarchical"]["across"]["int8"]
 
-    def body(c: Carrier) -> tuple[Tensor, dict[str, Any]]:
+    def body(c: Rank) -> tuple[Tensor, dict[str, Any]]:
         c.stack.load_state_dict({"int8": total})
         return c.send(torch.zeros(NUMEL, dtype=torch.float64)), c.stack.state_dict()
 
-    results = carry(flat, 2, body)
-    left = kept_total(make_stack(flat), [state for _, state in results])
-    assert torch.allclose(results[0][0] + left, kept_total(make_stack(halves), states), rtol=0, atol=1e-13)
+    results = run_hooks(flat, 2, body)
+    left = residual_total(make_stack(flat).merge([state for _, state in results]))
+    assert torch.allclose(
+        results[0][0] + left, residual_total(make_stack(halves).merge(states)), rtol=0, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("specs", LOSSY[:3], ids=str)
 def test_other_buckets_keep_what_is_kept_by_name(specs: Specs) -> None:
     """One bucket becomes two, in another order: nothing is lost and nothing counts twice."""
     names = [param.name for param in PARAMS]
-    first, second = slices(names[3:]), slices(names[:3])
+    first, second = bucket(names[3:]), bucket(names[:3])
     border = sum(param.numel for param in PARAMS[:3])
 
-    def body(c: Carrier) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
+    def body(c: Rank) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
         c.step(0, torch.float64)
         before = c.stack.state_dict()
         nothing = torch.zeros(NUMEL, dtype=torch.float64)
@@ -110,10 +120,10 @@ def test_other_buckets_keep_what_is_kept_by_name(specs: Specs) -> None:
         assert {*before, *halfway} == {*c.stack.state_dict()}
         return torch.cat([head, tail]), before, c.stack.state_dict()
 
-    results = carry(specs, 2, body)
+    results = run_hooks(specs, 2, body)
     stack = make_stack(specs)
-    kept = kept_total(stack, [before for _, before, _ in results])
-    left = kept_total(stack, [after for _, _, after in results])
+    kept = residual_total(stack.merge([before for _, before, _ in results]))
+    left = residual_total(stack.merge([after for _, _, after in results]))
     assert torch.allclose(results[0][0] + left, kept, rtol=0, atol=1e-13)
 
 
@@ -130,22 +140,22 @@ def test_elements_of_no_parameter_cannot_be_kept_and_the_error_says_what_to_do()
 
     def body(team: RankGroup) -> None:
         ((_, int8),) = zip(["int8"], make_stack(["int8"]).hooks, strict=True)
-        carrier = Carrier(team, Stack([("mine", Doubled()), ("int8", int8)]))
+        carrier = Rank(team, Stack([("mine", Doubled()), ("int8", int8)]))
         with pytest.raises(
             (ExchangeError, RuntimeError), match=r"let it call reduce\(…, compression_error=…\)"
         ):
             carrier.send(contribution(0, 0, 1))
 
-    as_threads(1, body, rounds=2)
+    run_ranks(1, body, requirements=2)
 
 
 def test_residuals_lie_on_the_payloads_device_in_fp32_or_more() -> None:
     """A half-precision payload loses nothing of what is kept."""
     for dtype, wanted in ((torch.float16, torch.float32), (torch.float64, torch.float64)):
 
-        def body(c: Carrier, dtype: torch.dtype = dtype) -> Tensor:
+        def body(c: Rank, dtype: torch.dtype = dtype) -> Tensor:
             c.step(0, dtype)
             kept: Tensor = c.stack.state_dict()["int8"]["gradient"]["first.weight"]["residual"]
             return kept
 
-        assert carry(["int8"], 1, body)[0].dtype == wanted
+        assert run_hooks(["int8"], 1, body)[0].dtype == wanted

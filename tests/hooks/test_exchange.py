@@ -17,7 +17,7 @@ from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.queue import HostQueue
 from ddprun_hooks.comm.trace import now_us
-from tests.ranks import as_threads
+from ddprun_hooks.testing import run_ranks
 
 
 def control(team: RankGroup) -> Control:
@@ -31,7 +31,7 @@ def test_a_word_reaches_every_rank_in_rank_order() -> None:
         posted = control(team).post([team.rank + 0.1, 2.0**52 + team.rank])
         return posted.wait()
 
-    for words in as_threads(3, body):
+    for words in run_ranks(3, body):
         assert words.tolist() == [[rank + 0.1, 2.0**52 + rank] for rank in range(3)]
 
 
@@ -44,7 +44,7 @@ def test_ranks_that_disagree_are_named() -> None:
             control(team).agree("the buckets", "odd" if team.rank == 2 else "same")
         return str(caught.value)
 
-    messages = as_threads(3, body)
+    messages = run_ranks(3, body)
     assert messages[0] == "rank 2 and rank 0 disagree about the buckets; on rank 0 it is: same"
     assert messages[2].endswith("on rank 2 it is: odd")
 
@@ -61,7 +61,7 @@ def test_clock_offsets_are_within_their_own_error_bound(monkeypatch: pytest.Monk
         clock.ahead_us = ahead_us * team.rank
         return control(team).clock_offset()
 
-    measured = as_threads(6, body)
+    measured = run_ranks(6, body)
     assert measured[0] == (0, 0)
     for rank, (offset, bound) in enumerate(measured[1:], start=1):
         assert abs(offset - rank * ahead_us) <= bound
@@ -144,7 +144,7 @@ def test_bytes_arrive_whole_and_none_is_fine() -> None:
         assert own.receive_bytes(1) == b""
         return got
 
-    got, sent = as_threads(2, body)
+    got, sent = run_ranks(2, body)
     assert got == sent
 
 
@@ -162,7 +162,7 @@ def test_broadcast_overwrites_tensors_of_any_dtype_and_shape() -> None:
         exchange.broadcast(tensors, source=1)
         return tensors
 
-    for tensors in as_threads(3, body):
+    for tensors in run_ranks(3, body):
         assert torch.equal(tensors[0], torch.ones(3, 2))
         assert tensors[1].item() == 1
         assert torch.equal(tensors[2], torch.full((4,), 1.5))
@@ -177,6 +177,6 @@ def test_a_barrier_lets_nobody_through_before_the_last() -> None:
         control(team).barrier()
         return came, time.monotonic()
 
-    results = as_threads(3, body)
+    results = run_ranks(3, body)
     last_to_come = max(came for came, _ in results)
     assert all(left >= last_to_come for _, left in results)

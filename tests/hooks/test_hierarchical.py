@@ -12,7 +12,7 @@ from ddprun_hooks import HookSetupError, ParamSlice
 from ddprun_hooks.builtin.hierarchical import cut_at_rows, slices_between
 from ddprun_hooks.comm.groups import Placement
 from ddprun_hooks.config.options import HookSpec
-from tests.hooks.carry import NUMEL, PARAMS, Carrier, carry, contribution
+from ddprun_hooks.testing import NUMEL, PARAMS, Rank, contribution, run_hooks
 
 
 def random_params(generator: random.Random) -> tuple[ParamSlice, ...]:
@@ -55,15 +55,15 @@ def test_shares_hold_whole_rows_and_everything_once() -> None:
 def test_between_hosts_travels_once_what_plain_sends_for_every_rank() -> None:
     """Two hosts of two ranks: 2(H-1)/H of each share, against 2(n-1)/n of the whole for one rank in two."""
 
-    def body(c: Carrier) -> tuple[int, list[str]]:
+    def body(c: Rank) -> tuple[int, list[str]]:
         c.step(0)
         return c.traces[0].between_hosts_bytes, [leg.group for leg in c.traces[0].collectives]
 
     hosts = ["a", "a", "b", "b"]
-    plain = carry([], 4, body, hosts)
+    plain = run_hooks([], 4, body, hosts)
     numel = contribution(0, 0, 4).numel()
     assert [sent for sent, _ in plain] == [0, 6 * numel, 0, 6 * numel]
-    two = carry(["hierarchical"], 4, body, hosts)
+    two = run_hooks(["hierarchical"], 4, body, hosts)
     assert two[0][0] + two[1][0] == 4 * numel
     assert two[2][0] + two[3][0] == 4 * numel
     assert [groups for _, groups in two] == [["within.0", "across.0", "within.1"]] * 4
@@ -77,16 +77,16 @@ PLACEMENTS = [("a", "b", "a", "b"), ("a", "b", "b", "a"), ("a", "a", "b", "b")]
 def test_hosts_go_by_their_names_wherever_their_ranks_lie(hosts: tuple[str, ...], option: int | None) -> None:
     """Inside a host nothing leaves it, between hosts every byte does, once; and the sum is the sum."""
 
-    def body(c: Carrier) -> tuple[Tensor, list[tuple[str, int, int]]]:
+    def body(c: Rank) -> tuple[Tensor, list[tuple[str, int, int]]]:
         result = c.step(0)
-        inside, across = c.team.splits[option]
-        assert set(inside.hosts) == {c.team.hosts[c.rank]}
+        inside, across = c.group.splits[option]
+        assert set(inside.hosts) == {c.group.hosts[c.rank]}
         assert sorted(across.hosts) == ["a", "b"]
         return result, [
             (leg.group, leg.wire_bytes, leg.between_hosts_bytes) for leg in c.traces[0].collectives
         ]
 
-    ran = carry([{"hierarchical": {"hosts": option}}], 4, body, hosts)
+    ran = run_hooks([{"hierarchical": {"hosts": option}}], 4, body, hosts)
     wanted = torch.stack([contribution(rank, 0, 4).double() for rank in range(4)]).sum(0)
     for result, legs in ran:
         assert torch.allclose(result.double(), wanted, atol=1e-6)
@@ -100,7 +100,7 @@ def test_hosts_go_by_their_names_wherever_their_ranks_lie(hosts: tuple[str, ...]
 @pytest.mark.parametrize("hosts", PLACEMENTS, ids=["cyclic", "uneven", "neighbours"])
 def test_ranks_of_a_host_share_memory_wherever_they_lie(hosts: tuple[str, ...]) -> None:
     """`within: [shared_memory]` works for every placement."""
-    ran = carry([{"hierarchical": {"within": ["shared_memory"]}}], 4, lambda c: c.step(0), hosts)
+    ran = run_hooks([{"hierarchical": {"within": ["shared_memory"]}}], 4, lambda c: c.step(0), hosts)
     wanted = torch.stack([contribution(rank, 0, 4).double() for rank in range(4)]).sum(0)
     for result in ran:
         assert torch.allclose(result.double(), wanted, atol=1e-6)
@@ -130,7 +130,7 @@ def test_the_ranks_of_each_host() -> None:
 def test_hosts_are_those_of_the_launcher_unless_the_option_splits_them() -> None:
     """Four ranks of one host are two hosts for a trial."""
     hooks = [{"hierarchical": {"hosts": 2}}]
-    groups = carry(hooks, 4, lambda c: (c.step(0), [leg.group for leg in c.traces[0].collectives])[1])
+    groups = run_hooks(hooks, 4, lambda c: (c.step(0), [leg.group for leg in c.traces[0].collectives])[1])
     assert groups[0] == ["within/2.0", "across/2.0", "within/2.1"]
 
 
@@ -144,20 +144,20 @@ def test_hosts_are_those_of_the_launcher_unless_the_option_splits_them() -> None
 def test_uneven_hosts_are_refused_on_every_rank(hosts: list[str], option: int | None, what: str) -> None:
     """With the ranks of each host."""
     with pytest.raises(HookSetupError, match=what):
-        carry([{"hierarchical": {"hosts": option}}], len(hosts), lambda c: None, hosts)
+        run_hooks([{"hierarchical": {"hosts": option}}], len(hosts), lambda c: None, hosts)
 
 
 def test_shared_memory_between_hosts_is_refused() -> None:
     """With what to write instead."""
     with pytest.raises(HookSetupError, match=r"these are on a, b: write hierarchical: \{within: \[shared"):
-        carry(["shared_memory"], 2, lambda c: None, ["a", "b"])
+        run_hooks(["shared_memory"], 2, lambda c: None, ["a", "b"])
 
 
 def test_ranks_whose_shares_need_other_numbers_of_collectives_stay_in_step() -> None:
     """A share of matrices takes two collectives between hosts, a share of vectors one; then all gather."""
     matrix, vector = PARAMS[0], ParamSlice("vector", (1200,), 1200, 1200)
 
-    def body(c: Carrier) -> tuple[list[Tensor], list[int]]:
+    def body(c: Rank) -> tuple[list[Tensor], list[int]]:
         results = []
         for step in range(20):
             values = torch.full((2400,), float(step + c.rank))
@@ -165,7 +165,7 @@ def test_ranks_whose_shares_need_other_numbers_of_collectives_stay_in_step() -> 
             results.append(c.send(values, (matrix, vector), bucket=step % 5))
         return results, [len(trace.collectives) for trace in c.traces]
 
-    ran = carry([{"hierarchical": {"hosts": 2, "across": ["powersgd"]}}], 4, body)
+    ran = run_hooks([{"hierarchical": {"hosts": 2, "across": ["powersgd"]}}], 4, body)
     assert ran[0][1] == [4] * 20
     assert ran[1][1] == [3] * 20
     for results, _ in ran:
@@ -178,10 +178,10 @@ def test_a_cast_inside_hosts_halves_those_legs_and_adds_in_fp32() -> None:
     """`within: [fp16]`: legs inside a host travel in half; four ranks' halves are rounded once, as a sum."""
     hooks: list[HookSpec] = [{"hierarchical": {"hosts": 1, "within": ["fp16"]}}]
 
-    def body(c: Carrier) -> tuple[Tensor, list[str]]:
+    def body(c: Rank) -> tuple[Tensor, list[str]]:
         return c.step(0), [leg.dtype for leg in c.traces[0].collectives]
 
-    given, dtypes = carry(hooks, 4, body)[0]
+    given, dtypes = run_hooks(hooks, 4, body)[0]
     assert dtypes == ["float16", "float16"]
     halves = [contribution(rank, 0, 4).half().float() for rank in range(4)]
     assert torch.equal(given, (halves[0] + halves[1] + halves[2] + halves[3]).half().float())

@@ -9,7 +9,7 @@ from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.queue import HostQueue
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.registry import make_stack
-from tests.ranks import as_threads
+from ddprun_hooks.testing import run_ranks
 
 
 def gradient(rank: int) -> Tensor:
@@ -26,7 +26,7 @@ def mean_by(names: list[str], size: int, make=gradient) -> tuple[list[Tensor], l
         result = HostQueue(team).send(payload, make_stack(names), traces).wait()
         return result.clone(), traces[0]
 
-    results = as_threads(size, body)
+    results = run_ranks(size, body)
     return [result for result, _ in results], [trace for _, trace in results]
 
 
@@ -92,4 +92,4 @@ def test_bytes_between_hosts_are_those_of_the_ranks_whose_neighbour_is_away() ->
         HostQueue(team).send(payload, make_stack([]), traces).wait()
         return traces[0].between_hosts_bytes
 
-    assert as_threads(4, body, hosts=["a", "a", "b", "b"]) == [0, 6000, 0, 6000]
+    assert run_ranks(4, body, hosts=["a", "a", "b", "b"]) == [0, 6000, 0, 6000]

@@ -14,7 +14,7 @@ from ddprun_hooks.comm.queue import HostQueue
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
-from tests.ranks import as_threads
+from ddprun_hooks.testing import run_ranks
 
 BUCKETS, NUMEL = 12, 512
 PARAMS = (ParamSlice("p", (NUMEL,), 0, NUMEL),)
@@ -62,8 +62,8 @@ def send_all(team: RankGroup, stack: Stack, steps: int) -> int:
 
 def test_buckets_with_different_numbers_of_collectives_never_mix() -> None:
     """Four ranks with random delays sum every bucket right, though some buckets skip the second round."""
-    wrong = as_threads(
-        4, lambda team: send_all(team, Stack([("d", Dawdling(team.rank))]), steps=15), rounds=2
+    wrong = run_ranks(
+        4, lambda team: send_all(team, Stack([("d", Dawdling(team.rank))]), steps=15), requirements=2
     )
     assert wrong == [0, 0, 0, 0]
 
@@ -95,8 +95,8 @@ def two_levels(seed: int) -> Stack:
 @pytest.mark.parametrize("steps", [15, pytest.param(400, marks=pytest.mark.slow)])
 def test_legs_of_two_levels_never_mix(steps: int) -> None:
     """Random delays on each rank, legs of many buckets under way at once, on two hosts: none is wrong."""
-    wrong = as_threads(
-        4, lambda team: send_all(team, two_levels(team.rank), steps), needs=two_levels(0).requirements
+    wrong = run_ranks(
+        4, lambda team: send_all(team, two_levels(team.rank), steps), requirements=two_levels(0).requirements
     )
     assert wrong == [0, 0, 0, 0]
 
@@ -104,7 +104,9 @@ def test_legs_of_two_levels_never_mix(steps: int) -> None:
 @pytest.mark.slow
 def test_a_soak_of_four_ranks_sums_every_bucket_right() -> None:
     """Hundreds of steps with random delays on each rank; with the rule switched off it fails within a few."""
-    wrong = as_threads(4, lambda team: send_all(team, Stack([("d", Dawdling(team.rank))]), 400), rounds=2)
+    wrong = run_ranks(
+        4, lambda team: send_all(team, Stack([("d", Dawdling(team.rank))]), 400), requirements=2
+    )
     assert wrong == [0, 0, 0, 0]
 
 
@@ -123,7 +125,7 @@ def test_collectives_of_one_round_start_in_bucket_order_on_every_rank() -> None:
             future.wait()
         return traces
 
-    for traces in as_threads(4, body, rounds=2):
+    for traces in run_ranks(4, body, requirements=2):
         for index in range(2):
             starts = [trace.collectives[index].start for trace in traces if len(trace.collectives) > index]
             assert starts == sorted(starts)
@@ -156,7 +158,7 @@ def test_a_hook_that_raises_fails_every_future_and_hangs_nobody() -> None:
                 future.wait()
         return lane
 
-    for lane in as_threads(2, body):
+    for lane in run_ranks(2, body):
         assert isinstance(lane.error, ZeroDivisionError)
 
 
@@ -180,7 +182,7 @@ def test_what_a_hook_returns_is_held_against_what_it_was_given(hook: Hook, what:
         with pytest.raises((ExchangeError, RuntimeError), match=rf"\['mine'\] returned .*{what}"):
             future.wait()
 
-    as_threads(2, body)
+    run_ranks(2, body)
 
 
 class Greedy(Hook):
@@ -201,4 +203,4 @@ def test_one_round_more_than_declared_is_an_error_that_says_what_to_set() -> Non
         with pytest.raises((ExchangeError, RuntimeError), match="set `rounds`"):
             future.wait()
 
-    as_threads(2, body)
+    run_ranks(2, body)

@@ -19,9 +19,8 @@ from ddprun_hooks.hook import GroupRequirement, Hook
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack, broadcast_stack
-from tests.hooks.carry import NUMEL, PARAMS, contribution
+from ddprun_hooks.testing import NUMEL, PARAMS, contribution, run_ranks
 from tests.hooks.test_stacks import CASTS, EXACT, LOSSY
-from tests.ranks import as_threads
 
 Counted = list[tuple[str, str, str, int, int, int]]
 BUCKET = BucketLayout(0, "float32", NUMEL, PARAMS)
@@ -58,7 +57,7 @@ def real(specs: Sequence[HookSpec], names: tuple[str, ...]) -> list[Counted]:
         HostQueue(team).send(payload, make_stack(specs), traces).wait()
         return counted(traces[0])
 
-    return as_threads(len(names), body, needs=make_stack(specs).requirements, hosts=names)
+    return run_ranks(len(names), body, requirements=make_stack(specs).requirements, hosts=names)
 
 
 STACKS: list[list[HookSpec]] = [*EXACT, *LOSSY, *CASTS, ["noop"], [AS_LAUNCHED]]
@@ -91,7 +90,7 @@ def test_the_ranks_of_a_host_alone() -> None:
         HostQueue(team).send(payload, make_stack(["fp16"]), traces, team.splits[None][0]).wait()
         return counted(traces[0])
 
-    for rank, found in enumerate(as_threads(4, body, needs=needs, hosts=names)):
+    for rank, found in enumerate(run_ranks(4, body, requirements=needs, hosts=names)):
         team = simulated_group("world", Placement(rank, names, (2,) * 4), needs)
         legs = counted(simulate(example_payload(BUCKET, "delta"), make_stack(["fp16"]), team.splits[None][0]))
         assert legs == found
@@ -141,7 +140,7 @@ def test_a_hook_of_ones_own() -> None:
         return counted(traces[0]), payload.tensor
 
     sizes = unequal(NUMEL, 4)
-    for rank, (legs, mean) in enumerate(as_threads(4, body, rounds=4, hosts=names)):
+    for rank, (legs, mean) in enumerate(run_ranks(4, body, requirements=4, hosts=names)):
         payload = example_payload(BUCKET, "gradient")
         team = simulated_group("world", Placement(rank, names, (2,) * 4), Everything().requirements())
         assert counted(simulate(payload, Stack([("mine.Everything", Everything())]), team)) == legs

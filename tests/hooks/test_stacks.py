@@ -10,7 +10,7 @@ from torch import Tensor
 from ddprun_hooks.config import grammar
 from ddprun_hooks.config.options import HookSpec, parse_spec
 from ddprun_hooks.registry import make_stack
-from tests.hooks.carry import NUMEL, PARAMS, Carrier, carry, contribution, kept_total
+from ddprun_hooks.testing import NUMEL, PARAMS, Rank, contribution, residual_total, run_hooks
 
 Specs = list[HookSpec]
 
@@ -67,7 +67,7 @@ def exact_mean(step: int, ranks: int) -> Tensor:
 def test_every_rank_gets_the_same_bits_step_after_step(specs: Specs) -> None:
     """Whatever a stack does; and it is not zero, and of the mean's direction."""
     ranks = ranks_of(specs)
-    results = carry(specs, ranks, lambda c: [c.step(step) for step in range(3)])
+    results = run_hooks(specs, ranks, lambda c: [c.step(step) for step in range(3)])
     for step in range(3):
         first = results[0][step]
         assert all(torch.equal(first, other[step]) for other in results[1:])
@@ -87,7 +87,7 @@ def test_every_rank_gets_the_same_bits_step_after_step(specs: Specs) -> None:
 )
 def test_any_number_of_ranks_will_do(specs: Specs, ranks: int) -> None:
     """One rank alone, two, four; two hosts need two ranks."""
-    results = carry(specs, ranks, lambda c: c.step(0))
+    results = run_hooks(specs, ranks, lambda c: c.step(0))
     assert all(torch.equal(results[0], other) for other in results[1:])
     assert results[0].abs().sum() > 0
 
@@ -96,7 +96,7 @@ def test_any_number_of_ranks_will_do(specs: Specs, ranks: int) -> None:
 def test_stacks_that_lose_nothing_give_the_mean(specs: Specs) -> None:
     """To the rounding of a sum in fp64."""
     for ranks in (2, 4):
-        for result in carry(specs, ranks, lambda c: c.step(5, torch.float64)):
+        for result in run_hooks(specs, ranks, lambda c: c.step(5, torch.float64)):
             assert torch.allclose(result, exact_mean(5, ranks), rtol=0, atol=1e-15)
 
 
@@ -105,16 +105,16 @@ def test_what_is_not_sent_is_kept(specs: Specs) -> None:
     """After every step: all results so far, and what all ranks keep, add up to all that came in, in fp64."""
     ranks, steps = ranks_of(specs), 4
 
-    def body(c: Carrier) -> list[tuple[Tensor, dict[str, Any]]]:
+    def body(c: Rank) -> list[tuple[Tensor, dict[str, Any]]]:
         return [(c.step(step, torch.float64), c.stack.state_dict()) for step in range(steps)]
 
-    results = carry(specs, ranks, body)
+    results = run_hooks(specs, ranks, body)
     came_in = torch.zeros(NUMEL, dtype=torch.float64)
     went_out = torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(steps):
         came_in += exact_mean(step, ranks)
         went_out += results[0][step][0]
-        kept = kept_total(make_stack(specs), [result[step][1] for result in results])
+        kept = residual_total(make_stack(specs).merge([result[step][1] for result in results]))
         assert kept.abs().max() > 1e-6  # something is lost, so something must be kept
         assert torch.allclose(went_out + kept, came_in, rtol=0, atol=1e-13)
 
@@ -123,11 +123,11 @@ def test_what_is_not_sent_is_kept(specs: Specs) -> None:
 def test_a_rank_alone_has_sent_what_it_does_not_keep(specs: Specs) -> None:
     """sent + kept == input, elementwise, on one rank."""
 
-    def body(c: Carrier) -> tuple[Tensor, dict[str, Any]]:
+    def body(c: Rank) -> tuple[Tensor, dict[str, Any]]:
         return c.step(0, torch.float64), c.stack.state_dict()
 
-    ((sent, state),) = carry(specs, 1, body)
-    kept = kept_total(make_stack(specs), [state])
+    ((sent, state),) = run_hooks(specs, 1, body)
+    kept = residual_total(make_stack(specs).merge([state]))
     assert torch.allclose(sent + kept, contribution(0, 0, 1, torch.float64), rtol=0, atol=1e-14)
 
 
@@ -136,13 +136,13 @@ def test_error_feedback_delivers_everything_in_the_end(specs: Specs) -> None:
     """Of a gradient that comes once and then no more, all arrives within some steps."""
     ranks = ranks_of(specs)
 
-    def body(c: Carrier) -> Tensor:
+    def body(c: Rank) -> Tensor:
         total = c.step(0)
         for _ in range(60):
             total += c.send(torch.zeros(NUMEL))
         return total
 
-    result = carry(specs, ranks, body)[0]
+    result = run_hooks(specs, ranks, body)[0]
     wanted = exact_mean(0, ranks).float()
     assert (result - wanted).norm() < 0.02 * wanted.norm()
 
@@ -154,7 +154,7 @@ def test_a_step_that_is_rolled_back_leaves_no_trace(specs: Specs, value: float) 
     bit as before it.
     """
 
-    def body(c: Carrier) -> None:
+    def body(c: Rank) -> None:
         c.step(0)
         before = c.stack.state_dict()
         c.stack.begin_step()
@@ -168,7 +168,7 @@ def test_a_step_that_is_rolled_back_leaves_no_trace(specs: Specs, value: float) 
             with pytest.raises(AssertionError):
                 assert_same(c.stack.state_dict(), before)
 
-    carry(specs, ranks_of(specs), body)
+    run_hooks(specs, ranks_of(specs), body)
 
 
 @pytest.mark.parametrize("specs", ALL, ids=str)
@@ -176,14 +176,14 @@ def test_what_is_not_finite_is_passed_on_and_not_kept(specs: Specs) -> None:
     """One such value of one rank makes the mean not finite on all of them; the next steps are clean."""
     odd = {1: math.inf, 4: -math.inf, 7: math.nan}
 
-    def body(c: Carrier) -> list[Tensor]:
+    def body(c: Rank) -> list[Tensor]:
         tensors = [contribution(c.rank, step, c.ranks) for step in range(10)]
         for step, value in odd.items():
             if c.rank == 1:
                 tensors[step][700] = value
         return [c.send(tensor) for tensor in tensors]
 
-    for results in carry(specs, ranks_of(specs), body):
+    for results in run_hooks(specs, ranks_of(specs), body):
         for step, result in enumerate(results):
             assert bool(torch.isfinite(result).all()) == (step not in odd), step
 
@@ -191,7 +191,7 @@ def test_what_is_not_finite_is_passed_on_and_not_kept(specs: Specs) -> None:
 @pytest.mark.parametrize("specs", ALL, ids=str)
 def test_zero_comes_back_as_zero(specs: Specs) -> None:
     """No hook invents a gradient, and none divides by nothing."""
-    for result in carry(specs, ranks_of(specs), lambda c: c.send(torch.zeros(NUMEL))):
+    for result in run_hooks(specs, ranks_of(specs), lambda c: c.send(torch.zeros(NUMEL))):
         assert torch.equal(result, torch.zeros(NUMEL))
 
 
@@ -199,7 +199,7 @@ def test_zero_comes_back_as_zero(specs: Specs) -> None:
 def test_no_more_rounds_are_used_than_declared_and_bytes_go_down(specs: Specs) -> None:
     """A stack that compresses sends less than plain all-reduce does."""
     ranks = ranks_of(specs)
-    trace = carry(specs, ranks, lambda c: (c.step(0), c.traces[0])[1])[0]
+    trace = run_hooks(specs, ranks, lambda c: (c.step(0), c.traces[0])[1])[0]
     assert len(trace.collectives) <= sum(make_stack(specs).requirements.values())
     plain = 2 * (ranks - 1) / ranks * 4 * NUMEL
     if specs in LOSSY or specs in CASTS:
@@ -232,6 +232,6 @@ def test_a_payload_smaller_than_the_team_still_comes_through() -> None:
     for specs in ALL:
         param = next(param for param in PARAMS if param.name == "scale")
         single = (type(param)("scale", (), 0, 1),)
-        results = carry(specs, 4, lambda c, single=single: c.send(torch.tensor([0.25]), single))  # type: ignore[misc]
+        results = run_hooks(specs, 4, lambda c, single=single: c.send(torch.tensor([0.25]), single))  # type: ignore[misc]
         for result in results:
             assert result.item() == pytest.approx(1.0, rel=0.02), specs

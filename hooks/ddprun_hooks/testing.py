@@ -1,0 +1,338 @@
+"""Run hooks on several ranks in one process, and hold them to what every hook promises.
+
+```python
+from ddprun_hooks.testing import check_hooks
+
+def test_my_hook():
+    check_hooks({"mylab.hooks.Mine": {"strength": 2}}, ranks=3)
+```
+
+Ranks are threads, each with Gloo process groups of its own over loopback: three of them take 30 ms to start.
+Tensors are in host memory.
+"""
+
+import copy
+import gc
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddprun_hooks.comm.groups import GroupFactory, Placement, RankGroup
+from ddprun_hooks.comm.queue import HostQueue
+from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.hook import GroupRequirement, GroupRequirements
+from ddprun_hooks.payload import Kind, ParamSlice, Payload
+from ddprun_hooks.registry import AnyHook, make_stack
+from ddprun_hooks.shm.progress import ProgressThread
+from ddprun_hooks.stack import Stack
+
+TIMEOUT_S = 60
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "first.weight": (40, 30),
+    "first.bias": (40,),
+    "scale": (),
+    "conv.weight": (12, 4, 3, 3),
+    "last.weight": (7, 40),
+}
+"""Parameters of the payloads here: matrices, vectors, one number, a convolution."""
+
+
+def bucket(names: Sequence[str] = tuple(SHAPES)) -> tuple[ParamSlice, ...]:
+    """Parameters of `SHAPES` one after the other, as they lie in a bucket."""
+    found, offset = [], 0
+    for name in names:
+        numel = torch.Size(SHAPES[name]).numel()
+        found.append(ParamSlice(name, SHAPES[name], offset, numel))
+        offset += numel
+    return tuple(found)
+
+
+PARAMS = bucket()
+NUMEL = sum(param.numel for param in PARAMS)
+
+
+def contribution(rank: int, step: int, ranks: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A rank's share of a step's mean, unlike any other rank's and step's: shape (NUMEL,)."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    values = torch.randn(NUMEL, generator=generator, dtype=torch.float64)
+    return (values / ranks).to(dtype)
+
+
+def exact_mean(step: int, ranks: int) -> Tensor:
+    """The sum of all ranks' shares: shape (NUMEL,), float64."""
+    return torch.stack([contribution(rank, step, ranks, torch.float64) for rank in range(ranks)]).sum(0)
+
+
+class Rank:
+    """One of the ranks that run on threads of this process, with a stack of its own."""
+
+    def __init__(self, group: RankGroup, stack: Stack) -> None:
+        self.group = group
+        self.rank, self.ranks = group.rank, group.size
+        self.stack = stack
+        self.traces: list[BucketTrace[int]] = []
+        """What has been sent."""
+
+        self._queue = HostQueue(group)
+
+    def send(
+        self,
+        tensor: Tensor,
+        params: tuple[ParamSlice, ...] = PARAMS,
+        bucket: int = 0,
+        kind: Kind = "gradient",
+    ) -> Tensor:
+        """Reduce one payload over the ranks by the stack; gives the mean.
+
+        Args:
+            tensor: this rank's share of the mean, shape (numel,); it is left as it is.
+            params: what lies in it.
+            bucket: its number.
+            kind: of payload.
+        """
+        payload = Payload(tensor.clone(), params, kind, bucket)
+        return self._queue.send(payload, self.stack, self.traces).wait().clone()
+
+    def step(self, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Reduce this rank's `contribution` to a step."""
+        return self.send(contribution(self.rank, step, self.ranks, dtype))
+
+
+def run_hooks(
+    hooks: AnyHook | Sequence[AnyHook],
+    ranks: int,
+    body: Callable[[Rank], Any],
+    hosts: Sequence[str] = (),
+) -> list[Any]:
+    """Run `body` on each rank, with a stack of its own; gives what they return, in rank order.
+
+    Args:
+        hooks: as `ddprun_hooks.register` takes them; each rank gets copies of hook objects.
+        ranks: how many.
+        body: what each does.
+        hosts: name of each rank's host; all are on one if left out.
+    """
+    return run_ranks(
+        ranks,
+        lambda group: body(Rank(group, make_stack(copy.deepcopy(hooks)))),
+        requirements=make_stack(copy.deepcopy(hooks)).requirements,
+        hosts=hosts,
+    )
+
+
+def check_hooks(
+    hooks: AnyHook | Sequence[AnyHook],
+    *,
+    ranks: int = 3,
+    hosts: Sequence[str] = (),
+    relative_error: float | None = None,
+) -> None:
+    """Hold a hook, or a stack of hooks, to what every one promises.
+
+    - All ranks get the same bits.
+    - Nothing is lost: over several steps in float64, what came out and all ranks' residuals add up to what
+      came in. A hook without error feedback gives the mean, up to `relative_error`.
+    - State that is saved and loaded goes on with the same bits; what all ranks kept, merged, is kept whole by
+      another layout of buckets.
+    - A step that is rolled back leaves no trace in the state.
+    - No more collectives are issued than the hook declares by `rounds` (the queue itself sees to it).
+
+    Args:
+        hooks: as `ddprun_hooks.register` takes them.
+        ranks: how many to run.
+        hosts: name of each rank's host; all are on one if left out.
+        relative_error: largest |result - mean| / |mean| of a stack without error feedback; None: 1e-6 in
+            float32, as of an exact sum.
+
+    Raises:
+        AssertionError: says which promise does not hold.
+        Exception: what the hook has raised.
+    """
+    steps = 4
+    runs: list[list[tuple[Tensor, dict[str, Any]]]] = run_hooks(
+        hooks,
+        ranks,
+        lambda rank: [(rank.step(step, torch.float64), rank.stack.state_dict()) for step in range(steps)],
+        hosts,
+    )
+    first, merge = runs[0], make_stack(copy.deepcopy(hooks)).merge
+    came_in = torch.zeros(NUMEL, dtype=torch.float64)
+    came_out = torch.zeros_like(came_in)
+    for step in range(steps):
+        result = first[step][0]
+        for rank, run in enumerate(runs):
+            assert torch.equal(run[step][0], result), (
+                f"rank {rank} and rank 0 got different bits in step {step}"
+            )
+        assert torch.isfinite(result).all(), f"step {step} gave values that are not finite"
+        assert result.abs().sum() > 0, f"step {step} gave only zeros"
+        mean = exact_mean(step, ranks)
+        came_in += mean
+        came_out += result
+        merged = merge([run[step][1] for run in runs])
+        if _totals(merged):
+            lost = float((came_out + residual_total(merged) - came_in).norm() / came_in.norm())
+            assert lost < 1e-12, f"results and residuals do not add up to what came in: {lost:.2g} is lost"
+        else:
+            error = float((result - mean).norm() / mean.norm())
+            allowed = 1e-6 if relative_error is None else relative_error
+            assert error <= allowed, f"step {step}: {error:.3g} away from the mean, allowed {allowed:.3g}"
+
+    def goes_on(rank: Rank) -> list[Tensor]:
+        rank.stack.load_state_dict(runs[rank.rank][1][1])
+        return [rank.step(step, torch.float64) for step in (2, 3)]
+
+    for rank, results in enumerate(run_hooks(hooks, ranks, goes_on, hosts)):
+        for step, result in zip((2, 3), results, strict=True):
+            same = torch.equal(result, runs[rank][step][0])
+            assert same, f"rank {rank} goes on from a loaded state with other bits in step {step}"
+
+    merged = merge([run[-1][1] for run in runs])
+    if _totals(merged):
+        before = residual_total(merged)
+        names = list(SHAPES)
+        head, tail = bucket(names[:3]), bucket(names[3:])
+        border = sum(param.numel for param in head)
+
+        def in_two_buckets(rank: Rank) -> tuple[Tensor, dict[str, Any]]:
+            rank.stack.load_state_dict(merged)
+            nothing = torch.zeros(NUMEL, dtype=torch.float64)
+            second = rank.send(nothing[border:], tail, bucket=0)
+            return torch.cat([rank.send(nothing[:border], head, bucket=1), second]), rank.stack.state_dict()
+
+        after = run_hooks(hooks, ranks, in_two_buckets, hosts)
+        left = residual_total(merge([state for _, state in after]))
+        lost = float((after[0][0] + left - before).norm() / before.norm())
+        assert lost < 1e-12, f"other buckets lose {lost:.2g} of the residuals"
+
+    def rolled_back(rank: Rank) -> None:
+        rank.step(0)
+        before = rank.stack.state_dict()
+        rank.stack.begin_step()
+        rank.step(1)
+        rank.stack.rollback()
+        assert _same(rank.stack.state_dict(), before), "a step that was rolled back has changed the state"
+
+    run_hooks(hooks, ranks, rolled_back, hosts)
+
+
+def residual_total(merged: dict[str, Any]) -> Tensor:
+    """The sum over ranks, and over the hooks of a stack, of their residuals, as `PARAMS` lie: shape (NUMEL,).
+
+    Args:
+        merged: `Stack.merge` of all ranks' states.
+    """
+    total = torch.zeros(NUMEL, dtype=torch.float64)
+    for name, value in _totals(merged):
+        param = next(param for param in PARAMS if param.name == name)
+        total[param.offset : param.offset + value.numel()] += value.double()
+    return total
+
+
+def _totals(node: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """Parameter and sum of residuals, wherever they lie in a merged state."""
+    found: list[tuple[str, Tensor]] = []
+    for key, value in node.items():
+        if isinstance(value, dict):
+            found += [(key, value["total"])] if "total" in value else _totals(value)
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+# A process group must not be freed by a thread of its own, which would then wait for itself and abort: groups
+# stay here until nothing else, such as a callback that is just being forgotten, refers to them.
+_kept: list[dist.ProcessGroup] = []
+_ONLY_KEPT = 2  # references: the list, and the argument of `getrefcount`
+
+
+def run_ranks(
+    size: int,
+    body: Callable[[RankGroup], Any],
+    *,
+    requirements: GroupRequirements | int = 1,
+    hosts: Sequence[str] = (),
+) -> list[Any]:
+    """Run `body(group)` on `size` threads, each a rank with Gloo groups of its own; gives what they return.
+
+    Args:
+        size: number of ranks.
+        body: what each does with the group of all ranks.
+        requirements: groups to make; a number: so many rounds among all ranks.
+        hosts: name of each rank's host; all are on one if left out.
+    """
+    if isinstance(requirements, int):
+        requirements = {GroupRequirement("world"): requirements}
+    wanted = requirements
+    _free_groups()
+    store = dist.HashStore()
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+    made: list[list[dist.ProcessGroup]] = [[] for _ in range(size)]
+
+    def run(rank: int) -> None:
+        names = tuple(hosts or ["here"] * size)
+        placement = Placement(rank, names, tuple(names.count(name) for name in names))
+        calls = itertools.count()
+
+        def make_process_group(name: str, ranks: list[int]) -> Any:
+            if rank not in ranks:
+                return None
+            prefix = dist.PrefixStore(name, store)
+            timeout = timedelta(seconds=TIMEOUT_S)
+            group: Any = dist.ProcessGroupGloo(prefix, ranks.index(rank), len(ranks), timeout)
+            made[rank].append(group)
+            return group
+
+        def all_gather_bytes(data: bytes) -> list[bytes]:
+            call = next(calls)
+            store.set(f"gathered {call} {rank}", data.hex())
+            return [bytes.fromhex(store.get(f"gathered {call} {peer}").decode()) for peer in range(size)]
+
+        progress = ProgressThread()
+        factory = GroupFactory(make_process_group, all_gather_bytes, TIMEOUT_S, progress)
+        try:
+            results[rank] = body(factory.open("world", placement, wanted))
+        except BaseException as error:  # raised again by the caller's thread
+            errors.append(error)
+        else:
+            progress.close()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), f"a rank hangs: it is not through after {TIMEOUT_S} s"
+    for groups in made:
+        _kept.extend(groups)
+        groups.clear()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _free_groups() -> None:
+    """Free the groups of earlier calls that nobody uses any more."""
+    deadline = time.monotonic() + 0.5
+    while any(sys.getrefcount(_kept[i]) > _ONLY_KEPT for i in range(len(_kept))):
+        gc.collect()
+        if time.monotonic() > deadline:
+            break
+        time.sleep(1e-3)
+    _kept[:] = [_kept[i] for i in range(len(_kept)) if sys.getrefcount(_kept[i]) > _ONLY_KEPT]

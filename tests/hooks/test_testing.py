@@ -1,0 +1,104 @@
+"""`ddprun_hooks.testing`: hooks that keep every promise pass, and one that breaks any is told which."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddprun_hooks import Communicator, Hook, Payload
+from ddprun_hooks.builtin.error_feedback import ErrorFeedback
+from ddprun_hooks.testing import check_hooks
+
+
+class Half(ErrorFeedback):
+    """Sends the larger half of its values and keeps the rest; right in every way."""
+
+    role = "reducer"
+    rounds = 1
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        residual = self.residuals.of(payload, comm.size)
+        residual += payload.tensor
+        sent = self.sent(residual)
+        self.keep(residual, sent)
+        return payload.tensor.copy_(await comm.all_reduce(sent.to(payload.tensor.dtype)))
+
+    def sent(self, residual: Tensor) -> Tensor:
+        return torch.where(residual.abs() >= residual.abs().median(), residual, 0.0)
+
+    def keep(self, residual: Tensor, sent: Tensor) -> None:
+        residual -= sent
+
+
+class Forgetful(Half):
+    """Keeps only nine tenths of what it does not send."""
+
+    def keep(self, residual: Tensor, sent: Tensor) -> None:
+        residual -= sent
+        residual *= 0.9
+
+
+class Apart(Half):
+    """Adds something of its own on one rank."""
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        return (await super().__call__(payload, comm)).add_(1e-3 * comm.rank)
+
+
+class Newborn(Half):
+    """Does not bring its state back."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({})
+
+
+class Stubborn(Half):
+    """Does not roll back."""
+
+    def rollback(self) -> None:
+        self.residuals.commit()
+
+
+class Off(Hook):
+    """Gives a little more than the mean, and has no error feedback."""
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        return (await comm.reduce(payload.tensor)) * 1.01
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [[], "int8", [{"powersgd": {"rank": 2}}, "int8"], {"topk": {"density": 0.3}}, Half, ["shared_memory"]],
+    ids=str,
+)
+def test_what_keeps_its_promises_passes(hooks: Any) -> None:
+    check_hooks(hooks)
+
+
+def test_two_hosts_and_casts() -> None:
+    check_hooks({"hierarchical": {"across": ["int8"]}}, ranks=4, hosts=["a", "a", "b", "b"])
+    check_hooks("bf16", relative_error=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("hook", "told"),
+    [
+        (Forgetful, "do not add up to what came in"),
+        (Apart, "rank 1 and rank 0 got different bits"),
+        (Newborn, "goes on from a loaded state with other bits"),
+        (Stubborn, "rolled back has changed the state"),
+        (Off, "away from the mean"),
+        ("bf16", "away from the mean"),
+    ],
+)
+def test_a_broken_promise_is_named(hook: Any, told: str) -> None:
+    with pytest.raises(AssertionError, match=told):
+        check_hooks(hook)
+
+
+def test_hook_objects_are_copied_for_each_rank() -> None:
+    """One object on three threads would keep three ranks' residuals in one place."""
+    hook = Half()
+    check_hooks(hook)
+    assert not hook.state_dict()
