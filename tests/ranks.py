@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -75,7 +76,7 @@ def as_processes(
         for rank, pipe in enumerate(pipes):
             assert pipe.poll(TIMEOUT_S), f"rank {rank} says nothing for {TIMEOUT_S} s"
             try:
-                outcomes.append(pipe.recv())
+                outcomes.append(pickle.loads(pipe.recv_bytes()))
             except EOFError:
                 if may_die:
                     outcomes.append((None, None))
@@ -108,7 +109,8 @@ def _child(
         outcome = (body(*arguments), None)
     except BaseException:
         outcome = (None, traceback.format_exc())
-    pipe.send(outcome)
+    # As bytes: tensors would come as descriptors, which end with this process.
+    pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -174,6 +176,9 @@ class Running:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.communicate()
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks."""

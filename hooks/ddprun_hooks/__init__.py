@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from ddprun_hooks.errors import DisagreementError, ExchangeError, HooksError, HookSetupError
     from ddprun_hooks.hook import Hook
     from ddprun_hooks.payload import ParamSlice, Payload
-    from ddprun_hooks.register import Handle, register
     from ddprun_hooks.stack import Stack
+    from ddprun_hooks.standalone import Handle, register
 
 __all__ = [
     "Communicator",
@@ -32,14 +32,14 @@ _HOME = {
     "Communicator": "comm.communicator",
     "DisagreementError": "errors",
     "ExchangeError": "errors",
-    "Handle": "register",
+    "Handle": "standalone",
     "Hook": "hook",
     "HookSetupError": "errors",
     "HooksError": "errors",
     "ParamSlice": "payload",
     "Payload": "payload",
     "Stack": "stack",
-    "register": "register",
+    "register": "standalone",
 }
 
 

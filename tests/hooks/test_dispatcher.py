@@ -1,7 +1,7 @@
 """What the dispatcher has done beside the hooks."""
 
 import ddprun_hooks
-from tests.hooks.test_register import loss_of, start
+from tests.hooks.test_standalone import loss_of, start
 from tests.ranks import as_processes
 
 

@@ -112,7 +112,7 @@ def two_hosts(folder: Path, *flags: str) -> Iterator[tuple[list[Host], list[Runn
         yield made, [stack.enter_context(start(folder, host, *flags)) for host in made]
 
 
-def wait_for_step(folder: Path, step: int, timeout_s: float = 60) -> None:
+def wait_for_step(folder: Path, step: int, timeout_s: float = 120) -> None:
     """Until a checkpoint of that step or a later one is there."""
     end = time.monotonic() + timeout_s
     while not (found := steps_in(folder / "two" / "checkpoints")) or found[0] < step:

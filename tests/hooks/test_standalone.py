@@ -224,9 +224,9 @@ def failing(hook: Any) -> str:
 def test_a_hook_that_is_not_async_is_named() -> None:
     """With how to mend it; torch's own words name neither."""
     (told,) = as_processes(1, failing, Quiet())
-    assert 'hook "tests.hooks.test_register.Quiet" is not async: called, it gave Tensor; write' in told
+    assert 'hook "tests.hooks.test_standalone.Quiet" is not async: called, it gave Tensor; write' in told
     (told,) = as_processes(1, failing, waits_elsewhere)
-    assert 'hook "tests.hooks.test_register.waits_elsewhere" awaits NoneType, which is no coll' in told
+    assert 'hook "tests.hooks.test_standalone.waits_elsewhere" awaits NoneType, which is no coll' in told
 
 
 class OfItsOwn(ddprun_hooks.Hook):
@@ -255,7 +255,7 @@ def past_the_communicator() -> tuple[list[str], list[tuple[int, list[tuple[str, 
 
 def test_collectives_past_the_communicator_are_told_and_marked() -> None:
     """Once, with the hook and the collective; every record of such a bucket says that bytes are missing."""
-    name = "tests.hooks.test_register.OfItsOwn"
+    name = "tests.hooks.test_standalone.OfItsOwn"
     for told, traces in as_processes(2, past_the_communicator):
         assert len(told) == 1
         assert told[0].startswith(f'hook "{name}" calls all_reduce of torch.distributed itself: its bytes')
@@ -289,7 +289,7 @@ async def handed_on(payload: ddprun_hooks.Payload, comm: ddprun_hooks.Communicat
 def test_a_name_alone_an_object_and_a_function_are_hooks() -> None:
     """`register(model, "fp16")` is one hook, and `Cast("fp16")` behind a function the same one."""
     for first, second, names in as_processes(2, with_objects):
-        assert names == ("tests.hooks.test_register.handed_on", "ddprun_hooks.builtin.cast.Cast")
+        assert names == ("tests.hooks.test_standalone.handed_on", "ddprun_hooks.builtin.cast.Cast")
         for one, other in zip(first, second, strict=True):
             assert torch.equal(one, other)
 
