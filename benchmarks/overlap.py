@@ -9,7 +9,7 @@ overlap: the three in turn, as often as `--rounds` says. From the step records o
 exchange:
 
     exposed   exposed_hook_us + exposed_wait_us + exposed_wire_us: the training thread could not hide it
-    sync      sync_us: copying changes, applying what has come; waiting for the other rank's control word
+    sync      sync_us: copying changes, applying what has come; waiting for the other rank's control message
     period    16 whole steps
 
 The first period is left out: it warms up. Prints a Markdown table of medians over the runs; ends with 1 if

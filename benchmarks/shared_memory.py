@@ -2,7 +2,7 @@
 
     python benchmarks/shared_memory.py [--ranks 2] [--rounds 30]
 
-Two tables. All-reduce of one fp32 tensor through a lane, from the hook's call until its future is done; and
+Two tables. All-reduce of one fp32 tensor through a queue, from the hook's call until its future is done; and
 forward and backward of a DDP model on the CPU. Variants are interleaved within each round; Gloo runs twice in
 each, once as its own control. Prints medians, and ratios of Gloo's median to the others'.
 """
@@ -53,7 +53,7 @@ def all_reduces(ranks: int, rounds: int) -> list[tuple[str, Times]]:
     stacks = {name: make_stack(hooks) for name, hooks in VARIANTS.items()}
     timeout = timedelta(seconds=60)
     control = open_control(timeout)
-    lane = Exchange.open(
+    queue = Exchange.open(
         control=control,
         device=torch.device("cpu"),
         backend="gloo",
@@ -68,7 +68,7 @@ def all_reduces(ranks: int, rounds: int) -> list[tuple[str, Times]]:
         times: Times = {name: [] for name in VARIANTS}
 
         def once(stack: Stack, tensor: torch.Tensor = tensor) -> None:
-            lane.send(Payload(tensor, (), "gradient", 0), stack, []).wait()
+            queue.send(Payload(tensor, (), "gradient", 0), stack, []).wait()
 
         repeats = max(2, min(64, 64 * 1024 // kib))  # so that starting together does not count
         for round_index in range(rounds + 2):

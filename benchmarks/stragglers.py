@@ -59,12 +59,14 @@ def judged(run_dir: Path, cause: str, late_s: float) -> tuple[str, bool]:
     first = told[0]
     bucket = "" if first["bucket"] is None else f", bucket {first['bucket']}"
     late_ms = first["late_us"] / 1000
-    words = f"step {first['step']}: rank {first['straggler']} by {late_ms:.1f} ms ({first['cause']}{bucket})"
+    messages = (
+        f"step {first['step']}: rank {first['straggler']} by {late_ms:.1f} ms ({first['cause']}{bucket})"
+    )
     named = (first["straggler"], first["cause"]) == (LATE, cause)
     if cause == "backward":
         named = named and "layers.0.weight" in first["params"]
     near = abs(late_ms / 1000 - late_s) <= WITHIN * late_s
-    return words, named and near and first["step"] <= WITHIN_STEPS and len(told) == 1
+    return messages, named and near and first["step"] <= WITHIN_STEPS and len(told) == 1
 
 
 def parts(run_dir: Path) -> str:
@@ -93,10 +95,10 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as scratch:
                 late_s = asked.late_ms / 1000
                 run_dir = run(Path(scratch), cause, late_s, asked.steps, asked.width)
-                words, well = judged(run_dir, cause, late_s)
+                messages, well = judged(run_dir, cause, late_s)
                 right = right and well
                 print(
-                    f"{cause:8} {'as it should' if well else 'WRONG':12} {words:52} {parts(run_dir)}",
+                    f"{cause:8} {'as it should' if well else 'WRONG':12} {messages:52} {parts(run_dir)}",
                     flush=True,
                 )
     sys.exit(not right)

@@ -3,7 +3,7 @@
     python -m benchmarks.telemetry [--blocks 600] [--model quickstart]
     python -m benchmarks.telemetry --stalled-disk    (as root: mounts a file system and freezes it)
 
-A run switches, every few steps, between all of its telemetry (marks, control word, looking for stragglers,
+A run switches, every few steps, between all of its telemetry (marks, control message, looking for stragglers,
 records to disk, progress) and none of it, behind the same dispatcher and hooks. What is left to do when it is
 switched off waits until it is switched on again: so all that it costs falls to its own steps, though blocks
 are short, and beside each other see the same of whatever else the machine does. The blocks of three sides, in
@@ -29,9 +29,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ddprun.insight.compare import ratio_of
-from ddprun.telemetry.agreed import Agreed
-from ddprun.telemetry.ledger import Ledger
+from ddprun.compare.compare import ratio_of
+from ddprun.telemetry.global_step import GlobalStep
+from ddprun.telemetry.recorder import StepRecorder
 from ddprun.telemetry.step import Step
 
 BLOCK = 32
@@ -69,8 +69,8 @@ def side_of(step: int) -> str:
     return random.Random(three).sample(SIDES, len(SIDES))[place]
 
 
-class SwitchedLedger(Ledger):
-    """A ledger that does nothing at all in the blocks that are none's."""
+class SwitchedLedger(StepRecorder):
+    """A recorder that does nothing at all in the blocks that are none's."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -78,8 +78,8 @@ class SwitchedLedger(Ledger):
         self._starts: list[tuple[float, float]] = []
         self._rank = settings["control"].rank
         self._mark, self.mark = self.mark, lambda: self._mark() if self._full else 0
-        do_some = self.chores.do_some
-        vars(self.chores)["do_some"] = lambda: do_some() if self._full else None
+        do_some = self.deferred.do_some
+        vars(self.deferred)["do_some"] = lambda: do_some() if self._full else None
 
     def start(self, number: int, stage: int) -> None:
         self._starts.append((time.perf_counter(), time.process_time()))
@@ -102,13 +102,13 @@ class SwitchedLedger(Ledger):
         if self._full:
             super().end_backward()
 
-    def end(self, **settings: Any) -> list[Agreed]:
+    def end(self, **settings: Any) -> list[GlobalStep]:
         if self._full:
             return super().end(**settings)
         self.cancel()
         return []
 
-    def flush(self) -> list[Agreed]:
+    def flush(self) -> list[GlobalStep]:
         if self._rank == 0:
             (Path(os.environ[FOLDER]) / STARTS).write_text(json.dumps(self._starts))
         return super().flush()
@@ -117,9 +117,9 @@ class SwitchedLedger(Ledger):
 def work(file: str) -> int:
     """One rank of such a run."""
     from ddprun.cli import main as ddprun
-    from ddprun.engine import opening
+    from ddprun.engine import setup
 
-    vars(opening)["Ledger"] = SwitchedLedger
+    vars(setup)["StepRecorder"] = SwitchedLedger
     sys.argv = ["ddprun", file]
     return int(ddprun() or 0)
 

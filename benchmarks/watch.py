@@ -1,10 +1,10 @@
-"""What the watch for hangs costs a step, on two ranks of this machine.
+"""What the watchdog for hangs costs a step, on two ranks of this machine.
 
     python benchmarks/watch.py [--rounds 5]
 
-First what one step tells the watch (a step, five turns, two collectives issued and ended), by itself. Then
-whole runs with the watch and without, interleaved, the ones without twice in each round as their own control.
-Prints medians.
+First what one step tells the watchdog (a step, five turns, two collectives issued and ended), by itself. Then
+whole runs with the watchdog and without, interleaved, the ones without twice in each round as their own
+control. Prints medians.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddprun.watch.watcher import UNWATCHED, Onlooker, Overdue, Watch
+from ddprun.watchdog.rank_watchdog import UNWATCHED, Onlooker, Overdue, RankWatchdog
 
 STEPS = {"[64]": 3000, "[512, 512]": 600}
 
@@ -36,14 +36,14 @@ WRAPPER = """
 import sys
 from types import SimpleNamespace
 from ddprun.engine import worker
-from ddprun.watch.watcher import UNWATCHED
+from ddprun.watchdog.rank_watchdog import UNWATCHED
 
 if sys.argv.pop(1) == "without":
     def none(*_):
         quiet = SimpleNamespace(path="", remove=lambda: None)
         return SimpleNamespace(
             sequence=UNWATCHED.sequence, stage=UNWATCHED.stage, step=UNWATCHED.step, turn=UNWATCHED.turn,
-            board=quiet, start=lambda: None, close=lambda: None, alarmed=False,
+            page=quiet, start=lambda: None, close=lambda: None, alarmed=False,
         )
     worker.open_watch = none
 from ddprun.cli import main
@@ -53,13 +53,13 @@ sys.exit(main())
 
 def alone(onlooker: Onlooker, steps: int) -> float:
     """Microseconds for what one step tells."""
-    lanes = [onlooker.sequence("world.0", [0, 1]), onlooker.sequence("control", [0, 1])]
+    queues = [onlooker.sequence("world.0", [0, 1]), onlooker.sequence("control", [0, 1])]
     began = time.perf_counter()
     for step in range(1, steps + 1):
         onlooker.step(step)
         for phase in (b"data", b"forward", b"backward", b"optimizer", b"sync"):
             onlooker.turn(phase)
-        for line in lanes:
+        for line in queues:
             line.issue("all_reduce", what="word").done()
     return (time.perf_counter() - began) / steps * 1e6
 
@@ -93,12 +93,13 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        watch = Watch(0, 600, folder, _no_alarm)
-        watch.start()
+        watchdog = RankWatchdog(0, 600, folder, _no_alarm)
+        watchdog.start()
         told = [
-            (alone(watch, 20_000), alone(UNWATCHED, 20_000), alone(UNWATCHED, 20_000)) for _ in range(rounds)
+            (alone(watchdog, 20_000), alone(UNWATCHED, 20_000), alone(UNWATCHED, 20_000))
+            for _ in range(rounds)
         ]
-        watch.close()
+        watchdog.close()
         with_it, without, again = (statistics.median(column) for column in zip(*told, strict=True))
         print(f"one step's word: {with_it:.1f} us; to nobody {without:.1f} us, again {again:.1f} us")
         print(f"{'hidden':12} {'without':>11} {'without again':>20} {'with':>20}")

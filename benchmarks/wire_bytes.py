@@ -5,7 +5,7 @@
 Needs Linux and root; run it in the repository's folder. The hosts are two network namespaces, joined by a
 link that is not shaped. Each row is run for two numbers of steps: the difference of the bytes sent over the
 link, divided by the steps between, is what one step sends. Packets' headers, acknowledgements and what had
-to be sent again are left out; the small control word of steps in which ranks meet is not, and row `[noop]`
+to be sent again are left out; the small control message of steps in which ranks meet is not, and row `[noop]`
 shows it alone.
 
 Prints a Markdown table, in units of S, the parameters' bytes in fp32: `hooks` is that of docs/hooks.md, on

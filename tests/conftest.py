@@ -33,7 +33,8 @@ _SLOWEST_FIRST = (
     "sync",
     "hooks",
     "security",
-    "insight",
+    "report",
+    "explain",
     "doctor",
 )
 

@@ -5,8 +5,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from ddprun.config import load
 from ddprun.engine.worker import work
-from ddprun.spec import load
 from tests.engine.running import events, lines, summary
 from tests.ranks import as_processes
 

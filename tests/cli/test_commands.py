@@ -11,7 +11,7 @@ import pytest
 
 from ddprun import __version__
 from ddprun.cli import main
-from ddprun.spec import Fault, Loaded, PipelineError, load
+from ddprun.config import Fault, Loaded, PipelineError, load
 
 GOOD = "model:\n  mlp: {inputs: 64, outputs: 10}\ndata: digits\noptimizer: sgd\n"
 Out = pytest.CaptureFixture[str]

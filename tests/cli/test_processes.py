@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.spec import bad
+from tests.config import bad
 
 ROOT = Path(__file__).parents[2]
 GOOD = "model:\n  mlp: {inputs: 64, outputs: 10}\ndata: digits\noptimizer: sgd\n"

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from kubeflow_trainer_api import models
 
 from ddprun.cluster.kubernetes import KubernetesJob
-from ddprun.spec import load
-from ddprun.spec.secrets import REDACTED
+from ddprun.config import load
+from ddprun.config.secrets import REDACTED
 from tests.ranks import Finished, ddprun
 
 PIPELINE = """
@@ -324,7 +324,7 @@ def serving(folder: Path) -> Iterator[tuple[Server, dict[str, str]]]:
         "apiVersion": "v1",
         "kind": "Config",
         "current-context": "here",
-        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u", "namespace": "team"}}],
+        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u", "namespace": "group"}}],
         "users": [{"name": "u", "user": {}}],
     }
     with Server() as server:
@@ -361,7 +361,7 @@ def test_what_a_dry_run_prints_is_sent(tmp_path: Path, kind: str) -> None:
         assert done.code == 0, done.stderr
         last = ["TrainingRuntime", "TrainJob"] if kind == "trainjob" else ["Service", "Job"]
         kinds = ["ConfigMap", "PersistentVolumeClaim", *last]
-        assert server.log == [f"create {one} in team" for one in kinds]
+        assert server.log == [f"create {one} in group" for one in kinds]
         for body in server.bodies:
             check(body)
         job = done.stdout.strip()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from ddprun.cli import main
-from ddprun.spec import PipelineError, load
+from ddprun.config import PipelineError, load
 from ddprun_hooks.config.trust import VARIABLE
 from tests.ranks import Finished, ddprun
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from ddprun.config import Loaded, load
 from ddprun.engine.run_folder import Resuming
 from ddprun.engine.worker import work
-from ddprun.spec import Loaded, load
 from tests.ranks import as_processes
 
 

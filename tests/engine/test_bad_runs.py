@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddprun.config import load
 from ddprun.engine.worker import BAD_INPUT, work
-from ddprun.spec import load
+from tests.config.bad import FOLDER, matches, read
 from tests.engine.running import run_pipeline, summary
 from tests.ranks import as_processes
-from tests.spec.bad import FOLDER, matches, read
 
 FILES = sorted((FOLDER / "run").glob("*.yaml"))
 

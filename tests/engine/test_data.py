@@ -85,10 +85,10 @@ def test_each_sample_counts_once_and_totals_say_how_many(
     assert sorted(seen) == list(range(size))
 
 
-def batch_sizes(team: RankGroup, data: Any, **changes: Any) -> list[int]:
+def batch_sizes(group: RankGroup, data: Any, **changes: Any) -> list[int]:
     """Samples of each micro-batch of an epoch, those that do not count included."""
-    source = feed(data, team.rank, team.size, shuffle=False, **changes)
-    met(team, source)
+    source = feed(data, group.rank, group.size, shuffle=False, **changes)
+    met(group, source)
     return [len(micro.content[0]) for step in source.steps(3, epochs=1) for micro in step.micro_batches]
 
 
@@ -99,7 +99,7 @@ def test_batches_of_an_epochs_end_are_one_sample_apart_at_most(
     kind: type[Ids | Stream], size: int, workers: int
 ) -> None:
     """Those of ranks without a sample, too, which compute along."""
-    sizes = run_ranks(3, lambda team: batch_sizes(team, kind(size), workers=workers))
+    sizes = run_ranks(3, lambda group: batch_sizes(group, kind(size), workers=workers))
     for micro in zip(*sizes, strict=True):
         assert max(micro) - min(micro) <= 1
     assert [max(micro) for micro in zip(*sizes, strict=True)] == [4, 4, 4, -(-(size - 36) // 3)]
@@ -349,11 +349,11 @@ def test_samples_that_are_lost_to_loading_processes_are_told(
 ) -> None:
     """Once; not where the data set draws at random, or nothing is lost."""
 
-    def body(team: RankGroup) -> list[str]:
+    def body(group: RankGroup) -> list[str]:
         told: list[str] = []
         changes: dict[str, Any] = {"sharded": sharded, "workers": workers, "shuffle": False}
-        source = feed(kind(40), team.rank, team.size, tell=told.append, **changes)
-        met(team, source)
+        source = feed(kind(40), group.rank, group.size, tell=told.append, **changes)
+        met(group, source)
         for _ in islice(source.steps(1), 3):
             pass
         return told
@@ -461,8 +461,8 @@ class PartStream(IterableDataset[tuple[int, int]]):
         return iter((index, index) for index in self.ids)
 
 
-def met(team: RankGroup, source: Feed) -> list[int]:
-    return source.meet(Control(team.process_groups[0], team.rank, team.size))
+def met(group: RankGroup, source: Feed) -> list[int]:
+    return source.meet(Control(group.process_groups[0], group.rank, group.size))
 
 
 @pytest.mark.parametrize("kind", [Part, PartStream])
@@ -470,11 +470,11 @@ def met(team: RankGroup, source: Feed) -> list[int]:
 def test_ranks_that_read_different_samples_are_found(kind: type[Part | PartStream], workers: int) -> None:
     """Before step 1; of the ranks that read what rank 0 reads nothing is said."""
 
-    def body(team: RankGroup) -> tuple[list[int], list[int]]:
-        same = kind(24, 0, 1) if team.rank < 2 else kind(48, 1, 2)
+    def body(group: RankGroup) -> tuple[list[int], list[int]]:
+        same = kind(24, 0, 1) if group.rank < 2 else kind(48, 1, 2)
         shuffle = kind is Part
-        odd = met(team, feed(same, team.rank, 3, workers=workers, shuffle=shuffle))
-        alike = met(team, feed(kind(24, 0, 1), team.rank, 3, workers=workers, shuffle=shuffle))
+        odd = met(group, feed(same, group.rank, 3, workers=workers, shuffle=shuffle))
+        alike = met(group, feed(kind(24, 0, 1), group.rank, 3, workers=workers, shuffle=shuffle))
         return odd, alike
 
     assert run_ranks(3, body) == [([2], [])] * 3
@@ -483,9 +483,9 @@ def test_ranks_that_read_different_samples_are_found(kind: type[Part | PartStrea
 def test_datasets_of_different_lengths_are_refused() -> None:
     """Ranks would take different numbers of steps."""
 
-    def body(team: RankGroup) -> str:
+    def body(group: RankGroup) -> str:
         with pytest.raises(ValueError, match="sharded: true") as caught:
-            met(team, feed(Part(25, team.rank, 2), team.rank, 2))
+            met(group, feed(Part(25, group.rank, 2), group.rank, 2))
         return str(caught.value)
 
     messages = run_ranks(2, body)
@@ -501,10 +501,10 @@ def test_data_that_shards_itself_is_taken_as_it_is(
 ) -> None:
     """Each sample counts once; ranks take equally many steps and know each one's total; so in every epoch."""
 
-    def body(team: RankGroup) -> list[list[tuple[int, list[int]]]]:
-        data = kind(size, team.rank, team.size)
-        source = feed(data, team.rank, team.size, sharded=True, shuffle=kind is Part, workers=workers)
-        assert met(team, source) == list(range(1, team.size))
+    def body(group: RankGroup) -> list[list[tuple[int, list[int]]]]:
+        data = kind(size, group.rank, group.size)
+        source = feed(data, group.rank, group.size, sharded=True, shuffle=kind is Part, workers=workers)
+        assert met(group, source) == list(range(1, group.size))
         source.first_batch()
         return [
             [
@@ -526,10 +526,10 @@ def test_data_that_shards_itself_is_taken_as_it_is(
 def test_parts_of_very_different_sizes(kind: type[Part | PartStream]) -> None:
     """A rank that has none left computes along on what counts nothing; `drop_last` ends with it."""
 
-    def body(team: RankGroup, **changes: Any) -> list[tuple[int, int]]:
-        data = kind(30, 0, 1) if team.rank == 0 else kind(5, 0, 1)
-        source = feed(data, team.rank, 2, sharded=True, shuffle=False, **changes)
-        met(team, source)
+    def body(group: RankGroup, **changes: Any) -> list[tuple[int, int]]:
+        data = kind(30, 0, 1) if group.rank == 0 else kind(5, 0, 1)
+        source = feed(data, group.rank, 2, sharded=True, shuffle=False, **changes)
+        met(group, source)
         return [
             (step.total, micro.samples)
             for step in source.steps(1, epochs=1)
@@ -540,7 +540,7 @@ def test_parts_of_very_different_sizes(kind: type[Part | PartStream]) -> None:
     first, second = run_ranks(2, body)
     assert first == [(8, 4), (5, 4), *[(4, 4)] * 5, (2, 2)]
     assert second == [(8, 4), (5, 1), *[(4, 0)] * 5, (2, 0)]
-    assert run_ranks(2, lambda team: body(team, drop_last=True)) == [[(8, 4)], [(8, 4)]]
+    assert run_ranks(2, lambda group: body(group, drop_last=True)) == [[(8, 4)], [(8, 4)]]
 
 
 @pytest.mark.parametrize("kind", [Part, PartStream])
@@ -549,8 +549,8 @@ def test_a_rank_without_a_sample_computes_along_on_as_many_as_the_largest_share(
 ) -> None:
     """Of data that shards itself, whose parts may be of any size."""
 
-    def body(team: RankGroup) -> list[int]:
-        return batch_sizes(team, kind(15, 0, 1) if team.rank == 0 else kind(4, 0, 1), sharded=True)
+    def body(group: RankGroup) -> list[int]:
+        return batch_sizes(group, kind(15, 0, 1) if group.rank == 0 else kind(4, 0, 1), sharded=True)
 
     assert run_ranks(2, body) == [[4, 4, 4, 3]] * 2
 
@@ -559,18 +559,18 @@ def test_a_rank_without_a_sample_computes_along_on_as_many_as_the_largest_share(
 def test_sharded_data_goes_on_where_its_state_was_taken(kind: type[Part | PartStream]) -> None:
     """On as many ranks."""
 
-    def body(team: RankGroup, done: int = 3) -> tuple[list[int], list[int]]:
+    def body(group: RankGroup, done: int = 3) -> tuple[list[int], list[int]]:
         def ids(steps: Any, source: Feed) -> list[int]:
             return [i for step in steps for micro in step.micro_batches for i in micro.content[0].tolist()]
 
         sources = []
         for _ in range(2):
-            data = kind(60, team.rank, team.size)
-            sources.append(feed(data, team.rank, team.size, sharded=True, shuffle=kind is Part))
-            met(team, sources[-1])
+            data = kind(60, group.rank, group.size)
+            sources.append(feed(data, group.rank, group.size, sharded=True, shuffle=kind is Part))
+            met(group, sources[-1])
         whole = ids(sources[0].steps(1, epochs=1), sources[0])
-        first = feed(kind(60, team.rank, team.size), team.rank, 2, sharded=True, shuffle=kind is Part)
-        met(team, first)
+        first = feed(kind(60, group.rank, group.size), group.rank, 2, sharded=True, shuffle=kind is Part)
+        met(group, first)
         begun = ids(islice(first.steps(1, epochs=1), done), first)
         sources[1].load_state_dict(first.state_dict())
         return whole, begun + ids(sources[1].steps(1, epochs=1), sources[1])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from ddprun.config import load
 from ddprun.engine.evaluate import call_sizes, names_of
 from ddprun.engine.worker import work
-from ddprun.spec import load
 from tests.engine.running import events, run_pipeline, summary
 from tests.ranks import as_processes
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from ddprun.cli import main
-from ddprun.spec import load
+from ddprun.config import load
 from ddprun.telemetry.writer import Writer
 from tests.checkpoint.test_damage import small_disk
 from tests.engine.running import summary, to_its_end
-from tests.insight.made_up import make
 from tests.ranks import as_processes
+from tests.report.made_up import make
 
 FILLING = """
 import os

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from ddprun.config import load
 from ddprun.engine.worker import work
-from ddprun.spec import load
 from tests.engine.running import events, lines, run_pipeline, summary, weights
 from tests.ranks import as_processes, ddprun
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ddprun.checkpoint import folder as checkpoints
+from ddprun.config import load
 from ddprun.engine.worker import work
-from ddprun.spec import load
 from tests.ranks import as_processes, ddprun
 
 MODULE = """

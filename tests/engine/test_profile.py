@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ddprun.insight import trace
-from ddprun.insight.digest import digest
-from ddprun.insight.runs import Run
+from ddprun.report import trace
+from ddprun.report.digest import digest
+from ddprun.report.runs import Run
 from tests.engine.running import lines, run_pipeline, summary, weights
-from tests.insight.test_trace import check_nesting, names, read, tracks
+from tests.report.test_trace import check_nesting, names, read, tracks
 
 TEXT = """
 model: {tests.engine.late.Net: {where: backward 1, rank: 1, late_s: 0.01}}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ddprun.config import load
 from ddprun.engine import run_folder
 from ddprun.engine.run_folder import ABOUT, SUMMARY, FolderInUseError, RunFolderError
-from ddprun.spec import load
 
 PIPELINE = """
 model: {mlp: {inputs: 64, outputs: 10}}

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from ddprun.checkpoint.folder import Checkpoint
-from ddprun.engine.course import Course, open_course, synchronise
-from ddprun.engine.opening import open_session
-from ddprun.engine.place import place_of
+from ddprun.config import load
 from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.session import Session
+from ddprun.engine.setup import open_session
+from ddprun.engine.stage_run import StageRun, open_course, synchronise
 from ddprun.engine.state import bring_back, state_of
 from ddprun.engine.stop import StopRequest
 from ddprun.engine.train import compute
-from ddprun.spec import load
+from ddprun.host.device import place_of
 from tests.hooks.test_stacks import assert_same
 from tests.ranks import as_processes
 
@@ -46,18 +46,18 @@ def open_here(folder: Path, name: str) -> Session:
     return open_session(loaded, run_dir, ranks, place, StopRequest())
 
 
-def go(course: Course, steps: int) -> None:
+def go(course: StageRun, steps: int) -> None:
     session = course.session
     session.model.train()
     for batches in islice(session.feed.steps(course.settings.accumulate), steps):
-        session.ledger.start(session.step + 1, 0)
+        session.recorder.start(session.step + 1, 0)
         compute(course, batches, session.step + 1)
         synchronised = synchronise(course, session.step + 1)
         session.step += 1
-        session.ledger.end(stop=False, compare_clocks=False, synchronised=synchronised)
+        session.recorder.end(stop=False, compare_clocks=False, synchronised=synchronised)
 
 
-def begin(session: Session) -> Course:
+def begin(session: Session) -> StageRun:
     stage: Any = session.loaded.pipeline.stages[0]
     return open_course(session, stage)
 
@@ -77,7 +77,7 @@ def first_part(folder: Path) -> None:
 
     session = open_here(folder, "first")
     go(begin(session), 6)
-    session.ledger.drain()
+    session.recorder.drain()
     torch.save(state_of(session), folder / f"state-{os.environ['RANK']}")
 
 

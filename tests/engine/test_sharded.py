@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ddprun.config import load
 from ddprun.engine.worker import work
-from ddprun.spec import load
 from tests.engine.running import events, summary
 from tests.ranks import as_processes, ddprun
 

@@ -138,13 +138,13 @@ class Doubled(Hook):
 def test_elements_of_no_parameter_cannot_be_kept_and_the_error_says_what_to_do() -> None:
     """A lossy hook behind a codec that changes the length."""
 
-    def body(team: RankGroup) -> None:
+    def body(group: RankGroup) -> None:
         ((_, int8),) = zip(["int8"], make_stack(["int8"]).hooks, strict=True)
-        carrier = Rank(team, Stack([("mine", Doubled()), ("int8", int8)]))
+        exchanger = Rank(group, Stack([("mine", Doubled()), ("int8", int8)]))
         with pytest.raises(
             (ExchangeError, RuntimeError), match=r"let it call reduce\(…, compression_error=…\)"
         ):
-            carrier.send(contribution(0, 0, 1))
+            exchanger.send(contribution(0, 0, 1))
 
     run_ranks(1, body, requirements=2)
 

@@ -1,4 +1,4 @@
-"""The control word, agreement between ranks, clocks, and broadcast."""
+"""The control message, agreement between ranks, clocks, and broadcast."""
 
 import math
 import queue
@@ -20,15 +20,15 @@ from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.testing import run_ranks
 
 
-def control(team: RankGroup) -> Control:
-    return Control(team.process_groups[0], team.rank, team.size)
+def control(group: RankGroup) -> Control:
+    return Control(group.process_groups[0], group.rank, group.size)
 
 
 def test_a_word_reaches_every_rank_in_rank_order() -> None:
     """Posting does not wait; reading gives every rank's numbers exactly."""
 
-    def body(team: RankGroup) -> torch.Tensor:
-        posted = control(team).post([team.rank + 0.1, 2.0**52 + team.rank])
+    def body(group: RankGroup) -> torch.Tensor:
+        posted = control(group).post([group.rank + 0.1, 2.0**52 + group.rank])
         return posted.wait()
 
     for words in run_ranks(3, body):
@@ -38,10 +38,10 @@ def test_a_word_reaches_every_rank_in_rank_order() -> None:
 def test_ranks_that_disagree_are_named() -> None:
     """Rank 2 differs from rank 0: every rank gets an error that says so."""
 
-    def body(team: RankGroup) -> str:
-        control(team).agree("the pipeline", "same")
+    def body(group: RankGroup) -> str:
+        control(group).agree("the pipeline", "same")
         with pytest.raises(DisagreementError) as caught:
-            control(team).agree("the buckets", "odd" if team.rank == 2 else "same")
+            control(group).agree("the buckets", "odd" if group.rank == 2 else "same")
         return str(caught.value)
 
     messages = run_ranks(3, body)
@@ -57,9 +57,9 @@ def test_clock_offsets_are_within_their_own_error_bound(monkeypatch: pytest.Monk
     clock = threading.local()
     monkeypatch.setattr("ddprun_hooks.comm.control.now_us", lambda: now_us() + clock.ahead_us)
 
-    def body(team: RankGroup) -> tuple[float, float]:
-        clock.ahead_us = ahead_us * team.rank
-        return control(team).clock_offset()
+    def body(group: RankGroup) -> tuple[float, float]:
+        clock.ahead_us = ahead_us * group.rank
+        return control(group).clock_offset()
 
     measured = run_ranks(6, body)
     assert measured[0] == (0, 0)
@@ -134,9 +134,9 @@ def test_clocks_are_compared_by_pairs_at_a_time(monkeypatch: pytest.MonkeyPatch,
 def test_bytes_arrive_whole_and_none_is_fine() -> None:
     """Records of another host, which may be empty."""
 
-    def body(team: RankGroup) -> bytes:
-        own, sent = control(team), bytes(range(256)) * 1000
-        if team.rank == 1:
+    def body(group: RankGroup) -> bytes:
+        own, sent = control(group), bytes(range(256)) * 1000
+        if group.rank == 1:
             own.send_bytes(sent, 0)
             own.send_bytes(b"", 0)
             return sent
@@ -151,13 +151,13 @@ def test_bytes_arrive_whole_and_none_is_fine() -> None:
 def test_broadcast_overwrites_tensors_of_any_dtype_and_shape() -> None:
     """One message for each dtype; scalars and strided tensors keep their shapes."""
 
-    def body(team: RankGroup) -> list[torch.Tensor]:
-        lane = HostQueue(team)
-        exchange = Exchange(lane, lane, lane, team, control(team))
+    def body(group: RankGroup) -> list[torch.Tensor]:
+        queue = HostQueue(group)
+        exchange = Exchange(queue, queue, queue, group, control(group))
         tensors = [
-            torch.full((2, 3), float(team.rank)).t(),
-            torch.tensor(team.rank),
-            torch.full((4,), team.rank + 0.5),
+            torch.full((2, 3), float(group.rank)).t(),
+            torch.tensor(group.rank),
+            torch.full((4,), group.rank + 0.5),
         ]
         exchange.broadcast(tensors, source=1)
         return tensors
@@ -171,10 +171,10 @@ def test_broadcast_overwrites_tensors_of_any_dtype_and_shape() -> None:
 def test_a_barrier_lets_nobody_through_before_the_last() -> None:
     """The rank that comes last is the first to know."""
 
-    def body(team: RankGroup) -> tuple[float, float]:
-        time.sleep(0.1 * team.rank)
+    def body(group: RankGroup) -> tuple[float, float]:
+        time.sleep(0.1 * group.rank)
         came = time.monotonic()
-        control(team).barrier()
+        control(group).barrier()
         return came, time.monotonic()
 
     results = run_ranks(3, body)

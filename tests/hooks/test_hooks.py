@@ -20,10 +20,10 @@ def gradient(rank: int) -> Tensor:
 def mean_by(names: list[str], size: int, make=gradient) -> tuple[list[Tensor], list[BucketTrace[int]]]:  # type: ignore[no-untyped-def]
     """What each rank gets, and the journey's record on rank 0."""
 
-    def body(team: RankGroup) -> tuple[Tensor, BucketTrace[int]]:
+    def body(group: RankGroup) -> tuple[Tensor, BucketTrace[int]]:
         traces: list[BucketTrace[int]] = []
-        payload = Payload(make(team.rank).mul_(1.0 / team.size), (), "gradient", 0)
-        result = HostQueue(team).send(payload, make_stack(names), traces).wait()
+        payload = Payload(make(group.rank).mul_(1.0 / group.size), (), "gradient", 0)
+        result = HostQueue(group).send(payload, make_stack(names), traces).wait()
         return result.clone(), traces[0]
 
     results = run_ranks(size, body)
@@ -86,10 +86,10 @@ def test_noop_gives_each_rank_its_own_gradient() -> None:
 def test_bytes_between_hosts_are_those_of_the_ranks_whose_neighbour_is_away() -> None:
     """In a ring over two hosts with two ranks each, one rank of each host sends to the other host."""
 
-    def body(team: RankGroup) -> int:
+    def body(group: RankGroup) -> int:
         traces: list[BucketTrace[int]] = []
         payload = Payload(torch.ones(1000), (), "gradient", 0)
-        HostQueue(team).send(payload, make_stack([]), traces).wait()
+        HostQueue(group).send(payload, make_stack([]), traces).wait()
         return traces[0].between_hosts_bytes
 
     assert run_ranks(4, body, hosts=["a", "a", "b", "b"]) == [0, 6000, 0, 6000]

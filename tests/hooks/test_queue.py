@@ -44,18 +44,18 @@ def contribution(rank: int, step: int, bucket: int) -> Tensor:
     return torch.arange(NUMEL, dtype=torch.float32) + 1000 * rank + 17 * bucket + 7 * step + 1
 
 
-def send_all(team: RankGroup, stack: Stack, steps: int) -> int:
+def send_all(group: RankGroup, stack: Stack, steps: int) -> int:
     """Send BUCKETS equal buckets a step; gives how many came back wrong."""
-    lane, wrong = HostQueue(team), 0
-    pauses = random.Random(team.rank)
+    queue, wrong = HostQueue(group), 0
+    pauses = random.Random(group.rank)
     for step in range(steps):
         futures = []
         for bucket in range(BUCKETS):
             time.sleep(pauses.random() * 1e-3)
-            payload = Payload(contribution(team.rank, step, bucket), PARAMS, "gradient", bucket)
-            futures.append(lane.send(payload, stack, []))
+            payload = Payload(contribution(group.rank, step, bucket), PARAMS, "gradient", bucket)
+            futures.append(queue.send(payload, stack, []))
         for bucket, future in enumerate(futures):
-            wanted = torch.stack([contribution(rank, step, bucket) for rank in range(team.size)]).sum(0)
+            wanted = torch.stack([contribution(rank, step, bucket) for rank in range(group.size)]).sum(0)
             wrong += not torch.equal(future.wait(), wanted)
     return wrong
 
@@ -63,7 +63,7 @@ def send_all(team: RankGroup, stack: Stack, steps: int) -> int:
 def test_buckets_with_different_numbers_of_collectives_never_mix() -> None:
     """Four ranks with random delays sum every bucket right, though some buckets skip the second round."""
     wrong = run_ranks(
-        4, lambda team: send_all(team, Stack([("d", Dawdling(team.rank))]), steps=15), requirements=2
+        4, lambda group: send_all(group, Stack([("d", Dawdling(group.rank))]), steps=15), requirements=2
     )
     assert wrong == [0, 0, 0, 0]
 
@@ -96,7 +96,9 @@ def two_levels(seed: int) -> Stack:
 def test_legs_of_two_levels_never_mix(steps: int) -> None:
     """Random delays on each rank, legs of many buckets under way at once, on two hosts: none is wrong."""
     wrong = run_ranks(
-        4, lambda team: send_all(team, two_levels(team.rank), steps), requirements=two_levels(0).requirements
+        4,
+        lambda group: send_all(group, two_levels(group.rank), steps),
+        requirements=two_levels(0).requirements,
     )
     assert wrong == [0, 0, 0, 0]
 
@@ -105,7 +107,7 @@ def test_legs_of_two_levels_never_mix(steps: int) -> None:
 def test_a_soak_of_four_ranks_sums_every_bucket_right() -> None:
     """Hundreds of steps with random delays on each rank; with the rule switched off it fails within a few."""
     wrong = run_ranks(
-        4, lambda team: send_all(team, Stack([("d", Dawdling(team.rank))]), 400), requirements=2
+        4, lambda group: send_all(group, Stack([("d", Dawdling(group.rank))]), 400), requirements=2
     )
     assert wrong == [0, 0, 0, 0]
 
@@ -113,12 +115,12 @@ def test_a_soak_of_four_ranks_sums_every_bucket_right() -> None:
 def test_collectives_of_one_round_start_in_bucket_order_on_every_rank() -> None:
     """Within a round, no bucket starts before an earlier one has."""
 
-    def body(team: RankGroup) -> list[Any]:
+    def body(group: RankGroup) -> list[Any]:
         traces: list[Any] = []
-        lane = HostQueue(team)
-        stack = Stack([("d", Dawdling(team.rank))])
+        queue = HostQueue(group)
+        stack = Stack([("d", Dawdling(group.rank))])
         futures = [
-            lane.send(Payload(contribution(team.rank, 0, bucket), (), "gradient", bucket), stack, traces)
+            queue.send(Payload(contribution(group.rank, 0, bucket), (), "gradient", bucket), stack, traces)
             for bucket in range(BUCKETS)
         ]
         for future in futures:
@@ -145,21 +147,21 @@ class Broken(Hook):
 
 
 def test_a_hook_that_raises_fails_every_future_and_hangs_nobody() -> None:
-    """The bucket's future and all later ones carry the error; the lane keeps it as it was raised."""
+    """The bucket's future and all later ones carry the error; the queue keeps it as it was raised."""
 
-    def body(team: RankGroup) -> HostQueue:
-        lane = HostQueue(team)
+    def body(group: RankGroup) -> HostQueue:
+        queue = HostQueue(group)
         futures = [
-            lane.send(Payload(torch.ones(4), (), "gradient", bucket), Stack([("b", Broken())]), [])
+            queue.send(Payload(torch.ones(4), (), "gradient", bucket), Stack([("b", Broken())]), [])
             for bucket in range(5)
         ]
         for future in futures[2:]:
             with pytest.raises((ZeroDivisionError, RuntimeError), match="the hook's own error"):
                 future.wait()
-        return lane
+        return queue
 
-    for lane in run_ranks(2, body):
-        assert isinstance(lane.error, ZeroDivisionError)
+    for queue in run_ranks(2, body):
+        assert isinstance(queue.error, ZeroDivisionError)
 
 
 class Longer(Hook):
@@ -174,11 +176,11 @@ class Narrow(Hook):
 
 @pytest.mark.parametrize(("hook", "what"), [(Longer(), r"\(5,\)"), (Narrow(), "float16")])
 def test_what_a_hook_returns_is_held_against_what_it_was_given(hook: Hook, what: str) -> None:
-    """DDP would take a longer tensor without a word; the lane refuses it and names the hook."""
+    """DDP would take a longer tensor without a word; the queue refuses it and names the hook."""
 
-    def body(team: RankGroup) -> None:
-        lane = HostQueue(team)
-        future = lane.send(Payload(torch.ones(4), (), "gradient", 0), Stack([("mine", hook)]), [])
+    def body(group: RankGroup) -> None:
+        queue = HostQueue(group)
+        future = queue.send(Payload(torch.ones(4), (), "gradient", 0), Stack([("mine", hook)]), [])
         with pytest.raises((ExchangeError, RuntimeError), match=rf"\['mine'\] returned .*{what}"):
             future.wait()
 
@@ -196,8 +198,8 @@ class Greedy(Hook):
 def test_one_round_more_than_declared_is_an_error_that_says_what_to_set() -> None:
     """No group was made for it, and none may be made in mid-step."""
 
-    def body(team: RankGroup) -> None:
-        future = HostQueue(team).send(
+    def body(group: RankGroup) -> None:
+        future = HostQueue(group).send(
             Payload(torch.ones(4), (), "gradient", 0), Stack([("greedy", Greedy())]), []
         )
         with pytest.raises((ExchangeError, RuntimeError), match="set `rounds`"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ddprun.spec import PipelineError, load
+from ddprun.config import PipelineError, load
 from ddprun_hooks import Communicator, Hook, HookSetupError, Payload
 from ddprun_hooks.registry import make_hook, make_stack
 

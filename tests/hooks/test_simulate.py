@@ -51,10 +51,10 @@ def imagined(specs: Sequence[HookSpec], rank: int, names: tuple[str, ...]) -> Co
 def real(specs: Sequence[HookSpec], names: tuple[str, ...]) -> list[Counted]:
     """The legs of each rank of a run among threads."""
 
-    def body(team: RankGroup) -> Counted:
+    def body(group: RankGroup) -> Counted:
         traces: list[Any] = []
-        payload = Payload(contribution(team.rank, 0, team.size), PARAMS, "gradient", 0)
-        HostQueue(team).send(payload, make_stack(specs), traces).wait()
+        payload = Payload(contribution(group.rank, 0, group.size), PARAMS, "gradient", 0)
+        HostQueue(group).send(payload, make_stack(specs), traces).wait()
         return counted(traces[0])
 
     return run_ranks(len(names), body, requirements=make_stack(specs).requirements, hosts=names)
@@ -80,19 +80,21 @@ def test_legs_are_those_of_a_run(specs: list[HookSpec], ranks: int, hosts: int) 
 
 
 def test_the_ranks_of_a_host_alone() -> None:
-    """A team that is a split of another is rehearsed like any other."""
+    """A group that is a split of another is rehearsed like any other."""
     names = on_hosts(4, 2)
     needs = within_hosts(make_stack(["fp16"]).requirements, None)
 
-    def body(team: RankGroup) -> Counted:
+    def body(group: RankGroup) -> Counted:
         traces: list[Any] = []
-        payload = Payload(contribution(team.rank, 0, 2), PARAMS, "delta", 0)
-        HostQueue(team).send(payload, make_stack(["fp16"]), traces, team.splits[None][0]).wait()
+        payload = Payload(contribution(group.rank, 0, 2), PARAMS, "delta", 0)
+        HostQueue(group).send(payload, make_stack(["fp16"]), traces, group.splits[None][0]).wait()
         return counted(traces[0])
 
     for rank, found in enumerate(run_ranks(4, body, requirements=needs, hosts=names)):
-        team = simulated_group("world", Placement(rank, names, (2,) * 4), needs)
-        legs = counted(simulate(example_payload(BUCKET, "delta"), make_stack(["fp16"]), team.splits[None][0]))
+        group = simulated_group("world", Placement(rank, names, (2,) * 4), needs)
+        legs = counted(
+            simulate(example_payload(BUCKET, "delta"), make_stack(["fp16"]), group.splits[None][0])
+        )
         assert legs == found
         assert legs[0][1] == "within.0"
         assert legs[0][4] == NUMEL * 2
@@ -102,8 +104,8 @@ def test_the_ranks_of_a_host_alone() -> None:
 def test_a_broadcast_is_a_chain() -> None:
     """Every rank but the last passes the payload on once."""
     layouts = [Placement(rank, on_hosts(4, 2), (2,) * 4) for rank in range(4)]
-    teams = [simulated_group("plain", layout, {GroupRequirement("world"): 1}) for layout in layouts]
-    traces = [simulate(example_payload(BUCKET, "parameters"), broadcast_stack(1), team) for team in teams]
+    groups = [simulated_group("plain", layout, {GroupRequirement("world"): 1}) for layout in layouts]
+    traces = [simulate(example_payload(BUCKET, "parameters"), broadcast_stack(1), group) for group in groups]
     assert [trace.wire_bytes for trace in traces] == [0, 4 * NUMEL, 4 * NUMEL, 4 * NUMEL]
     assert [trace.between_hosts_bytes for trace in traces] == [0, 4 * NUMEL, 0, 4 * NUMEL]
 
@@ -133,17 +135,17 @@ def test_a_hook_of_ones_own() -> None:
     """It gets what it would get if all ranks sent the same: here, its own part of the sum."""
     names = on_hosts(4, 2)
 
-    def body(team: RankGroup) -> tuple[Counted, Tensor]:
+    def body(group: RankGroup) -> tuple[Counted, Tensor]:
         traces: list[Any] = []
         payload = example_payload(BUCKET, "gradient")
-        HostQueue(team).send(payload, Stack([("mine.Everything", Everything())]), traces).wait()
+        HostQueue(group).send(payload, Stack([("mine.Everything", Everything())]), traces).wait()
         return counted(traces[0]), payload.tensor
 
     sizes = unequal(NUMEL, 4)
     for rank, (legs, mean) in enumerate(run_ranks(4, body, requirements=4, hosts=names)):
         payload = example_payload(BUCKET, "gradient")
-        team = simulated_group("world", Placement(rank, names, (2,) * 4), Everything().requirements())
-        assert counted(simulate(payload, Stack([("mine.Everything", Everything())]), team)) == legs
+        group = simulated_group("world", Placement(rank, names, (2,) * 4), Everything().requirements())
+        assert counted(simulate(payload, Stack([("mine.Everything", Everything())]), group)) == legs
         mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         assert torch.equal(payload.tensor[mine], mean[mine])
 
@@ -170,9 +172,9 @@ class Wrong(Hook):
 def test_a_wrong_hook_is_found_out(wrong: Wrong, words: str) -> None:
     """What would break a run at its first step breaks the rehearsal."""
     stack = Stack([("mine.Wrong", wrong)])
-    team = simulated_group("world", Placement(0, ("a", "a"), (2, 2)), stack.requirements)
+    group = simulated_group("world", Placement(0, ("a", "a"), (2, 2)), stack.requirements)
     with pytest.raises(ExchangeError, match=words):
-        simulate(example_payload(BUCKET, "gradient"), stack, team)
+        simulate(example_payload(BUCKET, "gradient"), stack, group)
 
 
 def test_ranks_that_lie_wrong_are_refused() -> None:
@@ -203,8 +205,8 @@ async def past_its_communicator(payload: Payload, comm: Communicator) -> torch.T
 def test_a_hook_that_cannot_be_tried_without_other_ranks_is_named() -> None:
     """With what it raised."""
     stack = make_stack(past_its_communicator)
-    team = simulated_group("world", Placement(0, ("a", "a"), (2, 2)), stack.requirements)
+    group = simulated_group("world", Placement(0, ("a", "a"), (2, 2)), stack.requirements)
     name = "tests.hooks.test_simulate.past_its_communicator"
     told = f'hook "{name}" cannot be tried without other ranks: ValueError: '
     with pytest.raises(ExchangeError, match=told):
-        simulate(example_payload(BUCKET, "gradient"), stack, team)
+        simulate(example_payload(BUCKET, "gradient"), stack, group)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddprun.engine import network
+from ddprun.host import network
 from ddprun.launch import endpoint
 from ddprun.launch.environment import handed_down, handed_on
 from tests.ranks import Running

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddprun.engine import notes
+from ddprun.host import rank_files
 from ddprun.launch.scratch import clear_up, scratch
 
 OPEN = """
@@ -64,34 +64,34 @@ def test_the_end_of_a_run_is_left_for_the_launcher(temporary: Path, monkeypatch:
     """It gives the exit code then. Where it cannot be left, the rank gives it itself; a success that cannot
     be told is none.
     """
-    monkeypatch.setenv(notes.SCRATCH, str(temporary))
-    notes.prepare_outcome(temporary)
-    assert notes.outcome(temporary) is None
-    assert notes.keep_outcome(3) == 0
-    assert notes.outcome(temporary) == 3
-    monkeypatch.setenv(notes.SCRATCH, str(temporary / "nowhere"))
-    assert (notes.keep_outcome(3), notes.keep_outcome(0)) == (3, 1)
-    notes.keep_checkpoint(5, True)
-    notes.keep_run_dir(temporary)
-    assert notes.run_dir() is None
-    monkeypatch.delenv(notes.SCRATCH)
-    assert notes.keep_outcome(3) == 3
+    monkeypatch.setenv(rank_files.SCRATCH, str(temporary))
+    rank_files.prepare_outcome(temporary)
+    assert rank_files.outcome(temporary) is None
+    assert rank_files.keep_outcome(3) == 0
+    assert rank_files.outcome(temporary) == 3
+    monkeypatch.setenv(rank_files.SCRATCH, str(temporary / "nowhere"))
+    assert (rank_files.keep_outcome(3), rank_files.keep_outcome(0)) == (3, 1)
+    rank_files.keep_checkpoint(5, True)
+    rank_files.keep_run_dir(temporary)
+    assert rank_files.run_dir() is None
+    monkeypatch.delenv(rank_files.SCRATCH)
+    assert rank_files.keep_outcome(3) == 3
 
 
 def test_only_children_that_do_not_fail_are_signalled(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A number may be another process's by now."""
-    monkeypatch.setenv(notes.SCRATCH, str(temporary))
-    notes.keep_pid()
-    assert notes.pids(temporary) == [], "this process is no child of its own"
+    monkeypatch.setenv(rank_files.SCRATCH, str(temporary))
+    rank_files.keep_pid()
+    assert rank_files.pids(temporary) == [], "this process is no child of its own"
     child = subprocess.Popen([sys.executable, "-c", OPEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         (temporary / "pids" / str(child.pid)).touch()
-        assert notes.pids(temporary) == [child.pid]
+        assert rank_files.pids(temporary) == [child.pid]
     finally:
         child.kill()
         child.communicate(timeout=30)
-    assert notes.pids(temporary) == []
-    notes.drop_pid()
+    assert rank_files.pids(temporary) == []
+    rank_files.drop_pid()
     assert not (temporary / "pids" / str(os.getpid())).exists()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddprun.cluster.slurm import job_of
-from ddprun.spec import load
+from ddprun.config import load
 from tests.engine.running import events, lines, summary
 from tests.ranks import ddprun
 from tests.slurm import Slurm, needs_slurm, slurm

@@ -1,5 +1,5 @@
 """What the tests of secrets share with those of the pipeline file."""
 
-from tests.spec.conftest import loaded
+from tests.config.conftest import loaded
 
 __all__ = ["loaded"]

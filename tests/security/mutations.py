@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from ddprun.spec.reader import read_file
+from ddprun.config.reader import read_file
 
 ROOT = Path(__file__).parents[2]
 MAX_BYTES = 100_000

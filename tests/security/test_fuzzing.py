@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ddprun.cli import printing
-from ddprun.spec import PipelineError, load
+from ddprun.config import PipelineError, load
 from tests.security import mutations
 
 CPU_S, MEMORY_MB = 2.0, 300

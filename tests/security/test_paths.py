@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ddprun.config import Loaded, PipelineError, load
 from ddprun.engine.save import MADE, pipeline_beside
-from ddprun.spec import Loaded, PipelineError, load
 from ddprun.zoo.data import DataError, text
 from tests.ranks import ddprun
 

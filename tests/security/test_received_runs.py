@@ -14,15 +14,15 @@ import torch
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.tensors import DamagedError, write_tensors
 from ddprun.cli import main
+from ddprun.config import load
 from ddprun.engine.hang import log_of, note_failure
 from ddprun.engine.state import check_fields
 from ddprun.engine.summary import write_summary
 from ddprun.run_files import NotPlainError, check_folder, names_in, open_file, parse, replacing
-from ddprun.spec import load
 from ddprun.telemetry.writer import Writer
 from tests.engine.running import events, run_pipeline, summary, to_its_end
-from tests.insight.made_up import make
 from tests.ranks import as_processes
+from tests.report.made_up import make
 
 TEXT = """
 model: {mlp: {inputs: 64, hidden: [8], outputs: 10}}
@@ -350,7 +350,7 @@ def changed(run: Path, file: str, change: Change) -> Path:
     ("file", "change", "said"),
     [
         ("shared.json", lambda tree: tree.pop("pipeline"), "there is no pipeline in it"),
-        ("rank-00000.json", lambda tree: tree["ledger"].clear(), "its ledger cannot be read"),
+        ("rank-00000.json", lambda tree: tree["telemetry"].clear(), "its telemetry cannot be read"),
     ],
 )
 def test_state_that_is_not_a_runs_is_passed_by(run: Path, file: str, change: Change, said: str) -> None:
@@ -392,10 +392,10 @@ def _set(value: Any, *keys: str | int) -> Change:
         (_set("x", "feed", "samples"), "its feed.samples is 'x'"),
         (_set({"last_epoch": 10**9}, "schedule"), "its schedule.last_epoch is 1000000000"),
         (_set({"x": 1}, "schedule"), "its schedule.last_epoch is None"),
-        (_set({}, "ledger"), r"its ledger cannot be read \(KeyError: 'totals'"),
-        (_set([1, 2], "ledger", "totals"), "its ledger cannot be read"),
-        (_set({"x": 1}, "ledger", "round"), "its ledger cannot be read"),
-        (_set("x", "ledger", "own_loss"), "its ledger cannot be read"),
+        (_set({}, "telemetry"), r"its telemetry cannot be read \(KeyError: 'totals'"),
+        (_set([1, 2], "telemetry", "totals"), "its telemetry cannot be read"),
+        (_set({"x": 1}, "telemetry", "round"), "its telemetry cannot be read"),
+        (_set("x", "telemetry", "own_loss"), "its telemetry cannot be read"),
         (_set({}, "told"), "its told cannot be read"),
         (_set({"x": 1}, "told", "nonfinite"), "its told cannot be read"),
         (_set({"x": 1}, "told", "audit"), "its told cannot be read"),

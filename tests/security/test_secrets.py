@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ddprun.cli import main
+from ddprun.config import Loaded, PipelineError, load
+from ddprun.config.secrets import REDACTED, Secrets, is_plain, is_secret_name
 from ddprun.engine import build
-from ddprun.spec import Loaded, PipelineError, load
-from ddprun.spec.secrets import REDACTED, Secrets, is_plain, is_secret_name
 
 CANARY = "cAnArY-8c1f'\"\\x é/5"
 DATA = """

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from ddprun.config import Loaded, PipelineError, choices, load
 from ddprun.engine import build
-from ddprun.spec import Loaded, PipelineError, choices, load
 from ddprun_hooks import HookSetupError, registry
 from ddprun_hooks.config.import_path import import_dotted
 from ddprun_hooks.config.trust import VARIABLE, TrustSettingError, UntrustedError, trust
@@ -493,7 +493,7 @@ def test_the_pipelines_folder_holds_only_what_is_listed(tmp_path: Path) -> None:
     (tmp_path / "optional.py").write_text("import builtins\nbuiltins.ran.append('optional')\n")
     program = (
         "import builtins, pathlib, sys\n"
-        "from ddprun.engine.beside import make_folder_importable\n"
+        "from ddprun.host.import_path import make_folder_importable\n"
         "builtins.ran = []\n"
         "for _ in range(2): make_folder_importable(pathlib.Path(sys.argv[1]).parent)\n"
         "for name in ('mylab', 'optional'):\n"

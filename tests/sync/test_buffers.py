@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddprun.sync.buffers import Verdict, is_counter, probe
+from ddprun.sync.buffers import BufferUse, is_counter, probe
 from tests.engine.running import events, lines, run_pipeline, weights
 
 MODELS = """
@@ -231,4 +231,4 @@ def test_a_counter_is_a_whole_number_alone(tensor: Tensor, counts: bool) -> None
 
 def test_no_verdict_is_plain_words() -> None:
     """Of an empty model."""
-    assert Verdict().words() == "the model has no buffers: nothing is sent"
+    assert BufferUse().words() == "the model has no buffers: nothing is sent"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddprun.config import load
 from ddprun.engine.evolution import evolution_strategies
 from ddprun.engine.worker import work
-from ddprun.spec import load
 from tests.engine.running import events, lines, summary
 from tests.ranks import as_processes
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ddprun.telemetry.step import Page, Step, Traffic
+from ddprun.telemetry.step import MarkBuffer, Step, Traffic
 from ddprun_hooks.comm.trace import BucketTrace
 
 
@@ -31,19 +31,19 @@ class Made:
     wishes: int = 0
 
 
-def page_of(steps: Iterable[Made]) -> Page:
-    """As a ledger would have filled it."""
-    page = Page()
+def buffer_of(steps: Iterable[Made]) -> MarkBuffer:
+    """As a recorder would have filled it."""
+    buffer = MarkBuffer()
     for made in steps:
         step = Step(made.number, made.stage, synchronised=made.synchronised, wishes=made.wishes)
         step.gradients, step.sync = made.gradients, made.sync
-        first = len(page.marks)
-        page.parts += made.parts
-        page.marks += made.marks
+        first = len(buffer.marks)
+        buffer.parts += made.parts
+        buffer.marks += made.marks
         if made.backward_end is not None:
-            step.backward_end = page.marks.index(made.backward_end, first)
-        page.traces += made.traces
-        page.losses += [float(loss) for loss in made.losses]
-        page.samples += made.samples
-        page.close(step)
-    return page
+            step.backward_end = buffer.marks.index(made.backward_end, first)
+        buffer.traces += made.traces
+        buffer.losses += [float(loss) for loss in made.losses]
+        buffer.samples += made.samples
+        buffer.close(step)
+    return buffer

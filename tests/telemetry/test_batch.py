@@ -7,24 +7,24 @@ import numpy as np
 import pytest
 import torch
 
+from ddprun.telemetry.accumulator import OwnMessages
 from ddprun.telemetry.batch import Account, Batch
 from ddprun.telemetry.clock import HostClock
-from ddprun.telemetry.records import PARTS
-from ddprun.telemetry.round import OwnWords
-from ddprun.telemetry.settle import settle
-from ddprun.telemetry.step import Traffic
-from ddprun.telemetry.word import (
+from ddprun.telemetry.control_message import (
     LOSS_AT,
     MOST_READY,
     READY_AT,
     SAMPLES_AT,
     SYNC_READY_AT,
-    Words,
+    ControlMessages,
     blank,
     told_buckets,
 )
+from ddprun.telemetry.records import PARTS
+from ddprun.telemetry.resolve import resolve
+from ddprun.telemetry.step import Traffic
 from ddprun_hooks.comm.trace import BucketTrace
-from tests.telemetry.made import Made, page_of
+from tests.telemetry.made import Made, buffer_of
 
 OFFSET_US = 500.0
 
@@ -68,9 +68,11 @@ def account_of(
         for place, bucket in enumerate(places):
             numbers[word, place % 2, READY_AT + place] = ready.get(bucket, 0.0)
     rows = {step.number: row for row, step in enumerate(steps)}
-    words = OwnWords(list(told), [rows[step] for step in told], {})
-    batch = Batch(settle(page_of(steps), HostClock(), every=1), words, None, steps[-1].number)
-    return Account(batch, Words(numbers) if told else None, buckets=buckets, offset_us=OFFSET_US, rank=1)
+    messages = OwnMessages(list(told), [rows[step] for step in told], {})
+    batch = Batch(resolve(buffer_of(steps), HostClock(), every=1), messages, None, steps[-1].number)
+    return Account(
+        batch, ControlMessages(numbers) if told else None, buckets=buckets, offset_us=OFFSET_US, rank=1
+    )
 
 
 def test_each_payload_gets_the_moment_of_its_own_step_and_bucket() -> None:
@@ -86,9 +88,9 @@ def test_each_payload_gets_the_moment_of_its_own_step_and_bucket() -> None:
     ]
     told = {2: (0.0, {0: 21.0, 1: 22.0}), 3: (0.0, {}), 4: (45.0, {0: 41.0, 1: 42.0}), 5: (55.0, {})}
     account = account_of(steps, told, 2)
-    account.settled.us[:] = np.arange(account.settled.us.size).reshape(account.settled.us.shape)
+    account.resolved.us[:] = np.arange(account.resolved.us.size).reshape(account.resolved.us.shape)
     found = list(account.records(every=1, all_of_them=False))
-    assert [[one.record[part] for part in PARTS] for one in found] == account.settled.us.tolist()
+    assert [[one.record[part] for part in PARTS] for one in found] == account.resolved.us.tolist()
     assert [one.record["step"] for one in found] == [1, 2, 3, 4, 5, 6, 7]
     assert [one.record["mean_loss"] for one in found] == [None, 2.0, 3.0, 4.0, 5.0, None, None]
     assert [list(one.landed) for one in found] == [

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from ddprun.telemetry.clock import HostClock
+from ddprun.telemetry.intervals import Union
 from ddprun.telemetry.records import PARTS
-from ddprun.telemetry.settle import Settled, divide, settle, under_way_us
+from ddprun.telemetry.resolve import ResolvedSteps, divide, resolve, under_way_us
 from ddprun.telemetry.step import Traffic
-from ddprun.telemetry.stretches import Union
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span
-from tests.telemetry.made import Made, page_of
+from tests.telemetry.made import Made, buffer_of
 
 COLUMN = {part: place for place, part in enumerate(PARTS)}
 
@@ -42,11 +42,11 @@ def traffic(
     return Traffic(list(sent), list(landed), [(1000 * start, 1000 * end) for start, end in waits])
 
 
-def settled(*steps: Made) -> Settled:
-    return settle(page_of(steps), HostClock(), every=1)
+def resolved(*steps: Made) -> ResolvedSteps:
+    return resolve(buffer_of(steps), HostClock(), every=1)
 
 
-def splits(found: Settled, all_ready_us: Sequence[float]) -> list[Split]:
+def splits(found: ResolvedSteps, all_ready_us: Sequence[float]) -> list[Split]:
     """What was exposed in each step, once that is divided."""
     exposed = divide(found, np.array(all_ready_us, dtype=np.float64))
     columns = [COLUMN[f"exposed_{part}_us"] for part in ("hook", "wait", "wire")]
@@ -59,13 +59,13 @@ def splits(found: Settled, all_ready_us: Sequence[float]) -> list[Split]:
 def in_backward(end_us: int, traces: Sequence[BucketTrace[int]], *all_ready_us: float) -> Split:
     step = step_of(("", 0), ("backward_us", end_us))
     step.traces, step.backward_end = list(traces), 1000 * end_us
-    return splits(settled(step), all_ready_us)[0]
+    return splits(resolved(step), all_ready_us)[0]
 
 
 def beside(exchanged: Traffic, *all_ready_us: float) -> Split:
     step = step_of(("", 0), ("sync_us", 600))
     step.sync = exchanged
-    return splits(settled(step), all_ready_us)[0]
+    return splits(resolved(step), all_ready_us)[0]
 
 
 def test_an_exchange_of_an_earlier_step_costs_only_the_waiting_that_is_left() -> None:
@@ -92,7 +92,7 @@ def test_what_landed_beside_backward_is_divided_by_its_own_last_rank() -> None:
     step = step_of(("", 0), ("backward_us", 200), ("sync_us", 550))
     step.traces, step.backward_end = [trace(100, 120, 195)], 200_000
     step.sync = traffic([], [trace(400, 410, 495)], (410, 500))
-    found = settled(step)
+    found = resolved(step)
     assert splits(found, [150.0, 430.0]) == [(20, 30 + 20, 50 + 70)]
     assert found.us[0, [COLUMN["backward_us"], COLUMN["sync_us"]]].tolist() == [200 - 100, 350 - 90]
 
@@ -200,8 +200,8 @@ def test_steps_that_are_divided_together_come_out_as_each_alone_would(seed: int)
         now = step.marks[-1] // 1000 + chance.randint(0, 10)
         steps.append(step)
         all_ready.append(ready)
-    found = splits(settled(*steps), [at for ready in all_ready for at in ready])
-    alone = [splits(settled(step), ready)[0] for step, ready in zip(steps, all_ready, strict=True)]
+    found = splits(resolved(*steps), [at for ready in all_ready for at in ready])
+    alone = [splits(resolved(step), ready)[0] for step, ready in zip(steps, all_ready, strict=True)]
     assert found == alone == [plainly(step, ready) for step, ready in zip(steps, all_ready, strict=True)]
     assert any(split.wait_us for split in found)
     assert any(split.wire_us for split in found)

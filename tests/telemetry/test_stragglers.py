@@ -10,8 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ddprun.telemetry.stragglers import Stragglers, _beyond
-from ddprun.telemetry.word import (
+from ddprun.telemetry.control_message import (
     CHECKPOINT,
     CODE_AT,
     COMPARE_CLOCKS,
@@ -24,12 +23,13 @@ from ddprun.telemetry.word import (
     STOP,
     SYNC_READY_AT,
     WISHES_AT,
-    Words,
+    ControlMessages,
     blank,
     spent_of,
     sync_ready_of,
     told_buckets,
 )
+from ddprun.telemetry.stragglers import Stragglers, _beyond
 
 RANKS, BUCKETS, STEP_US = 4, 3, 12_000.0
 NORMAL = {
@@ -101,17 +101,17 @@ def found_in(
     it = Stragglers(window=20, over=0.1)
     it.begin_stage(PARAMS if buckets else [])
     for step in range(1, steps + 1):
-        words = [word(step, late if r == rank else {}, generator, buckets=buckets) for r in range(ranks)]
-        it.add([step], words_of(words, BUCKETS if buckets else 0))
+        messages = [word(step, late if r == rank else {}, generator, buckets=buckets) for r in range(ranks)]
+        it.add([step], words_of(messages, BUCKETS if buckets else 0))
     return it
 
 
-def words_of(words: Sequence[Word], buckets: int) -> Words:
+def words_of(messages: Sequence[Word], buckets: int) -> ControlMessages:
     """What ranks tell about one step."""
-    numbers = np.stack([blank(1, len(told_buckets(buckets))) for _ in words], 1)
-    for rank, one in enumerate(words):
+    numbers = np.stack([blank(1, len(told_buckets(buckets))) for _ in messages], 1)
+    for rank, one in enumerate(messages):
         one.put_into(numbers[0, rank])
-    return Words(numbers)
+    return ControlMessages(numbers)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_nobody_is_late_by_little(late: dict[str, float]) -> None:
     """Less than a millisecond, or than a tenth of a step."""
     it = found_in(late)
     assert it.now is None
-    assert it.spells == []
+    assert it.episodes == []
 
 
 def test_a_little_more_than_a_tenth_of_a_step_is_late() -> None:
@@ -170,9 +170,9 @@ def test_late_in_three_steps_of_five_is_no_straggler() -> None:
     it.begin_stage(PARAMS)
     for step in range(1, 61):
         late = {"forward_us": 5000.0} if step % 5 < 3 else {}
-        words = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add([step], words_of(words, BUCKETS))
-    assert it.spells == []
+        messages = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
+        assert not it.add([step], words_of(messages, BUCKETS))
+    assert it.episodes == []
 
 
 def test_steps_in_which_nobody_is_waited_for_do_not_count() -> None:
@@ -182,8 +182,8 @@ def test_steps_in_which_nobody_is_waited_for_do_not_count() -> None:
     it.begin_stage([])
     for step in range(1, 51):
         late = [{"forward_us": 5000.0} if rank == 1 else {} for rank in range(RANKS)]
-        words = [word(step, more, generator, buckets=False) for more in late]
-        it.add([2 * step], words_of(words, 0))
+        messages = [word(step, more, generator, buckets=False) for more in late]
+        it.add([2 * step], words_of(messages, 0))
         it.add([2 * step + 1], words_of([Word() for _ in range(RANKS)], 0))
     assert it.now is not None
     assert (it.now.rank, it.now.cause) == (1, "forward")
@@ -196,8 +196,8 @@ def test_one_late_step_is_no_straggler() -> None:
     it.begin_stage(PARAMS)
     for step in range(1, 41):
         late = {"forward_us": 50_000.0} if step % 7 == 0 else {}
-        words = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add([step], words_of(words, BUCKETS))
+        messages = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
+        assert not it.add([step], words_of(messages, BUCKETS))
     assert it.now is None
 
 
@@ -209,9 +209,9 @@ def test_a_rank_that_is_late_for_a_while_is_no_straggler(steps: int) -> None:
     it.begin_stage(PARAMS)
     for step in range(1, 81):
         late = {"forward_us": 5000.0} if 6 <= step < 6 + steps else {}
-        words = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add([step], words_of(words, BUCKETS))
-    assert it.spells == []
+        messages = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
+        assert not it.add([step], words_of(messages, BUCKETS))
+    assert it.episodes == []
 
 
 def late_twice(step: int) -> dict[str, float]:
@@ -220,42 +220,42 @@ def late_twice(step: int) -> dict[str, float]:
 
 
 def test_a_spell_begins_and_ends() -> None:
-    """Each is news once, and stays in the list; another cause is another spell."""
+    """Each is news once, and stays in the list; another cause is another episode."""
     generator = torch.Generator().manual_seed(0)
     it = Stragglers(window=10, over=0.1)
     it.begin_stage(PARAMS)
     news = []
     for step in range(1, 191):
-        words = [word(step, late_twice(step) if rank == 3 else {}, generator) for rank in range(RANKS)]
-        if it.add([step], words_of(words, BUCKETS)):
+        messages = [word(step, late_twice(step) if rank == 3 else {}, generator) for rank in range(RANKS)]
+        if it.add([step], words_of(messages, BUCKETS)):
             news.append(None if it.now is None else it.now.cause)
     assert news == ["forward", None, "data", None]
-    assert [(one.cause, one.rank) for one in it.spells] == [("forward", 3), ("data", 3)]
-    first = it.spells[0]
+    assert [(one.cause, one.rank) for one in it.episodes] == [("forward", 3), ("data", 3)]
+    first = it.episodes[0]
     assert (first.first_step, 60 <= first.last_step <= 65) == (1, True)
     assert 4800 < first.late_us < 5200
     other = Stragglers(window=10, over=0.1)
     other.load_state_dict(it.state_dict())
-    assert other.spells == it.spells
+    assert other.episodes == it.episodes
 
 
 @pytest.mark.parametrize("lengths", [[190], [7, 1, 90, 92], [1] * 190])
 def test_words_that_come_together_are_looked_at_as_if_each_came_alone(lengths: Sequence[int]) -> None:
-    """The same spells, and the same news of the same steps."""
+    """The same episodes, and the same news of the same steps."""
     generator = torch.Generator().manual_seed(0)
     numbers = []
     for step in range(1, 191):
-        words = [word(step, late_twice(step) if rank == 3 else {}, generator) for rank in range(RANKS)]
-        numbers.append(words_of(words if step % 9 else [Word()] * RANKS, BUCKETS).numbers)
+        messages = [word(step, late_twice(step) if rank == 3 else {}, generator) for rank in range(RANKS)]
+        numbers.append(words_of(messages if step % 9 else [Word()] * RANKS, BUCKETS).numbers)
     it, news, first = Stragglers(window=10, over=0.1), [], 0
     it.begin_stage(PARAMS)
     for length in lengths:
         end = first + length
-        found = it.add(range(first + 1, end + 1), Words(np.concatenate(numbers[first:end])))
+        found = it.add(range(first + 1, end + 1), ControlMessages(np.concatenate(numbers[first:end])))
         news += [(step, None if late is None else late.cause) for step, late in found]
         first = end
     assert news == [(44, "forward"), (67, None), (151, "data"), (168, None)]
-    assert [(one.cause, one.first_step, one.last_step) for one in it.spells] == [
+    assert [(one.cause, one.first_step, one.last_step) for one in it.episodes] == [
         ("forward", 1, 61),
         ("data", 107, 163),
     ]
@@ -268,9 +268,9 @@ def test_of_very_many_spells_the_shortest_go() -> None:
     it.begin_stage(PARAMS)
     for step in range(1, 1001):
         late = {"forward_us" if step // 2 % 2 else "data_us": 5000.0}
-        words = [word(step, late if rank == 1 else {}, generator) for rank in range(3)]
-        it.add([step], words_of(words, BUCKETS))
-    assert len(it.spells) == 200
+        messages = [word(step, late if rank == 1 else {}, generator) for rank in range(3)]
+        it.add([step], words_of(messages, BUCKETS))
+    assert len(it.episodes) == 200
 
 
 def test_one_rank_alone_is_never_late() -> None:
@@ -282,22 +282,22 @@ def test_a_word_comes_back_as_it_was() -> None:
     """What all ranks read is what each has told."""
     one = Word(6.0, 3, wishes=STOP, code=7, sync_ready=5.0, spent=NORMAL, ready=(1.0, 2.0))
     two = Word(4.0, 1, wishes=CHECKPOINT + COMPARE_CLOCKS, ready=(3.0, 1.5))
-    words = words_of([one, two], 2)
-    assert (words.mean_losses, words.rank_losses(0), words.samples) == ([2.5], [2.0, 4.0], [4])
-    assert words.wishes == STOP + CHECKPOINT, "rank 0's wish alone to compare clocks counts"
-    assert words.met == [True]
-    assert words.codes == {0: [7, 0]}
-    assert words.apart_us == [5.0 + 0.5]
+    messages = words_of([one, two], 2)
+    assert (messages.mean_losses, messages.rank_losses(0), messages.samples) == ([2.5], [2.0, 4.0], [4])
+    assert messages.wishes == STOP + CHECKPOINT, "rank 0's wish alone to compare clocks counts"
+    assert messages.met == [True]
+    assert messages.codes == {0: [7, 0]}
+    assert messages.apart_us == [5.0 + 0.5]
     assert words_of([Word(sync_ready=5.0), Word(sync_ready=7.5)], 0).apart_us == [2.5]
-    assert sync_ready_of(words.numbers[0]).tolist() == [[5.0], [0.0]]
-    assert dict(zip(SPENT, spent_of(words.numbers[0])[0].tolist(), strict=True)) == NORMAL
-    assert words.all_ready(2).tolist() == [[3.0, 2.0]]
-    assert words.last_sync_ready().tolist() == [5.0]
+    assert sync_ready_of(messages.numbers[0]).tolist() == [[5.0], [0.0]]
+    assert dict(zip(SPENT, spent_of(messages.numbers[0])[0].tolist(), strict=True)) == NORMAL
+    assert messages.all_ready(2).tolist() == [[3.0, 2.0]]
+    assert messages.last_sync_ready().tolist() == [5.0]
     assert words_of([Word(wishes=STOP + COMPARE_CLOCKS), Word()], 2).wishes == STOP + COMPARE_CLOCKS
     one_after_another = [[Word(wishes=COMPARE_CLOCKS), Word()], [Word(), Word(wishes=STOP + COMPARE_CLOCKS)]]
-    several = Words(np.concatenate([words_of(one, 0).numbers for one in one_after_another]))
+    several = ControlMessages(np.concatenate([words_of(one, 0).numbers for one in one_after_another]))
     assert several.wishes == STOP + COMPARE_CLOCKS, "of any word"
-    assert Words(several.numbers[1:]).wishes == STOP
+    assert ControlMessages(several.numbers[1:]).wishes == STOP
     nothing = words_of([Word(), Word()], 2)
     assert (nothing.met, nothing.codes, nothing.wishes) == ([False], {}, 0)
     assert words_of([Word(), Word()], 2).all_ready(2).tolist() == [[0.0, 0.0]]
@@ -311,8 +311,8 @@ def test_a_word_stays_small_however_many_buckets_there_are(buckets: int) -> None
     assert told == sorted(set(told))
     assert told[-1] == buckets - 1
     none = Word()  # of a rank that has exchanged no gradients in the step
-    words = words_of([Word(ready=[1.0 + bucket for bucket in told]), none], buckets)
-    ready = words.all_ready(buckets)[0].tolist()
+    messages = words_of([Word(ready=[1.0 + bucket for bucket in told]), none], buckets)
+    ready = messages.all_ready(buckets)[0].tolist()
     assert len(ready) == buckets
     assert all(bucket <= at - 1 < bucket + math.ceil(buckets / MOST_READY) for bucket, at in enumerate(ready))
 

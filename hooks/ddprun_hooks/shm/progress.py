@@ -99,7 +99,7 @@ class ProgressThread:
                 future.set_result(None)
             else:
                 wrapped = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
-                future.set_exception(wrapped)  # type: ignore[arg-type]  # as in `lane.fail`
+                future.set_exception(wrapped)  # type: ignore[arg-type]  # as in `queue.fail`
             with self._lock:
                 line.popleft()
                 if not line:

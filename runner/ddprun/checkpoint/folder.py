@@ -29,7 +29,7 @@ from ddprun.checkpoint.codec import decode, encode
 from ddprun.checkpoint.tensors import DamagedError, UnreadableError, read_tensors, write_tensors
 from ddprun.run_files import NotPlainError, open_file, read_object
 
-VERSION = 3
+VERSION = 4
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 256 * 1024 * 1024
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024

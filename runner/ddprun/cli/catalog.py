@@ -26,7 +26,7 @@ _KINDS = (
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def catalog(kind: str | None, form: str) -> int:
     """Everything that a pipeline can choose, with options, types and defaults; of one KIND or of all."""
-    from ddprun.spec import catalog as listed
+    from ddprun.config import catalog as listed
 
     kinds = [kind] if kind else list(_KINDS)
     if form == "json":

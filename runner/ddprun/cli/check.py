@@ -29,7 +29,7 @@ def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, re
     Exit code 0 if every file can run (warnings are no faults), 2 if not.
     """
     from ddprun.cli import printing
-    from ddprun.spec import Fault, PipelineError, load
+    from ddprun.config import Fault, PipelineError, load
 
     if resolved and (len(pipelines) > 1 or form != "text"):
         raise click.UsageError("--resolved takes one pipeline and no --format")

@@ -84,11 +84,11 @@ def compare(
     all of them is written beside the table. Exit code 0; 1 if a run failed; 2 if something is wrong before.
     """
     from ddprun.cli import printing
-    from ddprun.insight import compare as comparing
-    from ddprun.insight.report import report as page
-    from ddprun.spec import PipelineError, load
-    from ddprun.spec.faults import Fault
-    from ddprun.spec.overrides import alternatives
+    from ddprun.compare import compare as comparing
+    from ddprun.config import PipelineError, load
+    from ddprun.config.faults import Fault
+    from ddprun.config.overrides import alternatives
+    from ddprun.report.report import report as page
 
     keys, faults = [], []
     for number, text in enumerate(vary, start=1):
@@ -142,7 +142,7 @@ def compare(
 
 def _fitted(variant: Any, loaded: Any, steps: int | None) -> Any:
     """A variant with so many steps in its one stage that takes any; with `noop` in every stage."""
-    from ddprun.spec import PipelineError
+    from ddprun.config import PipelineError
 
     taking = loaded.pipeline.step_stages()
     more: list[str] = []

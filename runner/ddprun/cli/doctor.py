@@ -35,7 +35,7 @@ def doctor(form: str, timeout_s: float, **flags: str | int | float | bool | None
     """
     from ddprun.cli import diagnosed, printing
     from ddprun.cli.run import given
-    from ddprun.doctor.visit import visit
+    from ddprun.doctor.run import visit
     from ddprun.launch.launcher import LauncherError
 
     try:

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddprun.cli.columns import capital, count, ends, labelled, size, table, told
-from ddprun.insight.explained import Exchange, bucket_bytes
-from ddprun.insight.traffic import Among, Amount, Carried
+from ddprun.explain.explained import Exchange, bucket_bytes
+from ddprun.explain.traffic import Among, Amount, Carried
 from ddprun_hooks.buckets import BucketLayout
 
 _ROWS = 12

@@ -41,8 +41,8 @@ def explain(
     pipeline cannot run; 1 if code that it names fails.
     """
     from ddprun.cli import printing
-    from ddprun.spec import PipelineError, load
-    from ddprun.spec.secrets import Secrets
+    from ddprun.config import PipelineError, load
+    from ddprun.config.secrets import Secrets
 
     secrets = Secrets.of()
     try:
@@ -53,7 +53,7 @@ def explain(
         if loaded.warnings:
             click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
-        from ddprun.insight.explain import explain as look_up
+        from ddprun.explain.explain import explain as look_up
 
         explained = look_up(loaded, hosts=nnodes, ranks_per_host=nproc_per_node, importing=not no_import)
     except PipelineError as error:

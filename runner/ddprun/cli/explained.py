@@ -5,9 +5,9 @@ from typing import Any
 
 from ddprun.cli.columns import capital, count, ends, labelled, named_steps, size, table, told
 from ddprun.cli.exchanged import HEAD, RIGHT, named, ranks_of, summed, tables, thinned
-from ddprun.insight.explained import Exchange, Explained, StageExplained
-from ddprun.spec import Buffers, Choice, TrainSettings
-from ddprun.sync.buffers import Verdict
+from ddprun.config import Buffers, Choice, TrainSettings
+from ddprun.explain.explained import Exchange, Explained, StageExplained
+from ddprun.sync.buffers import BufferUse
 
 
 def text(explained: Explained) -> str:
@@ -24,7 +24,7 @@ def _head(explained: Explained) -> Iterator[str]:
     if world.ranks > 1 and world.hosts == 1:
         yield from told("Hosts", "Nothing goes between hosts. --nnodes 2 shows what would go between two.")
     if parameters is None or buffers is None:
-        yield from told("Model", f"Its size cannot be known, as {explained.sight.unknown.model}.")
+        yield from told("Model", f"Its size cannot be known, as {explained.probe.unknown.model}.")
         return
     values = sum(one.numel() for one in parameters.values())
     held, more = (sum(one.nbytes for one in found.values()) for found in (parameters, buffers))
@@ -68,7 +68,7 @@ def _stage(stage: StageExplained, explained: Explained, known: dict[tuple[str, s
         yield from tables(_at(stage, "backward"), stage.ranks)
     yield from _after_steps(stage, settings)
     yield from _end(stage)
-    yield from said("Control word", _control_word(stage))
+    yield from said("Control message", _control_word(stage))
     yield from said("Loss", _loss(settings))
     yield from _sums(stage)
 
@@ -102,12 +102,12 @@ def _forward(stage: StageExplained, settings: TrainSettings) -> str:
 
 
 def _buffers(stage: StageExplained, setting: Buffers, explained: Explained) -> str:
-    verdict, held = explained.sight.verdict, explained.buffers
+    verdict, held = explained.probe.verdict, explained.buffers
     chosen = f"{_shown(setting.plain())}: "
     if held == {}:
         return f"{chosen}the model has none. DDP's own broadcast before each forward pass would send nothing."
     if verdict is None or held is None:
-        unknown = explained.sight.unknown
+        unknown = explained.probe.unknown
         reason = unknown.batch or unknown.model
         return f"{chosen}whether any change cannot be known, as {reason}. They are not among the bytes below."
     said = chosen + _found(verdict, len(held))
@@ -128,7 +128,7 @@ def _buffers(stage: StageExplained, setting: Buffers, explained: Explained) -> s
     return f"{said} DDP's own broadcast would send {size(every)} before each forward pass."
 
 
-def _found(verdict: Verdict, held: int) -> str:
+def _found(verdict: BufferUse, held: int) -> str:
     """What the buffers do."""
     if not verdict.changing:
         return f"of {count(held, 'buffer')} none changes in training, but for counters."

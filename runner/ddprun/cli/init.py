@@ -9,7 +9,7 @@ import click
 @click.argument("file", type=click.Path(path_type=Path), default="pipeline.yaml")
 def init(file: Path) -> int:
     """Write a pipeline to start from (pipeline.yaml, or FILE), which runs as it is."""
-    from ddprun.spec import starter
+    from ddprun.config import starter
 
     try:
         starter.write(file)

@@ -49,7 +49,7 @@ class _Commands(click.Group):
         word = args[0]
         command = self.get_command(ctx, word)
         if command is None:
-            from ddprun.spec.faults import suggest
+            from ddprun.config.faults import suggest
 
             near = suggest(word, self.commands)
             hint = f' (did you mean "{near}"?)' if near else ""
@@ -89,7 +89,7 @@ def _words(args: Sequence[str], command: click.Command) -> Iterator[str]:
 
 
 def _without_secret(setting: str) -> str:
-    from ddprun.spec.secrets import Secrets
+    from ddprun.config.secrets import Secrets
 
     return Secrets({}).redact_line(setting, override=True)
 
@@ -153,7 +153,7 @@ def main(args: Sequence[str] | None = None) -> int:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         return 2
     except click.ClickException as error:
-        from ddprun.spec.secrets import Secrets
+        from ddprun.config.secrets import Secrets
 
         message = " ".join(Secrets.of().redact(error.format_message()).split()).rstrip(".")
         if isinstance(error, _OutputLostError):

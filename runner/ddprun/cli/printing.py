@@ -6,8 +6,8 @@ from typing import IO
 
 import click
 
+from ddprun.config.faults import Fault
 from ddprun.screen import is_terminal
-from ddprun.spec.faults import Fault
 
 
 def colored(stream: IO[str]) -> bool:

@@ -24,10 +24,10 @@ def report(runs: tuple[Path, ...], output: Path | None, steps: str | None, trace
     The page opens without a network; trace.json opens in https://ui.perfetto.dev. Exit code 0; 2 if a folder
     is no run's.
     """
-    from ddprun.insight import trace as traces
-    from ddprun.insight.digest import digest
-    from ddprun.insight.report import report as page
-    from ddprun.insight.runs import NoRunError, Run
+    from ddprun.report import trace as traces
+    from ddprun.report.digest import digest
+    from ddprun.report.report import report as page
+    from ddprun.report.runs import NoRunError, Run
 
     chosen = _steps(steps)
     target = output if output is not None else runs[0] / "report.html"

@@ -101,7 +101,7 @@ def start(
         resuming: whether `run_dir` is the folder of a run that is to go on.
     """
     from ddprun.cli import printing
-    from ddprun.spec import PipelineError, load
+    from ddprun.config import PipelineError, load
 
     if LAUNCHED in os.environ or COMPARED in os.environ:
         from ddprun.launch.environment import handed_down

@@ -10,7 +10,7 @@ import click
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write it to a file.")
 def schema(output: Path | None) -> int:
     """Print the JSON Schema of pipeline files, for editors to complete and check as you type."""
-    from ddprun.spec.json_schema import json_schema
+    from ddprun.config.json_schema import json_schema
 
     text = json.dumps(json_schema(), indent=1) + "\n"
     if output is None:

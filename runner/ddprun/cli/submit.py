@@ -9,7 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from ddprun.cluster.job import Job
-    from ddprun.spec import Loaded
+    from ddprun.config import Loaded
 
 _VARIABLES = {"docker": "docker.env", "kubernetes": "the Secret that kubernetes.env_from names"}
 """Where such a job has its environment variables from."""
@@ -44,7 +44,7 @@ def submit(
     """
     from ddprun.cli import printing
     from ddprun.cluster.job import ClusterError
-    from ddprun.spec import PipelineError, load
+    from ddprun.config import PipelineError, load
 
     try:
         loaded = load(pipeline, overrides)
@@ -90,7 +90,7 @@ def _follow(job: "Job", number: str) -> int:
 
 def _holds_secret(loaded: "Loaded") -> bool:
     """Whether the file itself does, which such a job takes along."""
-    from ddprun.spec.secrets import REDACTED
+    from ddprun.config.secrets import REDACTED
 
     text = loaded.path.read_text("utf-8")
     return REDACTED in loaded.resolved() or loaded.secrets.redact(text) != text

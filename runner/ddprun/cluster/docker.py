@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from ddprun.cluster.job import PORT, RUNS, ClusterError, Outcome, Show, arguments, limits, new_name, nodes_of
-from ddprun.spec import Loaded
+from ddprun.config import Loaded
 
 JOB = "ddprun.job"
 """Label of all that belongs to a job; its value is the job's id."""

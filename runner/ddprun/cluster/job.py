@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from ddprun.spec import Loaded
+from ddprun.config import Loaded
 from ddprun_hooks.config.trust import VARIABLE
 
 PORT = 29400

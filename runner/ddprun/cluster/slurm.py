@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ddprun import ON_USR1, QUEUE_AGAIN
 from ddprun.cluster.job import ClusterError, Outcome, Show, limits, nodes_of
-from ddprun.spec import Loaded
+from ddprun.config import Loaded
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
 _POLL_S = 1.0

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from ddprun.doctor.circle import Circle
 from ddprun.doctor.findings import Finding, Level, pair_of
+from ddprun.doctor.host_group import HostGroup
 
 _ROUNDS = 10
 _WARNING_S = 1.0
@@ -17,27 +17,27 @@ ELASTIC_S = 5.0
 (`ddprun.launch.agent`)."""
 
 
-def offset(circle: Circle, within_s: float) -> tuple[float, float]:
+def offset(group: HostGroup, within_s: float) -> tuple[float, float]:
     """How far this host's wall clock is ahead of the first host's, and the error bound, in seconds.
 
     Cristian's algorithm (Distributed Computing 3, 1989), through the store: of some exchanges the one with
     the shortest round trip counts, and half of it is the error bound. The first host answers one by one.
 
     Args:
-        circle: of the hosts.
+        group: of the hosts.
         within_s: how long a host may take to begin.
     """
-    store, wait = circle.store, timedelta(seconds=within_s)
-    if circle.index == 0:
-        for other, number in itertools.product(range(1, circle.size), range(_ROUNDS)):
+    store, wait = group.store, timedelta(seconds=within_s)
+    if group.index == 0:
+        for other, number in itertools.product(range(1, group.size), range(_ROUNDS)):
             store.wait([f"clock/{other}/{number}/asked"], wait)
             store.set(f"clock/{other}/{number}/told", json.dumps(time.time()))
         return 0.0, 0.0
     best = (0.0, float("inf"))
     for number in range(_ROUNDS):
-        key, asked, began = f"clock/{circle.index}/{number}", time.time(), time.monotonic()
+        key, asked, began = f"clock/{group.index}/{number}", time.time(), time.monotonic()
         store.set(f"{key}/asked", "")
-        store.wait([f"{key}/told"], timedelta(seconds=within_s * circle.size))
+        store.wait([f"{key}/told"], timedelta(seconds=within_s * group.size))
         theirs, bound = json.loads(store.get(f"{key}/told")), (time.monotonic() - began) / 2
         if bound < best[1]:
             best = (asked + bound - theirs, bound)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ddprun.doctor.findings import Finding, Report, pair_of
 from ddprun.doctor.gpus import look_at_gpus
 from ddprun.doctor.host import bad_variables, facts, look, loopback_variables
-from ddprun.engine.network import VARIABLES, address_towards, interface_towards
+from ddprun.host.network import VARIABLES, address_towards, interface_towards
 from ddprun.screen import say
 
 if TYPE_CHECKING:
-    from ddprun.doctor.circle import Circle
+    from ddprun.doctor.host_group import HostGroup
 
 _LOOKING_S = 60.0
 """Longest time for a host to look at itself: drivers of GPUs may need long to start."""
@@ -67,7 +67,7 @@ def all_hosts(
     Raises:
         LostError, NetworkError, RuntimeError: hosts cannot be reached any more.
     """
-    from ddprun.doctor.circle import Circle, bounded
+    from ddprun.doctor.host_group import HostGroup, bounded
     from ddprun.engine.ranks import Environment, Ranks
 
     loopbacks = loopback_variables(os.environ)
@@ -90,60 +90,60 @@ def all_hosts(
     ranks = Ranks(environment, timedelta(seconds=timeout_s))
     with bounded(3 * timeout_s):
         ranks.connect(store)
-        circle = Circle.of(ranks, [here.facts["name"], here.facts["boot"]])
+        group = HostGroup.of(ranks, [here.facts["name"], here.facts["boot"]])
     report = None
-    if circle.index is not None:
-        report = _between(circle, Examined(here.facts, [*here.findings, *found]), timeout_s)
-        if circle.index == 0:
-            circle.tell("fit", report.fit)
-    fit = bool(circle.hear("fit"))
-    circle.part(environment.rank, environment.world_size, _PARTING_S)
+    if group.index is not None:
+        report = _between(group, Examined(here.facts, [*here.findings, *found]), timeout_s)
+        if group.index == 0:
+            group.tell("fit", report.fit)
+    fit = bool(group.hear("fit"))
+    group.part(environment.rank, environment.world_size, _PARTING_S)
     return (report if ranks.rank == 0 else None), fit
 
 
-def _between(circle: "Circle", here: Examined, timeout_s: float) -> Report:
+def _between(group: "HostGroup", here: Examined, timeout_s: float) -> Report:
     """Measure between hosts; gives all of them the report."""
-    from ddprun.doctor.circle import bounded
     from ddprun.doctor.clocks import clock_findings, offset
+    from ddprun.doctor.host_group import bounded
     from ddprun.doctor.ports import Doors, Open, closed, port_findings
 
-    name = circle.names[circle.place]
+    name = group.names[group.place]
     mine = [{**finding.plain(), "where": name} for finding in here.findings]
     address = address_towards(os.environ["MASTER_ADDR"])
     interface = os.environ.get(VARIABLES[0], "")
-    told = circle.gather("hosts", [{**here.facts, "name": name}, mine, interface], _LOOKING_S + timeout_s)
+    told = group.gather("hosts", [{**here.facts, "name": name}, mine, interface], _LOOKING_S + timeout_s)
     seen = [one[0] for one in told]
     findings = [Finding(**plain) for one in told for plain in one[1]]
     findings += differences(seen)
-    with bounded(2 * timeout_s * circle.size):
-        offsets = offset(circle, timeout_s)
-    clocks = circle.gather("clocks", offsets, timeout_s * circle.size)
+    with bounded(2 * timeout_s * group.size):
+        offsets = offset(group, timeout_s)
+    clocks = group.gather("clocks", offsets, timeout_s * group.size)
     with Open(address) as listening:
         doors = [
             Doors(where, tuple(ports), token)
-            for where, ports, token in circle.gather(
+            for where, ports, token in group.gather(
                 "doors", [address, listening.doors.ports, listening.doors.token], timeout_s
             )
         ]
-        others = [None if index == circle.place else one for index, one in enumerate(doors)]
-        shut = circle.gather("ports", closed(others), _PORTS_S + timeout_s)
-    ways = circle.gather(
+        others = [None if index == group.place else one for index, one in enumerate(doors)]
+        shut = group.gather("ports", closed(others), _PORTS_S + timeout_s)
+    ways = group.gather(
         "ways", [None if one is None else interface_towards(one.address) for one in others], timeout_s
     )
     named = [one[2] for one in told]
-    between = way_findings(circle.names, named, ways)
-    between += port_findings(circle.names, doors, shut) + clock_findings(circle.names, clocks)
+    between = way_findings(group.names, named, ways)
+    between += port_findings(group.names, doors, shut) + clock_findings(group.names, clocks)
     fenced = {
         (min(pair), max(pair))
-        for pair in itertools.permutations(range(circle.size), 2)
+        for pair in itertools.permutations(range(group.size), 2)
         if shut[pair[0]][pair[1]]
     }
-    between += _links(circle, seen, named, fenced, timeout_s)
+    between += _links(group, seen, named, fenced, timeout_s)
     return Report(seen, findings + between)
 
 
 def _links(
-    circle: "Circle",
+    group: "HostGroup",
     seen: Sequence[Mapping[str, Any]],
     interfaces: Sequence[str],
     fenced: set[tuple[int, int]],
@@ -157,15 +157,15 @@ def _links(
     kinds = [("gloo", torch.device("cpu"))]
     if all(one["gpus"] and one["versions"]["NCCL"] for one in seen):
         kinds.append(("nccl", torch.device("cuda", 0)))
-    schedule = rounds(circle.size)
-    if circle.index == 0 and len(schedule) > _MANY_PAIRS:
+    schedule = rounds(group.size)
+    if group.index == 0 and len(schedule) > _MANY_PAIRS:
         say(f"ddprun doctor: measures links in {len(schedule)} rounds of seconds each")
     findings: list[Finding] = []
     for number, (pairs, (backend, device)) in enumerate(itertools.product(schedule, kinds)):
-        pair = next((pair for pair in pairs if circle.place in pair and pair not in fenced), None)
-        found = None if pair is None else _measured(circle, pair, backend, device, timeout_s)
-        for (one, other), told in zip(pairs, _of_pairs(circle, pairs, number, found, timeout_s), strict=True):
-            names = circle.names[one], circle.names[other]
+        pair = next((pair for pair in pairs if group.place in pair and pair not in fenced), None)
+        found = None if pair is None else _measured(group, pair, backend, device, timeout_s)
+        for (one, other), told in zip(pairs, _of_pairs(group, pairs, number, found, timeout_s), strict=True):
+            names = group.names[one], group.names[other]
             if isinstance(told, str):
                 findings.append(
                     Finding(
@@ -182,10 +182,10 @@ def _links(
     if any(len(pairs) > 1 for pairs in schedule):
         findings.append(
             Finding(
-                where=", ".join((circle.names[0], circle.names[-1])),
+                where=", ".join((group.names[0], group.names[-1])),
                 check="bandwidth",
                 level="note",
-                found=f"{circle.size} hosts: up to {circle.size // 2} pairs were measured at the same time",
+                found=f"{group.size} hosts: up to {group.size // 2} pairs were measured at the same time",
                 do="give --nnodes 2 on two hosts to measure a slow link alone",
             )
         )
@@ -193,24 +193,24 @@ def _links(
 
 
 def _measured(
-    circle: "Circle", pair: tuple[int, int], backend: str, device: Any, timeout_s: float
+    group: "HostGroup", pair: tuple[int, int], backend: str, device: Any, timeout_s: float
 ) -> dict[str, Any] | str:
     """What was measured, or why it could not be."""
     import torch.distributed as dist
 
-    from ddprun.doctor.circle import bounded
+    from ddprun.doctor.host_group import bounded
     from ddprun.doctor.links import LONGEST_S, measure
 
-    store = dist.PrefixStore(f"link/{backend}/{pair[0]}-{pair[1]}", circle.store)
+    store = dist.PrefixStore(f"link/{backend}/{pair[0]}-{pair[1]}", group.store)
     try:
         with bounded(LONGEST_S + 2 * timeout_s):
-            return measure(store, pair.index(circle.place), backend, device, timeout_s).plain()
+            return measure(store, pair.index(group.place), backend, device, timeout_s).plain()
     except (RuntimeError, ValueError) as error:
         return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _of_pairs(
-    circle: "Circle",
+    group: "HostGroup",
     pairs: Sequence[tuple[int, int]],
     number: int,
     found: dict[str, Any] | str | None,
@@ -220,7 +220,7 @@ def _of_pairs(
     from ddprun.doctor.links import LONGEST_S
 
     others_s = 2 * timeout_s + (0 if isinstance(found, str) else LONGEST_S)
-    told = circle.gather(f"links/{number}", found, others_s)
+    told = group.gather(f"links/{number}", found, others_s)
     return [
         next((told[host] for host in pair if isinstance(told[host], str)), told[pair[0]]) for pair in pairs
     ]

@@ -14,8 +14,8 @@ from ddprun import __version__
 from ddprun.doctor.findings import Finding, Level
 from ddprun.doctor.gpus import Gpus, gpu_findings
 from ddprun.doctor.holes import holes_of
-from ddprun.engine.network import VARIABLES, NetworkError, addresses, check_named, is_loopback, owners
-from ddprun.engine.shm import REMEDY, ROOM_FOR_NCCL_BYTES, Room, binary, least_bytes, room
+from ddprun.host.network import VARIABLES, NetworkError, addresses, check_named, is_loopback, owners
+from ddprun.host.shared_memory import REMEDY, ROOM_FOR_NCCL_BYTES, Room, binary, least_bytes, room
 
 _LOADERS = 4
 """Loading processes of a rank for which there should be room."""

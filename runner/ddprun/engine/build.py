@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from ddprun.config import Choice, DataPair, Loaded, PipelineError, StepStage, length_option, tensor_options
 from ddprun.engine.data import is_iterable
 from ddprun.engine.evolution import evolution_strategies
-from ddprun.spec import Choice, DataPair, Loaded, PipelineError, StepStage, length_option, tensor_options
 from ddprun.sync.noise import noise
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS

@@ -10,11 +10,11 @@ from ddprun import __version__
 from ddprun.checkpoint.codec import UnstorableError, check
 from ddprun.checkpoint.folder import Apart, rank_name
 from ddprun.checkpoint.writer import CheckpointWriter, Outcome
+from ddprun.config import Loaded, PipelineError
 from ddprun.engine.nonfinite import in_state
-from ddprun.engine.notes import keep_checkpoint
 from ddprun.engine.ranks import Ranks
 from ddprun.engine.state import shared_keys, state_of
-from ddprun.spec import Loaded, PipelineError
+from ddprun.host.rank_files import keep_checkpoint
 from ddprun.telemetry.gather import Records
 from ddprun_hooks.comm.control import open_control
 from ddprun_hooks.comm.groups import Placement
@@ -103,10 +103,10 @@ class Checkpoints:
         if self._writer is None:
             return
         started = time.monotonic()
-        step, position = session.step, session.position
-        if position.mid_stage:
-            position.elapsed_s()
-        position.run_elapsed_s()
+        step, cursor = session.step, session.cursor
+        if cursor.mid_stage:
+            cursor.elapsed_s()
+        cursor.run_elapsed_s()
         if at_end:  # ranks that never meet have stopped each after a step of its own
             known = session.exchange.control.all_gather([float(step), float(self._writer.count)])
             step = int(known[:, 0].max())

@@ -33,7 +33,7 @@ def close_run(session: Session, *, status: Status, seconds: float) -> list[str]:
     ranks, records = session.ranks, session.records
     records.writer.flush()
     _tell_records(session, ranks.gather("records", records.writer.failure or ""))
-    found = summarise(session, status=status, seconds=seconds, stages=session.position.entries)
+    found = summarise(session, status=status, seconds=seconds, stages=session.cursor.entries)
     if status == "failed":
         told = failure(session, session.run_dir / CHECKPOINTS) if ranks.rank == 0 else ""
         assert session.nonfinite is not None

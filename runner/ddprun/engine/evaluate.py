@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ddprun.config import Choice, Evaluate, PipelineError
 from ddprun.engine import build, seeding
-from ddprun.engine.common import make_buffers_equal
 from ddprun.engine.data import Batches, as_it_is, is_iterable, tie_to_rank
 from ddprun.engine.objective import Outcome
+from ddprun.engine.replicas import make_buffers_equal
 from ddprun.engine.samples import BatchError, collate, differing, digest_of, shards_itself
 from ddprun.engine.session import Session
-from ddprun.spec import Choice, Evaluate, PipelineError
 
 _FIELDS = frozenset(
     ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")

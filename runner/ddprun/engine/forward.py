@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddprun.config import Forward
 from ddprun.engine import build, seeding
-from ddprun.engine.course import Course, run
 from ddprun.engine.data import StepBatches
 from ddprun.engine.session import Session
+from ddprun.engine.stage_run import StageRun, run
 from ddprun.engine.steps import follow_schedule, take_step, weight
-from ddprun.spec import Forward
 
 Update = Callable[[nn.Module, Callable[[], Tensor]], Any]
 
@@ -26,21 +26,21 @@ def forward(session: Session, stage: Forward) -> dict[str, Any]:
     return run(session, stage, partial(_compute, update))
 
 
-def _compute(update: Update | None, course: Course, batches: StepBatches, step: int) -> None:
+def _compute(update: Update | None, course: StageRun, batches: StepBatches, step: int) -> None:
     """One step: a batch, forward passes on it, and whatever the update makes of their losses."""
     session = course.session
-    ledger, precision = session.ledger, session.precision
+    recorder, precision = session.recorder, session.precision
     (micro,) = batches.micro_batches
     content = precision.admit(micro.content)
-    ledger.lap("data_us")
+    recorder.lap("data_us")
     if session.buffers.before_forward():
-        ledger.lap("sync_us")
-    session.ranks.watch.turn(b"forward")
+        recorder.lap("sync_us")
+    session.ranks.watchdog.turn(b"forward")
     if update is None:
         with torch.no_grad(), precision.computing():
             loss = session.objective(session.model, content).loss
-        ledger.note_loss(_mean(session, loss, micro.samples), micro.samples)
-        ledger.lap("forward_us")
+        recorder.note_loss(_mean(session, loss, micro.samples), micro.samples)
+        recorder.lap("forward_us")
         return
 
     same_draws = seeding.SameDraws(session.place.device)
@@ -57,13 +57,13 @@ def _compute(update: Update | None, course: Course, batches: StepBatches, step: 
     if micro.samples:  # a rank without samples has nothing to go by
         update(session.model, score)
     mean = torch.stack(losses).mean() if losses else torch.tensor(math.nan)
-    ledger.note_loss(_mean(session, mean, micro.samples), micro.samples if losses else 0)
-    ledger.lap("forward_us")
+    recorder.note_loss(_mean(session, mean, micro.samples), micro.samples if losses else 0)
+    recorder.lap("forward_us")
     if any(param.grad is not None for param in session.model.parameters()):
         take_step(course, step, scaled=False)
     else:
         follow_schedule(course)
-    ledger.lap("optimizer_us")
+    recorder.lap("optimizer_us")
 
 
 def _mean(session: Session, loss: Tensor, samples: int) -> Tensor:

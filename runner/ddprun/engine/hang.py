@@ -6,14 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ddprun.engine.notes import attempt_folder
 from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.summary import write_summary
+from ddprun.host.rank_files import attempt_folder
 from ddprun.screen import say
 from ddprun.telemetry.events import event_log
 from ddprun.telemetry.writer import Writer
-from ddprun.watch.alarm import Alarm, Report, Surroundings, open_log
-from ddprun.watch.watcher import Watch
+from ddprun.watchdog.hang import HangHandler, Report, RunContext, open_log
+from ddprun.watchdog.rank_watchdog import RankWatchdog
 
 if TYPE_CHECKING:
     from ddprun.engine.session import Session
@@ -26,7 +26,7 @@ _NCCL = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
-"""What torch's own watchdog has to do so that ranks' watches speak first (`docs/reliability.md`)."""
+"""What torch's own watchdog has to do so that ranks' watchdogs speak first (`docs/reliability.md`)."""
 
 
 class Known(Protocol):
@@ -47,14 +47,16 @@ def prepare_nccl() -> None:
         os.environ.setdefault(name, value)
 
 
-def open_watch(environment: Environment, timeout_s: float, known: Known, ranks: Callable[[], Ranks]) -> Watch:
+def open_watchdog(
+    environment: Environment, timeout_s: float, known: Known, ranks: Callable[[], Ranks]
+) -> RankWatchdog:
     """The watch of this rank; not looking yet.
 
     Args:
         environment: from the launcher.
         timeout_s: how long a collective may be under way.
         known: what the run has come to, when it is asked.
-        ranks: this rank among the others; not called before the watch looks.
+        ranks: this rank among the others; not called before the watchdog looks.
     """
 
     def speak(report: Report) -> None:
@@ -68,8 +70,8 @@ def open_watch(environment: Environment, timeout_s: float, known: Known, ranks: 
         if known.session is not None:
             known.session.trackers.fail(_TRACKERS_END_S)
 
-    alarm = Alarm(
-        Surroundings(
+    handler = HangHandler(
+        RunContext(
             rank=environment.rank,
             size=environment.world_size,
             host=os.uname().nodename,
@@ -81,9 +83,9 @@ def open_watch(environment: Environment, timeout_s: float, known: Known, ranks: 
             leave=leave,
         )
     )
-    watch = Watch(environment.rank, timeout_s, attempt_folder(), alarm)
-    alarm.watch = watch
-    return watch
+    watchdog = RankWatchdog(environment.rank, timeout_s, attempt_folder(), handler)
+    handler.watchdog = watchdog
+    return watchdog
 
 
 def log_of(run_dir: Path | None, rank: int) -> Path | None:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddprun.config import Ddp
 from ddprun.engine import seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.objective import Objective
 from ddprun.engine.precision import Precision
-from ddprun.spec import Ddp
-from ddprun.sync.buffers import Verdict, counters_of, probe
+from ddprun.sync.buffers import BufferUse, counters_of, probe
 from ddprun_hooks.dispatcher import Dispatcher
 
 
@@ -50,7 +50,7 @@ def without_gradient(model: nn.Module) -> list[str]:
 
 def look_at_buffers(
     model: nn.Module, objective: Objective, precision: Precision, feed: Feed, *, automatic: bool
-) -> Verdict:
+) -> BufferUse:
     """What training does with the model's buffers, as far as this rank can see.
 
     Args:
@@ -63,7 +63,7 @@ def look_at_buffers(
     named = dict(model.named_buffers())
     if not automatic or not named:
         counters = counters_of(model)
-        return Verdict(tuple(name for name in named if name not in counters), (), counters)
+        return BufferUse(tuple(name for name in named if name not in counters), (), counters)
     with seeding.generators_kept(precision.device):
         content = precision.admit(feed.first_batch())
         same_draws = seeding.SameDraws(precision.device)

@@ -1,6 +1,6 @@
 """Losses and parameters that are not finite: found by all ranks together, said once, and what follows.
 
-Control words bring every rank's losses, so all ranks learn of one that is NaN or infinite after the same
+Control messages bring every rank's losses, so all ranks learn of one that is NaN or infinite after the same
 step, and no step waits for it. Only then are parameters looked at. A parameter that is not finite never
 becomes finite again, so with `on_nan: stop` the run ends there. A loss alone is no reason to end: a
 GradScaler skips such a step, and a batch whose targets are all ignored has NaN for a mean and no gradient.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.folder import Apart
 from ddprun.run_files import resume_command
-from ddprun.telemetry.agreed import Agreed
+from ddprun.telemetry.global_step import GlobalStep
 
 if TYPE_CHECKING:
     from ddprun.engine.session import Session
@@ -83,7 +83,7 @@ def _not_finite(named: Mapping[str, Tensor]) -> list[str]:
     return [name for name, finite in zip(named, flags, strict=True) if not finite]
 
 
-def stops(session: "Session", words: Iterable[Agreed], on_nan: Literal["continue", "stop"]) -> bool:
+def stops(session: "Session", words: Iterable[GlobalStep], on_nan: Literal["continue", "stop"]) -> bool:
     """Say the first loss that is not finite; whether the run is to stop. Called by all ranks after one step.
 
     Args:
@@ -114,7 +114,7 @@ def stops_at_end(session: "Session", places: Sequence[int], on_nan: Literal["con
 
 
 def _compare(session: "Session", on_nan: Literal["continue", "stop"]) -> bool:
-    step, loss = session.ledger.nonfinite or (0, 0.0)
+    step, loss = session.recorder.nonfinite or (0, 0.0)
     told = session.exchange.control.all_gather(
         [step, loss, session.finite.first()], "losses that are not finite"
     ).tolist()

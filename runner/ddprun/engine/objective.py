@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ddprun.spec import Loaded, PipelineError
+from ddprun.config import Loaded, PipelineError
 
 
 class Outcome(NamedTuple):

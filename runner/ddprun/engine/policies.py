@@ -2,20 +2,20 @@
 
 from torch import Tensor, nn
 
-from ddprun.spec import Loaded, PipelineError, StepStage, TrainSettings
-from ddprun.spec import options as chosen
+from ddprun.config import Loaded, PipelineError, StepStage, TrainSettings
+from ddprun.config import options as chosen
 from ddprun.sync.broadcast import Broadcast
 from ddprun.sync.diloco import Diloco
 from ddprun.sync.hierarchical_sgd import HierarchicalSgd
 from ddprun.sync.independent import Independent
 from ddprun.sync.local_sgd import LocalSgd
-from ddprun.sync.policy import Policy, Workplace, averaged_parameters
+from ddprun.sync.policy import Policy, SyncContext, averaged_parameters
 from ddprun_hooks.comm.groups import combine, within_hosts
 from ddprun_hooks.hook import GroupRequirement
 from ddprun_hooks.stack import Stack
 
 
-class Still(Policy):
+class NoSync(Policy):
     """A stage in which nothing changes the weights, and no gradients are there to be averaged."""
 
     gradients_everywhere = False
@@ -26,7 +26,7 @@ class Still(Policy):
         return False
 
 
-def build_policy(settings: TrainSettings, place: Workplace, momentum: dict[str, Tensor]) -> Policy:
+def build_policy(settings: TrainSettings, place: SyncContext, momentum: dict[str, Tensor]) -> Policy:
     """The policy of a stage.
 
     Args:
@@ -39,7 +39,7 @@ def build_policy(settings: TrainSettings, place: Workplace, momentum: dict[str, 
             return Policy()
         case chosen.EveryStep():
             # Without a backward pass there are weights to average, if something changes them.
-            return LocalSgd(place, 1) if settings.update or settings.mutate else Still()
+            return LocalSgd(place, 1) if settings.update or settings.mutate else NoSync()
         case chosen.LocalSgd() as o:
             return LocalSgd(place, o.every, o.optimizer_state)
         case chosen.Average() as o:

@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddprun.engine.network import (
+from ddprun.engine.tcp_store import open_store
+from ddprun.host.device import Place
+from ddprun.host.network import (
     NetworkError,
     address_towards,
     choose_interface,
     choose_loopback,
     is_own,
 )
-from ddprun.engine.notes import attempt_folder
-from ddprun.engine.place import Place
-from ddprun.engine.tcp_store import open_store
-from ddprun.watch.alarm import Peer
-from ddprun.watch.board import claim
-from ddprun.watch.keeper import DESK
-from ddprun.watch.watcher import UNWATCHED, Onlooker
+from ddprun.host.rank_files import attempt_folder
+from ddprun.watchdog.hang import Peer
+from ddprun.watchdog.launcher_watchdog import STATUS_SERVER
+from ddprun.watchdog.rank_watchdog import UNWATCHED, Onlooker
+from ddprun.watchdog.status_page import claim
 from ddprun_hooks.comm.observer import waiting
 
 _FIRST_FAILURE = "failed"
@@ -70,15 +70,15 @@ class Ranks:
         environment: from the launcher.
         timeout: how long a collective, or joining, may take.
         watch: is told what this rank waits for.
-        board: path of this rank's board, on this host.
+        page: path of this rank's status page, on this host.
     """
 
     def __init__(
         self,
         environment: Environment,
         timeout: timedelta,
-        watch: Onlooker = UNWATCHED,
-        board: str = "",
+        watchdog: Onlooker = UNWATCHED,
+        page: str = "",
     ) -> None:
         self.environment = environment
         self.rank = environment.rank
@@ -90,10 +90,10 @@ class Ranks:
         """For each rank, how many ranks its launcher started on its host, once joined."""
 
         self.timeout = timeout
-        self.watch = watch
+        self.watchdog = watchdog
         self.host = socket.gethostname()
-        self._board = board
-        self._meeting = watch.sequence("joining", range(self.size))
+        self._page = page
+        self._meeting = watchdog.sequence("joining", range(self.size))
         self._base: dist.Store | None = None
         self._spare: dist.Store | None = None
         self._peers: dict[int, Peer] = {}
@@ -166,7 +166,7 @@ class Ranks:
         if place.device.type == "cuda":
             torch.cuda.set_device(place.device)
         store = self.store
-        here = [self.host, self.environment.local_world_size, self._board, os.environ.get(DESK, "")]
+        here = [self.host, self.environment.local_world_size, self._page, os.environ.get(STATUS_SERVER, "")]
         store.set(f"host/{self.rank}", json.dumps(here))
         with waiting(self._meeting, "init_process_group", "making the process group of all ranks"):
             dist.init_process_group(
@@ -179,7 +179,7 @@ class Ranks:
             places = json.loads(store.get("hosts"))
         self.hosts = tuple(place[0] for place in places)
         self.local_sizes = tuple(place[1] for place in places)
-        self._peers = {rank: Peer(host, board, desk) for rank, (host, _, board, desk) in enumerate(places)}
+        self._peers = {rank: Peer(host, page, server) for rank, (host, _, page, server) in enumerate(places)}
 
     def tell_all(self, key: str, make: Callable[[], str]) -> str:
         """What rank 0 makes, on every rank."""
@@ -204,8 +204,8 @@ class Ranks:
         def ask(store: dist.Store) -> None:
             for rank in range(self.size):
                 if store.check([f"host/{rank}"]):
-                    host, _, board, desk = json.loads(store.get(f"host/{rank}"))
-                    found[rank] = Peer(host, board, desk)
+                    host, _, page, server = json.loads(store.get(f"host/{rank}"))
+                    found[rank] = Peer(host, page, server)
 
         self._ask(ask)
         return dict(found)

@@ -18,6 +18,8 @@ from torch import Tensor
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.folder import Checkpoint, rank_name
 from ddprun.checkpoint.tensors import DamagedError, UnreadableError
+from ddprun.config import AverageStage, BroadcastStage, PipelineError, StepStage
+from ddprun.config.changes import changes, schedule_changed
 from ddprun.engine import seeding
 from ddprun.engine.checkpoints import FOLDER, layout_of
 from ddprun.engine.ranks import Ranks
@@ -25,12 +27,10 @@ from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
 from ddprun.engine.state import StateError, bring_back, check_fields, reading
 from ddprun.run_files import open_file
-from ddprun.spec import AverageStage, BroadcastStage, PipelineError, StepStage
-from ddprun.spec.changes import changes, schedule_changed
 from ddprun.sync.optimizer_state import has_mean, mean_of, mean_state
-from ddprun.telemetry.cut import cut_records
+from ddprun.telemetry.accumulator import NOTHING_ADDED
 from ddprun.telemetry.records import Totals
-from ddprun.telemetry.round import NOTHING_ADDED
+from ddprun.telemetry.truncate import truncate_records
 
 _CHUNK_BYTES = 64 << 20
 
@@ -48,7 +48,7 @@ def resume(session: Session) -> Checkpoint | None:
     found = _newest_whole(session, root)
     if session.ranks.rank == 0:
         try:
-            cut_records(session.run_dir, 0 if found is None else found.step)
+            truncate_records(session.run_dir, 0 if found is None else found.step)
         except OSError as error:
             raise RunFolderError(
                 f"cannot go on in the run folder {session.run_dir}: {error.strerror}"
@@ -58,26 +58,26 @@ def resume(session: Session) -> Checkpoint | None:
         return None
     with TemporaryDirectory(prefix="ddprun-") as scratch, agreed(session, found, "state"):
         state = _state(session, found, Path(scratch))
-        before, position = state["pipeline"], state["position"]
+        before, cursor = state["pipeline"], state["position"]
         with reading("pipeline"):
-            _reopen(session, before, position)
-    notes = changes(session.loaded, before, next_stage=position["next"], begun=position["stage"])
+            _reopen(session, before, cursor)
+    notes = changes(session.loaded, before, next_stage=cursor["next"], begun=cursor["stage"])
     with agreed(session, found, "session"):
         bring_back(session, state)
-    if session.position.mid_stage:
-        new_rates = schedule_changed(session.loaded, before, position["next"])
+    if session.cursor.mid_stage:
+        new_rates = schedule_changed(session.loaded, before, cursor["next"])
         session.mid_stage = {**state, "new_rates": new_rates, "checkpoint": found}
     for note in notes:
         session.screen.note(note)
     session.events.info(
         "resumed",
         step=session.step,
-        stage=session.position.next,
+        stage=session.cursor.next,
         checkpoint=str(found.path),
         world_size_before=found.world_size,
         changed=notes,
     )
-    nothing = session.position.next >= len(session.loaded.pipeline.stages)
+    nothing = session.cursor.next >= len(session.loaded.pipeline.stages)
     left = "; nothing is left to do: every stage is done" if nothing else ""
     session.screen.note(f"goes on after step {session.step}, from {found.path}{left}")
     return found
@@ -111,24 +111,24 @@ def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
         raise RunFolderError(f"the checkpoint of step {found.step} is damaged: {text} ({found.path})")
 
 
-def _reopen(session: Session, before: Mapping[str, Any], position: dict[str, Any]) -> None:
+def _reopen(session: Session, before: Mapping[str, Any], cursor: dict[str, Any]) -> None:
     """Go back into the last stage that took steps, if it is longer now and nothing has changed the weights
     since it ended.
     """
-    last = position["stage"]
-    if last is None or last >= position["next"]:
+    last = cursor["stage"]
+    if last is None or last >= cursor["next"]:
         return
     stages = session.loaded.pipeline.stages
-    since = stages[last + 1 : position["next"]]
+    since = stages[last + 1 : cursor["next"]]
     stage = stages[last] if last < len(stages) else None
     if isinstance(stage, StepStage) and not any(isinstance(s, AverageStage | BroadcastStage) for s in since):
         had = before["stages"][last].get(stage.name) or {}  # another kind of stage is told by `changes`
-        done, epochs = position["entries"][last]["steps"], had.get("epochs")
+        done, epochs = cursor["entries"][last]["steps"], had.get("epochs")
         longer = stage.steps is not None and stage.steps > done
         if longer or (stage.epochs is not None and stage.epochs > (epochs or 0)):
-            position["next"] = last
-            position["seconds"] = position["entries"][last]["seconds"]
-            position["entries"] = position["entries"][:last]
+            cursor["next"] = last
+            cursor["seconds"] = cursor["entries"][last]["seconds"]
+            cursor["entries"] = cursor["entries"][:last]
 
 
 def _newest_whole(session: Session, root: Path) -> Checkpoint | None:
@@ -171,10 +171,10 @@ def _lost(session: Session, root: Path, step: int) -> str:
     return str(name)
 
 
-def _on_nan(session: Session, position: Mapping[str, Any]) -> str:
+def _on_nan(session: Session, cursor: Mapping[str, Any]) -> str:
     """What the resumed file says of the stage that comes next, or else of the last one that took steps."""
     pipeline = session.loaded.pipeline
-    for place in (position["next"], position["stage"]):
+    for place in (cursor["next"], cursor["stage"]):
         stage = pipeline.stages[place] if place is not None and place < len(pipeline.stages) else None
         if isinstance(stage, StepStage):
             return stage.effective(pipeline).on_nan
@@ -354,17 +354,17 @@ def _for_another_world(
     state["hooks"] = session.stacks.merge([one["hooks"] for one in own])
     state["sync_of_ranks"] = [one["sync"] for one in own if one["sync"]] or [{}]
     state["together"] = ["common", "common", None, state["together"][3]]
-    state["ledger"] = _divided([one["ledger"] for one in own], rank, ranks)
+    state["telemetry"] = _divided([one["telemetry"] for one in own], rank, ranks)
     seeding.seed_everything(session.loaded.pipeline.seed + rank + ranks * (1 + state["step"]))
     state["generators"] = seeding.generator_state(session.place.device)
     return state
 
 
-def _refuse_replicas(session: Session, position: Mapping[str, Any]) -> None:
+def _refuse_replicas(session: Session, cursor: Mapping[str, Any]) -> None:
     """A stage that keeps ranks apart on purpose has as many replicas as it had ranks."""
     stages = session.loaded.pipeline.stages
-    begun = position["stage"] == position["next"] < len(stages)
-    stage = stages[position["next"]] if begun else None
+    begun = cursor["stage"] == cursor["next"] < len(stages)
+    stage = stages[cursor["next"]] if begun else None
     if isinstance(stage, StepStage) and stage.effective(session.loaded.pipeline).sync.name == "independent":
         text = "its ranks train independently, so another number of ranks cannot go on with it"
         raise PipelineError([session.loaded.fault(stage.path, text, "resume on as many ranks as before")])
@@ -387,12 +387,12 @@ def _mean_parameters(of_ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
     }
 
 
-def _divided(ledgers: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
+def _divided(recorders: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
     """What old ranks had added up, each given to one new rank."""
-    mine = [ledger["totals"] for place, ledger in enumerate(ledgers) if place % ranks == rank]
+    mine = [recorder["totals"] for place, recorder in enumerate(recorders) if place % ranks == rank]
     return {
         "totals": [sum(column) for column in zip(*mine, strict=True)] if mine else Totals().numbers(),
         "round": NOTHING_ADDED,
-        "own_loss": ledgers[0]["own_loss"],
-        "stragglers": ledgers[0]["stragglers"] if rank == 0 else [],
+        "own_loss": recorders[0]["own_loss"],
+        "stragglers": recorders[0]["stragglers"] if rank == 0 else [],
     }

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from ddprun import __version__
+from ddprun.config import Loaded
 from ddprun.engine.checkpoints import FOLDER as CHECKPOINTS
 from ddprun.engine.ranks import Ranks
 from ddprun.run_files import check_folder, open_file, read_object
-from ddprun.spec import Loaded
-from ddprun.telemetry.cut import cut_torn_event
 from ddprun.telemetry.gather import FOLDERS
+from ddprun.telemetry.truncate import truncate_torn_event
 
 Resuming = Literal["no", "yes", "if begun"]
 """Whether a folder is that of a run that is to go on."""
@@ -143,7 +143,7 @@ def _take_over(folder: Path, wait_s: float) -> None:
                 "rank 0 is now; hosts that share no disk need rank 0 on the same host as before"
             ) from None
         _lock(folder, wait_s)
-        cut_torn_event(folder)
+        truncate_torn_event(folder)
         (folder / SUMMARY).unlink(missing_ok=True)  # of an attempt that has failed
     except OSError as error:
         raise RunFolderError(f"cannot go on in the run folder {folder}: {error.strerror}") from None

@@ -12,11 +12,11 @@ from safetensors.torch import save_model
 
 from ddprun import __version__
 from ddprun.checkpoint.tensors import order_metadata
+from ddprun.config import PipelineError, Save
 from ddprun.engine.closing import LostError
-from ddprun.engine.common import make_buffers_equal
+from ddprun.engine.replicas import make_buffers_equal
 from ddprun.engine.session import Session
 from ddprun.run_files import as_path
-from ddprun.spec import PipelineError, Save
 
 MADE = "# Written by ddprun beside weights: the pipeline that made them.\n"
 """First line of the pipeline that save writes; a file without it is somebody else's."""

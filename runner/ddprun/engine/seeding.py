@@ -26,13 +26,13 @@ def make_deterministic(device: torch.device) -> None:
 def generator_state(device: torch.device) -> dict[str, Any]:
     """State of every random generator of this rank."""
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    name, keys, cursor, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": {"version": version, "internal": list(internal), "gauss": gauss},
         "numpy": {
             "name": name,
             "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-            "position": int(position),
+            "position": int(cursor),
             "has_gauss": int(has_gauss),
             "cached": float(cached),
         },

@@ -12,28 +12,28 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddprun.config import Loaded
 from ddprun.engine.checkpoints import Checkpoints
+from ddprun.engine.cursor import Cursor
 from ddprun.engine.data import Feed
 from ddprun.engine.nonfinite import FiniteCheck, Nonfinite
 from ddprun.engine.objective import Objective
-from ddprun.engine.place import Place
-from ddprun.engine.position import Position
 from ddprun.engine.precision import Precision
 from ddprun.engine.ranks import Ranks
 from ddprun.engine.stacks import Stacks
 from ddprun.engine.stop import StopRequest
-from ddprun.engine.turns import Turns
-from ddprun.spec import Loaded
+from ddprun.engine.time_slices import TimeSliceClient
+from ddprun.host.device import Place
 from ddprun.sync.audit import Finding
 from ddprun.sync.buffers import BufferSync
-from ddprun.sync.carrier import Carrier
+from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.policy import Policy, Together
 from ddprun.telemetry.clock import Clock, StreamClock
 from ddprun.telemetry.gather import Records
 from ddprun.telemetry.gradients import GradientTimes
-from ddprun.telemetry.ledger import Ledger
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.progress import Screen
+from ddprun.telemetry.recorder import StepRecorder
 from ddprun.track.trackers import Trackers, nobody
 from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.dispatcher import Dispatcher
@@ -57,7 +57,7 @@ class Session:
     exchange: Exchange
     records: Records
     clock: Clock
-    ledger: Ledger
+    recorder: StepRecorder
     screen: Screen
     events: structlog.typing.FilteringBoundLogger
     model: nn.Module
@@ -72,7 +72,7 @@ class Session:
     stacks: Stacks
     """The hooks of each stage."""
 
-    carrier: Carrier
+    exchanger: ParameterExchanger
     buffers: BufferSync
     optimizer: Optimizer
     optimizer_settings: dict[int, list[dict[str, Any]]]
@@ -124,7 +124,7 @@ class Session:
     told_apart: bool = False
     """The screen has said that ranks are apart, and not yet that they are equal again."""
 
-    position: Position = field(default_factory=Position)
+    cursor: Cursor = field(default_factory=Cursor)
 
     mid_stage: Mapping[str, Any] | None = None
     """State from which the stage that runs next goes on."""
@@ -153,7 +153,7 @@ class Session:
     profiler: Profiler | None = None
     """torch's, if it was asked for."""
 
-    turns: Turns | None = None
+    turns: TimeSliceClient | None = None
     """With other runs that this one is compared with."""
 
     clocks_compared_s: float = 0.0
@@ -164,7 +164,7 @@ class Session:
         if isinstance(self.clock, StreamClock):
             self.clock.tie()
         offset, bound = self.exchange.control.clock_offset()
-        self.ledger.offset_us = offset
+        self.recorder.offset_us = offset
         measured = self.exchange.control.all_gather([offset, bound], "clock offsets")
         self.events.info(
             "clock_offsets",
@@ -187,7 +187,7 @@ class Session:
         if time.monotonic() - self.asked_s < _ASK_EVERY_S:
             return False
         self.asked_s = time.monotonic()
-        if stop_if_lost and self.ledger.nonfinite is not None and self.finite.first():
+        if stop_if_lost and self.recorder.nonfinite is not None and self.finite.first():
             with self.ranks.asking():
                 self.ranks.store.set(_STOP, "")
             return True

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddprun.config import Loaded
 from ddprun.engine import build
 from ddprun.engine.policies import key_path
-from ddprun.spec import Loaded
 from ddprun_hooks.stack import Stack
 
 

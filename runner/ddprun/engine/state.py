@@ -20,8 +20,8 @@ from ddprun.checkpoint.tensors import DamagedError
 from ddprun.engine import seeding
 from ddprun.engine.nonfinite import Nonfinite
 from ddprun.sync.audit import Finding
+from ddprun.telemetry.accumulator import Accumulator
 from ddprun.telemetry.records import Totals
-from ddprun.telemetry.round import Round
 
 if TYPE_CHECKING:
     from ddprun.engine.session import Session
@@ -38,7 +38,7 @@ def state_of(session: "Session") -> dict[str, Any]:
     model = session.model
     return {
         "step": session.step,
-        "position": session.position.state_dict(),
+        "position": session.cursor.state_dict(),
         "schedule": session.schedule.state_dict() if session.schedule is not None else None,
         "parameters": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),
@@ -51,7 +51,7 @@ def state_of(session: "Session") -> dict[str, Any]:
         "together": [session.together, session.state_together, session.state_hosts, session.mutated_at],
         "outer_momentum": dict(session.outer_momentum),
         "buffers_seen": session.buffers.state_dict(),
-        "ledger": session.ledger.state_dict(),
+        "telemetry": session.recorder.state_dict(),
         "told": _told(session),
         "generators": seeding.generator_state(session.place.device),
     }
@@ -72,7 +72,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "together": (list,),
     "outer_momentum": (dict,),
     "buffers_seen": (dict,),
-    "ledger": (dict,),
+    "telemetry": (dict,),
     "told": (dict,),
     "generators": (dict,),
     "pipeline": (dict,),
@@ -113,11 +113,11 @@ def check_fields(state: Mapping[str, Any]) -> None:
             raise ValueError(f"its feed.{name} is {value!r:.40}")
     if state["schedule"] and not _is_count(value := state["schedule"].get("last_epoch"), state["step"]):
         raise ValueError(f"its schedule.last_epoch is {value!r:.40}")
-    with reading("ledger"):
-        ledger = state["ledger"]
-        Totals.of(ledger["totals"])
-        Round.of(ledger["round"])
-        math.isfinite(ledger["own_loss"])
+    with reading("telemetry"):
+        recorder = state["telemetry"]
+        Totals.of(recorder["totals"])
+        Accumulator.of(recorder["round"])
+        math.isfinite(recorder["own_loss"])
     with reading("told"):
         told = state["told"]
         _finding(told), _nonfinite(told)
@@ -128,26 +128,26 @@ def check_fields(state: Mapping[str, Any]) -> None:
             raise TypeError(f"told_apart is {told['told_apart']!r:.40}")
 
 
-def _check_position(position: Mapping[str, Any], stages: list[Any]) -> None:
+def _check_position(cursor: Mapping[str, Any], stages: list[Any]) -> None:
     for name in ("next", "stage", "first_step", "first_epoch", "steps"):
-        value = position.get(name, "")
+        value = cursor.get(name, "")
         if not (value is None and name in ("stage", "steps")) and not _is_count(value):
             raise ValueError(f"its position.{name} is {value!r:.40}")
     for name in ("seconds", "run_seconds"):
-        if not _is_time(value := position.get(name, 0.0)):
+        if not _is_time(value := cursor.get(name, 0.0)):
             raise ValueError(f"its position.{name} is {value!r:.40}")
-    entries = position.get("entries")
+    entries = cursor.get("entries")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError("its position.entries are no list of entries")
-    last = position["stage"]
+    last = cursor["stage"]
     for place, entry in enumerate(entries):
         takes_steps = place == last or entry.get("kind") in _STEP_KINDS
         if not isinstance(entry.get("kind"), str) or (
             takes_steps and not (_is_count(entry.get("steps")) and _is_time(entry.get("seconds")))
         ):
             raise ValueError(f"its position.entries[{place}] is no entry of a stage")
-    over = last is not None and last < position["next"]
-    if not len(entries) <= position["next"] <= len(stages) or (over and last >= len(entries)):
+    over = last is not None and last < cursor["next"]
+    if not len(entries) <= cursor["next"] <= len(stages) or (over and last >= len(entries)):
         raise ValueError("its position is in none of its stages")
 
 
@@ -191,7 +191,7 @@ def bring_back(session: "Session", state: Mapping[str, Any]) -> None:
     """
     session.step = state["step"]
     with reading("position"):
-        session.position.load_state_dict(state["position"])
+        session.cursor.load_state_dict(state["position"])
     with reading("parameters"):
         _copy(dict(session.model.named_parameters()), state["parameters"], "parameter")
     with reading("buffers"):
@@ -212,8 +212,8 @@ def bring_back(session: "Session", state: Mapping[str, Any]) -> None:
     session.outer_momentum.update(state["outer_momentum"])
     with reading("buffers_seen"):
         session.buffers.load_state_dict(state["buffers_seen"])
-    with reading("ledger"):
-        session.ledger.load_state_dict(state["ledger"])
+    with reading("telemetry"):
+        session.recorder.load_state_dict(state["telemetry"])
     with reading("told"):
         _bring_back_told(session, state["told"])
     bring_back_generators(session, state)

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ddprun.engine.course import Course
 from ddprun.engine.session import Session
+from ddprun.engine.stage_run import StageRun
 
 
 def weight(session: Session, samples: int, total: int) -> float:
@@ -19,7 +19,7 @@ def weight(session: Session, samples: int, total: int) -> float:
     return samples * session.ranks.size / total
 
 
-def take_step(course: Course, step: int, *, scaled: bool = True) -> bool:
+def take_step(course: StageRun, step: int, *, scaled: bool = True) -> bool:
     """Clip, step, follow the schedule; whether the step was taken.
 
     Args:
@@ -50,7 +50,7 @@ def take_step(course: Course, step: int, *, scaled: bool = True) -> bool:
     return stepped
 
 
-def follow_schedule(course: Course) -> None:
+def follow_schedule(course: StageRun) -> None:
     """The schedule's next step."""
     if course.session.schedule is not None:
         course.session.schedule.step()

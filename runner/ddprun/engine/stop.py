@@ -5,7 +5,7 @@ import signal
 from types import FrameType
 
 from ddprun import LAUNCHED
-from ddprun.signals import handle
+from ddprun.host.signals import handle
 
 
 class StopRequest:

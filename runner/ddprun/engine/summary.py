@@ -22,7 +22,7 @@ def summarise(
     session: Session, *, status: str, seconds: float, stages: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Add up all ranks; called by all of them. Times are means over ranks, in seconds."""
-    words = session.exchange.control.all_gather(session.ledger.totals.numbers(), "totals for the summary")
+    words = session.exchange.control.all_gather(session.recorder.totals.numbers(), "totals for the summary")
     totals = [Totals.of(word) for word in words.tolist()]
 
     def mean_s(*parts: str) -> float:
@@ -47,7 +47,7 @@ def summarise(
         "exposed_communication_s": mean_s(*_EXPOSED),
         "straggler_wait_s": [total.parts_us["exposed_wait_us"] / 1e6 for total in totals],
         "trackers_dropped": {name: count for name, count in session.trackers.dropped.items() if count},
-        "stragglers": [] if session.ledger.stragglers is None else session.ledger.stragglers.state_dict(),
+        "stragglers": [] if session.recorder.stragglers is None else session.recorder.stragglers.state_dict(),
         "wire_bytes": sum(total.wire_bytes for total in totals),
         "world_size": session.ranks.size,
         "backend": session.place.backend,

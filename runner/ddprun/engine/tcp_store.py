@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from ddprun.engine.network import LOOPBACK, address_towards, addresses, is_address, is_loopback, owners
+from ddprun.host.network import LOOPBACK, address_towards, addresses, is_address, is_loopback, owners
 
 _BACKLOG = 2048
 

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from ddprun import LAUNCHED
-from ddprun.spec import Loaded, PipelineError
+from ddprun.config import Loaded, PipelineError
 from ddprun.telemetry.progress import Screen
 from ddprun.track.trackers import NEEDS, About, StepTold, Trackers, maker, missing
 from ddprun_hooks.comm.trace import BucketTrace

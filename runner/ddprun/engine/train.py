@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from ddprun.engine.course import Course, run
+from ddprun.config import Train
 from ddprun.engine.data import StepBatches
 from ddprun.engine.layout import without_gradient
 from ddprun.engine.session import Session
+from ddprun.engine.stage_run import StageRun, run
 from ddprun.engine.steps import take_step, weight
-from ddprun.spec import Train
 from ddprun_hooks.dispatcher import Dispatcher
 
 
@@ -36,10 +36,10 @@ def train(session: Session, stage: Train) -> dict[str, Any]:
     return run(session, stage, compute)
 
 
-def compute(course: Course, batches: StepBatches, step: int) -> None:
+def compute(course: StageRun, batches: StepBatches, step: int) -> None:
     """One optimizer step."""
     session = course.session
-    ledger, precision, watch = session.ledger, session.precision, session.ranks.watch
+    recorder, precision, watchdog = session.recorder, session.precision, session.ranks.watchdog
     ddp = session.ddp if course.settings.gradients else None
     dispatcher = session.dispatcher if ddp is not None else None
     scale = precision.loss_scale()
@@ -49,52 +49,52 @@ def compute(course: Course, batches: StepBatches, step: int) -> None:
     for place, micro in enumerate(batches.micro_batches, start=1):
         last = place == batches.count
         content = precision.admit(micro.content)
-        ledger.lap("data_us")
+        recorder.lap("data_us")
         if session.buffers.before_forward():
-            ledger.lap("sync_us")
-        watch.turn(b"forward")
+            recorder.lap("sync_us")
+        watchdog.turn(b"forward")
         with nullcontext() if last or ddp is None else ddp.no_sync():  # what counts is where the forward runs
             with precision.computing():
                 loss = session.objective(session.model if ddp is None else ddp, content).loss
             weighted = loss * weight(session, micro.samples, batches.total)
             if scale is not None:
                 weighted = weighted * scale
-            ledger.lap("forward_us")
+            recorder.lap("forward_us")
             if dispatcher is not None:
-                dispatcher.traces = ledger.traces
-            watch.turn(b"backward")
+                dispatcher.traces = recorder.traces
+            watchdog.turn(b"backward")
             _backward(dispatcher, weighted)
             if last and dispatcher is not None and (missing := dispatcher.missing):
                 unused = [name for name in without_gradient(session.model) if name in missing]
                 where = f"the loss of rank {session.ranks.rank} in step {session.step + 1}"
                 raise session.objective.unused(unused or missing, where)
-            watch.turn(b"data")
+            watchdog.turn(b"data")
             if last and session.gradients is not None:
-                ledger.current.gradients = session.gradients.take()
+                recorder.current.gradients = session.gradients.take()
         if last and dispatcher is not None:
-            ledger.end_backward()
+            recorder.end_backward()
         else:
-            ledger.lap("backward_us")
+            recorder.lap("backward_us")
         mean = loss.detach() / micro.samples if session.objective.summed and micro.samples else loss.detach()
-        ledger.note_loss(mean, micro.samples)
+        recorder.note_loss(mean, micro.samples)
     if dispatcher is None:
         precision.unscale(session.model.parameters())
     else:
         dispatcher.traces = None
         if look:
             dispatcher.measure_fidelity(session.exchange.exact_sum)
-            ledger.lap("sync_us")
-    watch.turn(b"optimizer")
+            recorder.lap("sync_us")
+    watchdog.turn(b"optimizer")
     applied = take_step(course, step)
     if dispatcher is not None:
         dispatcher.end_step(applied=applied)
-    ledger.lap("optimizer_us")
+    recorder.lap("optimizer_us")
 
 
-def _looks(course: Course) -> bool:
+def _looks(course: StageRun) -> bool:
     """Whether this step's gradients are compared with the exact mean."""
     every = course.session.loaded.pipeline.timings.fidelity_every
-    number = course.session.ledger.current.number
+    number = course.session.recorder.current.number
     return bool(every) and number % every == 0 and course.settings.gradients == "all"
 
 

@@ -13,26 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from ddprun import LAUNCHED, __version__, screen
-from ddprun.engine import notes
-from ddprun.engine.closing import LostError, Status, close_run
-from ddprun.engine.common import average, broadcast
-from ddprun.engine.evaluate import evaluate
-from ddprun.engine.forward import forward
-from ddprun.engine.hang import note_failure, open_watch, prepare_nccl
-from ddprun.engine.network import NetworkError
-from ddprun.engine.opening import open_session
-from ddprun.engine.place import place_of
-from ddprun.engine.ranks import Environment, Ranks
-from ddprun.engine.resume import resume
-from ddprun.engine.run_folder import Resuming, RunFolderError, agree_on_folder
-from ddprun.engine.save import save
-from ddprun.engine.session import Session
-from ddprun.engine.stop import StopRequest
-from ddprun.engine.summary import write_summary
-from ddprun.engine.train import train
-from ddprun.engine.turns import Turns
-from ddprun.orphans import die_with_parent
-from ddprun.spec import (
+from ddprun.config import (
     AverageStage,
     BroadcastStage,
     Evaluate,
@@ -42,9 +23,28 @@ from ddprun.spec import (
     Save,
     Train,
 )
-from ddprun.spec.secrets import Secrets
+from ddprun.config.secrets import Secrets
+from ddprun.engine.closing import LostError, Status, close_run
+from ddprun.engine.evaluate import evaluate
+from ddprun.engine.forward import forward
+from ddprun.engine.hang import note_failure, open_watchdog, prepare_nccl
+from ddprun.engine.ranks import Environment, Ranks
+from ddprun.engine.replicas import average, broadcast
+from ddprun.engine.resume import resume
+from ddprun.engine.run_folder import Resuming, RunFolderError, agree_on_folder
+from ddprun.engine.save import save
+from ddprun.engine.session import Session
+from ddprun.engine.setup import open_session
+from ddprun.engine.stop import StopRequest
+from ddprun.engine.summary import write_summary
+from ddprun.engine.time_slices import TimeSliceClient
+from ddprun.engine.train import train
+from ddprun.host import rank_files
+from ddprun.host.device import place_of
+from ddprun.host.network import NetworkError
+from ddprun.host.orphans import die_with_parent
 from ddprun.sync.audit import DriftError
-from ddprun.watch.watcher import GROUPS_LATER_S, Watch
+from ddprun.watchdog.rank_watchdog import GROUPS_LATER_S, RankWatchdog
 from ddprun_hooks.errors import DisagreementError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -102,18 +102,18 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> 
     """
     die_with_parent()
     stop = StopRequest()
-    notes.keep_pid()
+    rank_files.keep_pid()
     prepare_nccl()
     known = _Work()
     environment, timeout_s = Environment.read(), loaded.pipeline.launch.timeout_s
-    watch = open_watch(environment, timeout_s, known, lambda: ranks)
-    ranks = Ranks(environment, timedelta(seconds=timeout_s + GROUPS_LATER_S), watch, watch.board.path)
-    watch.start()
+    watchdog = open_watchdog(environment, timeout_s, known, lambda: ranks)
+    ranks = Ranks(environment, timedelta(seconds=timeout_s + GROUPS_LATER_S), watchdog, watchdog.page.path)
+    watchdog.start()
     try:
         ranks.connect()
         code = _run(loaded, run_dir, ranks, stop, known, resuming=resuming)
     except BaseException as error:
-        _leave_to(watch)
+        _leave_to(watchdog)
         code = _report(error, ranks, known, loaded.secrets)
         screen.flush()
         os._exit(code)  # threads may hang in collectives whose peers are gone
@@ -123,15 +123,15 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> 
     gc.unfreeze()
     gc.collect()
     ranks.leave()
-    watch.close()
+    watchdog.close()
     if LAUNCHED not in os.environ:
-        watch.board.remove()
-    return notes.keep_outcome(code)
+        watchdog.page.remove()
+    return rank_files.keep_outcome(code)
 
 
-def _leave_to(watch: Watch) -> None:
-    """A collective that breaks while the run hangs breaks because other ranks end: the watch tells why."""
-    if watch.alarmed:
+def _leave_to(watchdog: RankWatchdog) -> None:
+    """A collective that breaks while the run hangs breaks because other ranks end: the watchdog tells why."""
+    if watchdog.hang_found:
         time.sleep(_WATCH_ENDS_S)
 
 
@@ -145,21 +145,21 @@ def _run(
     resuming: Resuming,
 ) -> int:
     environment = ranks.environment
-    ranks.watch.turn(b"joining")
+    ranks.watchdog.turn(b"joining")
     place = place_of(loaded, environment.local_rank, environment.local_world_size)
     ranks.join(place)
-    folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=notes.run_dir())
+    folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=rank_files.run_dir())
     known.run_dir = folder.path
-    notes.keep_run_dir(folder.path)
+    rank_files.keep_run_dir(folder.path)
     session = known.session = open_session(loaded, folder.path, ranks, place, stop, folder.token)
     _greet(session)
     if folder.goes_on:
         resume(session)
-    session.turns = Turns.of(ranks.rank, ranks.size)
+    session.turns = TimeSliceClient.of(ranks.rank, ranks.size)
     _set_aside()
-    session.position.start_run_clock()
+    session.cursor.start_run_clock()
     status = _run_stages(session)
-    seconds = session.position.run_elapsed_s()
+    seconds = session.cursor.run_elapsed_s()
     session.checkpoints.close(session)
     lost = close_run(session, status=status, seconds=seconds)
     session.exchange.control.barrier("the end of the run")
@@ -180,26 +180,26 @@ def _set_aside() -> None:
 
 def _run_stages(session: Session) -> Literal["done", "interrupted", "failed"]:
     """Run the stages that are left."""
-    position = session.position
-    while position.next < len(session.loaded.pipeline.stages):
-        stage = session.loaded.pipeline.stages[position.next]
+    cursor = session.cursor
+    while cursor.next < len(session.loaded.pipeline.stages):
+        stage = session.loaded.pipeline.stages[cursor.next]
         entry = {"kind": stage.name, "index": stage.index, **_run_stage(session, stage)}
         entry = session.loaded.secrets.redact_all(entry)  # checkpoints hold it
-        session.ranks.watch.turn(b"collecting records")
+        session.ranks.watchdog.turn(b"collecting records")
         session.records.collect()
         if entry.get("interrupted"):
-            position.entries.append(entry)
+            cursor.entries.append(entry)
             return "failed" if session.failed else "interrupted"
-        position.end(entry)
+        cursor.end(entry)
     session.checkpoints.take(session, at_end=True)
     return "done"
 
 
 def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
-    watch = session.ranks.watch
-    watch.stage(stage.path)
-    watch.step(0)
-    watch.turn(stage.name.encode())
+    watchdog = session.ranks.watchdog
+    watchdog.stage(stage.path)
+    watchdog.step(0)
+    watchdog.turn(stage.name.encode())
     match stage:
         case Train():
             return train(session, stage)
@@ -233,8 +233,8 @@ def _greet(session: Session) -> None:
         session.screen.note(
             f"launched on {environment.hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used"
         )
-    lanes = session.exchange.gradients, session.exchange.deltas
-    as_launched = [lane.world.splits[None] for lane in lanes if None in lane.world.splits]
+    queues = session.exchange.gradients, session.exchange.deltas
+    as_launched = [queue.world.splits[None] for queue in queues if None in queue.world.splits]
     if any(across.size == 1 for _, across in as_launched):
         session.screen.note(
             "hierarchical: all ranks are on one host, so nothing goes between hosts; "
@@ -279,7 +279,7 @@ def _tell_verdict(session: Session) -> None:
 
 def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) -> int:
     """Tell what went wrong, unless another rank was first; gives the exit code."""
-    notes.drop_pid()
+    rank_files.drop_pid()
     bad_input = isinstance(error, PipelineError | RunFolderError | NetworkError)
     if not bad_input and _is_lost_peer(error):
         # The cause is another rank. If that was killed it cannot tell; its launcher can, and ends this rank.
@@ -330,7 +330,7 @@ def _leave_trace(error: BaseException, ranks: Ranks, known: _Work, secrets: Secr
     """Keep what failed with the run, as far as this host sees its folder."""
     if known.session is not None:
         with suppress(Exception):  # what has failed may have left a step that cannot be read
-            known.session.ledger.salvage()
+            known.session.recorder.salvage()
         known.session.records.writer.flush()
     if known.run_dir is not None and known.run_dir.is_dir():
         failure = {"rank": ranks.rank, "message": _headline(error, secrets)}

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddprun import LAUNCHED
+from ddprun.config import Loaded
+from ddprun.host.signals import handle
 from ddprun.launch import endpoint, environment
 from ddprun.launch.launcher import Launcher, LauncherError, recognise
 from ddprun.screen import say
-from ddprun.signals import handle
-from ddprun.spec import Loaded
 
 if TYPE_CHECKING:
     from ddprun.engine.run_folder import Resuming

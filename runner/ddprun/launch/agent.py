@@ -19,10 +19,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
-from ddprun.engine import notes
+from ddprun.host import rank_files
+from ddprun.host.signals import interruptibly
 from ddprun.launch.rendezvous import make_handler
 from ddprun.screen import say
-from ddprun.signals import interruptibly
 
 BAD_INPUT = 2
 _CHECKPOINT_S = 30.0
@@ -109,7 +109,7 @@ class Agent(LocalElasticAgent):
             result = RunResult(state=WorkerState.FAILED, failures=early)
         if result.state not in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             return result
-        if notes.outcome(self._scratch) is not None:  # a rank went down after the run had ended
+        if rank_files.outcome(self._scratch) is not None:  # a rank went down after the run had ended
             nothing = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=nothing)
         if self.stopping is not None:
@@ -132,7 +132,7 @@ class Agent(LocalElasticAgent):
             if worker.id is not None and _ended_with_0(worker.id)
         }
         # In this order: a rank leaves the outcome before it ends.
-        return ended if ended and notes.outcome(self._scratch) is None else {}
+        return ended if ended and rank_files.outcome(self._scratch) is None else {}
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End the ranks.
@@ -154,15 +154,15 @@ class Agent(LocalElasticAgent):
         """Have the ranks take a checkpoint, and wait for it unless they fail."""
         if not self._keeps:
             return "none"
-        since, pids = time.monotonic_ns(), notes.pids(self._scratch)
+        since, pids = time.monotonic_ns(), rank_files.pids(self._scratch)
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
         while time.monotonic_ns() - since < _CHECKPOINT_S * 1e9:
-            put_ns, written = notes.checkpoint(self._scratch)
+            put_ns, written = rank_files.checkpoint(self._scratch)
             if put_ns > since:
                 return "new" if written else "old"
-            if len(notes.pids(self._scratch)) < max(len(pids), 1):
+            if len(rank_files.pids(self._scratch)) < max(len(pids), 1):
                 return "failing"
             time.sleep(_TICK_S)
         return "old"

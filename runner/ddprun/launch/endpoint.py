@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 
-from ddprun.engine.network import addresses, host_of
+from ddprun.host.network import addresses, host_of
 
 _ANSWER_S = 3.0
 DEFAULT_PORT = 29400

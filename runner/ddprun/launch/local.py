@@ -21,21 +21,21 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ddprun import LAUNCHED, ON_USR1, QUEUE_AGAIN
 from ddprun.checkpoint.folder import steps_in
-from ddprun.engine.network import LOOPBACK, address_towards, choose_loopback, host_of, is_address, is_own
-from ddprun.engine.notes import SCRATCH, outcome, pids, prepare_outcome, run_dir_of
-from ddprun.engine.place import default_ranks, place_of
+from ddprun.config import Loaded
 from ddprun.engine.run_folder import Resuming
+from ddprun.host.device import default_ranks, place_of
+from ddprun.host.network import LOOPBACK, address_towards, choose_loopback, host_of, is_address, is_own
+from ddprun.host.orphans import LAUNCHER
+from ddprun.host.rank_files import SCRATCH, outcome, pids, prepare_outcome, run_dir_of
+from ddprun.host.signals import handle
 from ddprun.launch import endpoint
 from ddprun.launch.agent import BAD_INPUT, Agent, ended_by_itself, make_agent, prepare
 from ddprun.launch.agent import run as run_agent
 from ddprun.launch.environment import handed_on
 from ddprun.launch.scratch import scratch
-from ddprun.orphans import LAUNCHER
 from ddprun.run_files import resume_command
 from ddprun.screen import say
-from ddprun.signals import handle
-from ddprun.spec import Loaded
-from ddprun.watch.keeper import Keeper
+from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 
 FAILED, SIGNALLED = 1, 128
 INTERRUPTED = SIGNALLED + signal.SIGINT
@@ -108,7 +108,7 @@ def launch(
 def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overrides: Sequence[str]) -> int:
     several, elastic = config.max_nodes > 1, config.max_restarts > 0 or config.min_nodes < config.max_nodes
     _pass_signals_on(agent, folder, config)
-    keeper = Keeper(
+    watchdog = LauncherWatchdog(
         folder,
         loaded.pipeline.launch.timeout_s,
         address_towards(config.rdzv_endpoint) if several else None,
@@ -116,17 +116,17 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
         partial(endpoint.answers, config.rdzv_endpoint) if several and elastic else None,
     )
     try:
-        with keeper, handed_on(overrides):
+        with watchdog, handed_on(overrides):
             try:
                 run_agent(agent)
             except ChildFailedError:
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     handle(number, lambda number, _: os._exit(SIGNALLED + number))
                 if several:
-                    keeper.linger(_OTHERS_LOOK_S)
+                    watchdog.linger(_OTHERS_LOOK_S)
                 raise
     except ChildFailedError as error:
-        return _exit_code(*error.get_first_failure(), keeper.ended)
+        return _exit_code(*error.get_first_failure(), watchdog.ended)
     except SignalException as caught:
         say(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{_way_on(folder)}")
         return SIGNALLED + int(caught.sigval)

@@ -11,7 +11,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from ddprun.engine.network import addresses, is_own
+from ddprun.host.network import addresses, is_own
 from ddprun.launch.endpoint import place_of
 from ddprun.launch.local import quieten, torchrun_arguments
 from ddprun.launch.rendezvous import make_handler
@@ -153,13 +153,13 @@ def _parameters(flags: Mapping[str, str | bool], timeout_s: float) -> tuple[Rend
     arguments: Any = torchrun_arguments(given, ["-m", "ddprun"])
     config, _, _ = torchrun.config_from_args(arguments)
     static = config.rdzv_backend == "static"
-    patience = str(max(1, round(timeout_s)))
+    control_delay_steps = str(max(1, round(timeout_s)))
     meeting: dict[str, Any] = {"timeout": round(timeout_s)}
     if not static:
         # Clocks that are apart would make hosts take each other for dead: that is to be told, not met.
         meeting = {
-            "join_timeout": patience,
-            "read_timeout": patience,
+            "join_timeout": control_delay_steps,
+            "read_timeout": control_delay_steps,
             "keep_alive_max_attempt": _LONG_PATIENCE,
         }
     parameters = RendezvousParameters(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ddprun_hooks.comm.exchange import Exchange
 
 _DIGEST_BYTES = 6
-"""48 bits of a hash: a whole number that float64, in which control words travel, holds exactly."""
+"""48 bits of a hash: a whole number that float64, in which control messages travel, holds exactly."""
 
 
 class DriftError(RuntimeError):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ddprun.sync.policy import Effect, Policy, Workplace
+from ddprun.sync.policy import Effect, Policy, SyncContext
 
 
 class Broadcast(Policy):
@@ -20,8 +20,8 @@ class Broadcast(Policy):
     gradients_everywhere = False
     uses_hooks = False
 
-    def __init__(self, place: Workplace, every: int, source: int) -> None:
-        self._carrier = place.carrier
+    def __init__(self, place: SyncContext, every: int, source: int) -> None:
+        self._exchanger = place.exchanger
         self._every, self._source = every, source
         self._buckets = place.buckets()
         self._since = 0
@@ -54,5 +54,5 @@ class Broadcast(Policy):
     def _broadcast(self) -> Effect:
         self._since = 0
         with torch.no_grad():
-            self._carrier.broadcast(self._buckets, "parameters", self._source)
+            self._exchanger.broadcast(self._buckets, "parameters", self._source)
         return "common"

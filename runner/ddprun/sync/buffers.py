@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ddprun.spec import Buffers
+from ddprun.config import Buffers
 from ddprun.sync.audit import digest
-from ddprun.sync.carrier import Carrier
+from ddprun.sync.exchanger import ParameterExchanger
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.control import Control
 from ddprun_hooks.payload import nbytes
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BufferUse:
     """What a model's buffers do, found by looking at their values around training forward passes."""
 
     changing: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ def counters_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, buffer in model.named_buffers() if is_counter(buffer))
 
 
-def probe(model: nn.Module, forward: Callable[[], Tensor]) -> Verdict:
+def probe(model: nn.Module, forward: Callable[[], Tensor]) -> BufferUse:
     """Find out by value what training forward passes do with the buffers; leaves them as they were.
 
     Args:
@@ -68,7 +68,7 @@ def probe(model: nn.Module, forward: Callable[[], Tensor]) -> Verdict:
     """
     named = dict(model.named_buffers())
     if not named:
-        return Verdict()
+        return BufferUse()
     before = {name: buffer.detach().clone() for name, buffer in named.items()}
     first = forward().detach().clone()
     counters = counters_of(model)
@@ -79,10 +79,10 @@ def probe(model: nn.Module, forward: Callable[[], Tensor]) -> Verdict:
         for name, buffer in named.items():
             buffer.copy_(before[name])
     constant = tuple(name for name in named if name not in changing and name not in counters)
-    return Verdict(changing, constant, counters, read, sum(nbytes(named[name]) for name in changing))
+    return BufferUse(changing, constant, counters, read, sum(nbytes(named[name]) for name in changing))
 
 
-def agree(verdict: Verdict, model: nn.Module, control: Control) -> Verdict:
+def agree(verdict: BufferUse, model: nn.Module, control: Control) -> BufferUse:
     """What all ranks together have found: what one rank has seen change counts as changing."""
     named = dict(model.named_buffers())
     names = [name for name in named if name not in verdict.counters]
@@ -94,7 +94,7 @@ def agree(verdict: Verdict, model: nn.Module, control: Control) -> Verdict:
     read, *flags = words.any(0).tolist()
     changing = tuple(name for name, flag in zip(names, flags, strict=True) if flag)
     constant = tuple(name for name in names if name not in changing)
-    return Verdict(
+    return BufferUse(
         changing, constant, verdict.counters, bool(read), sum(nbytes(named[name]) for name in changing)
     )
 
@@ -104,18 +104,20 @@ class BufferSync:
 
     Args:
         model: of this rank; all ranks hold the same buffers now.
-        carrier: sends them.
+        exchanger: sends them.
         verdict: on which all ranks agree.
         setting: of the stage; may be set anew at any stage.
     """
 
-    def __init__(self, model: nn.Module, carrier: Carrier, verdict: Verdict, setting: Buffers) -> None:
+    def __init__(
+        self, model: nn.Module, exchanger: ParameterExchanger, verdict: BufferUse, setting: Buffers
+    ) -> None:
         self.verdict = verdict
         self.setting = setting
         self.gradients_everywhere = True
         """Ranks synchronise in every step; where they do not, a forward pass is no time to, either."""
 
-        self._carrier = carrier
+        self._exchanger = exchanger
         self._named: dict[str, Tensor] = dict(model.named_buffers())
         self._seen = self._copied()
 
@@ -160,7 +162,7 @@ class BufferSync:
         if not names:
             return ()
         changed = [not _same(self._named[name], self._seen[name]) for name in names]
-        control = self._carrier.exchange.control
+        control = self._exchanger.exchange.control
         digests = [float(digest(b)) if _whole(b) else 0.0 for b in self._named.values()]
         words = control.all_gather([*map(float, changed), *digests], "digests of the buffers")
         flags = words[:, : len(names)].any(0).tolist()
@@ -197,14 +199,14 @@ class BufferSync:
         wholes = {name: self._named[name] for name in names if _whole(self._named[name])}
         with torch.no_grad():
             if self.setting.reduce == "mean":
-                self._carrier.average(self._buckets(floats), "buffers")
+                self._exchanger.average(self._buckets(floats), "buffers")
             else:
                 wholes = {name: self._named[name] for name in names}
-            self._carrier.broadcast(self._buckets(wholes), "buffers", 0)
+            self._exchanger.broadcast(self._buckets(wholes), "buffers", 0)
         return bool(names)
 
     def _buckets(self, named: Mapping[str, Tensor]) -> ParameterBuckets:
-        return ParameterBuckets(named, self._carrier.cap_bytes)
+        return ParameterBuckets(named, self._exchanger.cap_bytes)
 
 
 def _whole(buffer: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddprun.sync.policy import Effect, Policy, Workplace
+from ddprun.sync.policy import Effect, Policy, SyncContext
 from ddprun.sync.rounds import OuterSgd, Part
 from ddprun_hooks.buckets import ParameterBuckets
 
@@ -53,7 +53,7 @@ class Diloco(Policy):
 
     def __init__(
         self,
-        place: Workplace,
+        place: SyncContext,
         every: int,
         outer_lr: float,
         outer_momentum: float,
@@ -62,17 +62,17 @@ class Diloco(Policy):
         momentum: dict[str, Tensor],
     ) -> None:
         self._every, self._overlap = every, overlap_steps
-        self.patience = max(1, overlap_steps)
+        self.control_delay_steps = max(1, overlap_steps)
         self._described = (every, outer_lr, outer_momentum, fragments, overlap_steps)
         self._momentum = momentum
         self._fragments: list[_Fragment] = []
         first = 0
         for index, named in enumerate(split_evenly(place.parameters(), fragments)):
-            buckets = ParameterBuckets(named, place.carrier.cap_bytes, first)
+            buckets = ParameterBuckets(named, place.exchanger.cap_bytes, first)
             first += len(buckets.layouts)
             outer = OuterSgd(outer_lr, outer_momentum)
             _take_on(outer, buckets, momentum)
-            part = Part(buckets, place.carrier, place.stack, place.carrier.exchange.deltas.world, outer)
+            part = Part(buckets, place.exchanger, place.stack, place.exchanger.exchange.deltas.world, outer)
             self._fragments.append(_Fragment(part, outer, index * every // fragments))
 
     def begin(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddprun.sync.optimizer_state import average_state
-from ddprun.sync.policy import Effect, Policy, Workplace
+from ddprun.sync.policy import Effect, Policy, SyncContext
 from ddprun.sync.rounds import Part
 
 
@@ -28,7 +28,7 @@ class HierarchicalSgd(Policy):
 
     def __init__(
         self,
-        place: Workplace,
+        place: SyncContext,
         within: int,
         across: int,
         hosts: int | None,
@@ -38,15 +38,15 @@ class HierarchicalSgd(Policy):
     ) -> None:
         self._place = place
         self._within, self._across, self._hosts, self._state = within, across, hosts, optimizer_state
-        lanes = place.carrier.exchange
-        world = lanes.deltas.world
+        queues = place.exchanger.exchange
+        world = queues.deltas.world
         buckets = place.buckets()
-        self._part = Part(buckets, place.carrier, place.stack, world)
+        self._part = Part(buckets, place.exchanger, place.stack, world)
         self._host_part: Part | None = None
         if not gradients:
             # The two levels count from different weights: buckets of their own, so that residuals are, too.
-            self._host_part = Part(buckets, place.carrier, place.host_stack, world.splits[hosts][0])
-        self._host_team = lanes.plain.world.splits[hosts][0] if optimizer_state == "average" else None
+            self._host_part = Part(buckets, place.exchanger, place.host_stack, world.splits[hosts][0])
+        self._host_team = queues.plain.world.splits[hosts][0] if optimizer_state == "average" else None
         self.averages_state = optimizer_state == "average"
         self._since = 0
 
@@ -71,7 +71,7 @@ class HierarchicalSgd(Policy):
             return "apart"
         self._host_part.exchange()
         if self._host_team is not None:
-            average_state(self._place.optimizer, self._place.carrier, self._host_team)
+            average_state(self._place.optimizer, self._place.exchanger, self._host_team)
         return "host"
 
     def finish(self, *, reconcile: bool) -> Effect:
@@ -100,7 +100,7 @@ class HierarchicalSgd(Policy):
         self._since = 0
         self._part.exchange()
         if self._state == "average":
-            average_state(self._place.optimizer, self._place.carrier)
+            average_state(self._place.optimizer, self._place.exchanger)
         if self._host_part is not None:
             self._host_part.begin()
         return "common"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddprun.sync.optimizer_state import average_state
-from ddprun.sync.policy import Effect, Policy, Workplace
+from ddprun.sync.policy import Effect, Policy, SyncContext
 from ddprun.sync.rounds import Part
 
 
@@ -19,12 +19,12 @@ class LocalSgd(Policy):
 
     gradients_everywhere = False
 
-    def __init__(self, place: Workplace, every: int, optimizer_state: str = "local") -> None:
+    def __init__(self, place: SyncContext, every: int, optimizer_state: str = "local") -> None:
         self._place = place
         self._every = every
         self._state = optimizer_state
-        lane = place.carrier.exchange.deltas
-        self._part = Part(place.buckets(), place.carrier, place.stack, lane.world)
+        queue = place.exchanger.exchange.deltas
+        self._part = Part(place.buckets(), place.exchanger, place.stack, queue.world)
         self.averages_state = optimizer_state == "average"
         self._since = 0  # steps since the last average
 
@@ -62,5 +62,5 @@ class LocalSgd(Policy):
         self._since = 0
         self._part.exchange()
         if self._state == "average":
-            average_state(self._place.optimizer, self._place.carrier)
+            average_state(self._place.optimizer, self._place.exchanger)
         return "common"

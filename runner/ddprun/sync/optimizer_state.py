@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddprun.sync.carrier import Carrier
+from ddprun.sync.exchanger import ParameterExchanger
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.groups import RankGroup
 
@@ -30,14 +30,16 @@ def floating_state(optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
-def average_state(optimizer: Optimizer, carrier: Carrier, team: RankGroup | None = None) -> None:
+def average_state(
+    optimizer: Optimizer, exchanger: ParameterExchanger, group: RankGroup | None = None
+) -> None:
     """Overwrite the optimizer's state by its mean over ranks, and counters by those of the rank with most
     steps: one whose gradients were not finite has taken less, or none.
 
     Args:
         optimizer: of this rank.
-        carrier: sends it, as it is.
-        team: the ranks, of the plain lane; None: all of them. Fewer than all leave counters alone, and do
+        exchanger: sends it, as it is.
+        group: the ranks, of the plain queue; None: all of them. Fewer than all leave counters alone, and do
             not compare what they keep: they are not to wait for others.
 
     Raises:
@@ -45,8 +47,8 @@ def average_state(optimizer: Optimizer, carrier: Carrier, team: RankGroup | None
     """
     complete_state(optimizer)
     named = floating_state(optimizer)
-    control = carrier.exchange.control
-    if team is None:
+    control = exchanger.exchange.control
+    if group is None:
         control.agree("the optimizer's state", str([(name, tuple(v.shape)) for name, v in named.items()]))
         counters = list(_counters(optimizer))
         if counters:
@@ -56,7 +58,7 @@ def average_state(optimizer: Optimizer, carrier: Carrier, team: RankGroup | None
             for (kept, name), of_ranks in zip(counters, words.unbind(1), strict=True):
                 _set(kept, name, float(of_ranks.max() if name == "step" else of_ranks.min()))
     with torch.no_grad():
-        carrier.average(ParameterBuckets(named, carrier.cap_bytes), "optimizer", team)
+        exchanger.average(ParameterBuckets(named, exchanger.cap_bytes), "optimizer", group)
 
 
 def mean_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddprun.sync.carrier import Carrier
+from ddprun.sync.exchanger import ParameterExchanger
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.stack import Stack
 
@@ -43,12 +43,12 @@ def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Workplace:
+class SyncContext:
     """What a policy of one stage works with."""
 
     model: nn.Module
     optimizer: Optimizer
-    carrier: Carrier
+    exchanger: ParameterExchanger
     stack: Stack
     """The stage's hooks, among all ranks."""
 
@@ -61,7 +61,7 @@ class Workplace:
 
     def buckets(self) -> ParameterBuckets:
         """All parameters in flat buckets."""
-        return ParameterBuckets(self.parameters(), self.carrier.cap_bytes)
+        return ParameterBuckets(self.parameters(), self.exchanger.cap_bytes)
 
 
 class Policy:
@@ -80,7 +80,7 @@ class Policy:
     averages_state = False
     """Where it makes all ranks' parameters equal it does the same with the optimizer's state."""
 
-    patience = 1
+    control_delay_steps = 1
     """Steps for which what else ranks tell each other may be on its way, beside an exchange."""
 
     never = False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddprun.sync.carrier import Carrier, Parcel
+from ddprun.sync.exchanger import ParameterExchanger, PendingExchange
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.payload import Payload
@@ -29,28 +29,28 @@ class Part:
 
     Args:
         buckets: the parameters.
-        carrier: sends them.
+        exchanger: sends them.
         stack: the hooks they go through.
-        team: the ranks, of the carrier's lane of deltas.
+        group: the ranks, of the exchanger's queue of deltas.
         apply: what becomes of the mean change; by default it is added to the common weights.
     """
 
     def __init__(
         self,
         buckets: ParameterBuckets,
-        carrier: Carrier,
+        exchanger: ParameterExchanger,
         stack: Stack,
-        team: RankGroup,
+        group: RankGroup,
         apply: Apply = _plain,
     ) -> None:
         self.buckets = buckets
-        self._carrier = carrier
+        self._exchanger = exchanger
         self._stack = stack
-        self._team = team
+        self._team = group
         self._apply = apply
         self._base: list[Tensor] = []  # common weights, (numel,) of each bucket
         self._left: list[Tensor] = []  # this rank's weights when the exchange under way began
-        self._parcels: list[Parcel] = []
+        self._parcels: list[PendingExchange] = []
         self._means: list[Tensor] = []  # of an exchange that has landed, but is not to be applied yet
 
     @property
@@ -75,7 +75,7 @@ class Part:
             change = flat.sub_(self._base[place]).mul_(1.0 / self._team.size)
             payload = Payload(change, layout.params, "delta", layout.index)
             self._parcels.append(
-                self._carrier.send(self._carrier.exchange.deltas, payload, self._stack, self._team)
+                self._exchanger.send(self._exchanger.exchange.deltas, payload, self._stack, self._team)
             )
 
     def exchange(self) -> None:
@@ -95,7 +95,7 @@ class Part:
         """
         means: list[Tensor | None] = [*self._means] or [None] * len(self._parcels)
         for place, mean in enumerate(means):
-            mean = self._carrier.land(self._parcels[place]) if mean is None else mean
+            mean = self._exchanger.land(self._parcels[place]) if mean is None else mean
             common = self._apply(place, self._base[place], mean)
             if self._left and moved:
                 self.buckets.add(place, common - self._left[place])
@@ -107,7 +107,7 @@ class Part:
     def state_dict(self) -> dict[str, Any]:
         """Common weights, and what an exchange under way has brought: `{name: {bucket: (numel,)}}`."""
         if self._parcels and not self._means:
-            self._means = [self._carrier.land(parcel).clone() for parcel in self._parcels]
+            self._means = [self._exchanger.land(pending).clone() for pending in self._parcels]
         found = {"base": self._base, "left": self._left, "means": self._means}
         return {name: _numbered(tensors) for name, tensors in found.items() if tensors}
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ddprun.telemetry.accumulator import OwnMessages
+from ddprun.telemetry.control_message import ControlMessages, Numbers
+from ddprun.telemetry.intervals import Ints
 from ddprun.telemetry.records import PARTS, VERSION
-from ddprun.telemetry.round import OwnWords
-from ddprun.telemetry.settle import Settled, mean
-from ddprun.telemetry.stretches import Ints
-from ddprun.telemetry.word import Numbers, Words
+from ddprun.telemetry.resolve import ResolvedSteps, mean
 from ddprun.telemetry.writer import Writer, dumps
 from ddprun_hooks.comm.control import PendingMessage
 from ddprun_hooks.comm.trace import BucketTrace
@@ -22,10 +22,10 @@ _LAPS = {part: part.removesuffix("_us") for part in PARTS} | {"": ""}
 class Batch:
     """Steps that are settled together."""
 
-    settled: Settled | None
+    resolved: ResolvedSteps | None
     """None: there is none, but a word is told all the same."""
 
-    words: OwnWords
+    messages: OwnMessages
     """What this rank tells of them."""
 
     posted: PendingMessage | None
@@ -59,38 +59,38 @@ class Account:
     """
 
     def __init__(
-        self, batch: Batch, words: Words | None, *, buckets: int, offset_us: float, rank: int
+        self, batch: Batch, messages: ControlMessages | None, *, buckets: int, offset_us: float, rank: int
     ) -> None:
-        assert batch.settled is not None, "a batch without steps has no records"
-        self.settled = batch.settled
+        assert batch.resolved is not None, "a batch without steps has no records"
+        self.resolved = batch.resolved
         self._rank = rank
-        count = len(self.settled.steps)
-        self.all_ready_us: Numbers = np.zeros(len(self.settled.journeys.traces))
+        count = len(self.resolved.steps)
+        self.all_ready_us: Numbers = np.zeros(len(self.resolved.bucket_times.traces))
         """When the last rank had each payload ready, on this rank's clock; 0: ranks have not told."""
 
         self._mean_losses: list[float | None] = [None] * count
-        if words is not None:
-            rows = batch.words.rows
-            word_of = np.full(count, -1)
-            word_of[rows] = np.arange(len(rows))
-            for row, loss in zip(rows, words.mean_losses, strict=False):
+        if messages is not None:
+            rows = batch.messages.rows
+            message_of = np.full(count, -1)
+            message_of[rows] = np.arange(len(rows))
+            for row, loss in zip(rows, messages.mean_losses, strict=False):
                 self._mean_losses[row] = loss
-            self._match(words, word_of, buckets, offset_us)
+            self._match(messages, message_of, buckets, offset_us)
 
-    def _match(self, words: Words, word_of: Ints, buckets: int, offset_us: float) -> None:
+    def _match(self, messages: ControlMessages, message_of: Ints, buckets: int, offset_us: float) -> None:
         """Find the moments at which payloads were ready everywhere.
 
         Args:
-            words: of all ranks.
-            word_of: the word about each step, -1: there is none; shape (steps,).
+            messages: of all ranks.
+            message_of: the word about each step, -1: there is none; shape (steps,).
             buckets: of the stage.
             offset_us: added to moments that are told.
         """
-        lines, bucket, _, _ = self.settled.journeys.landed
-        about, beside = word_of[lines // 2], lines % 2 > 0
-        ready = np.where(beside, words.last_sync_ready()[about], 0.0)
+        lines, bucket, _, _ = self.resolved.bucket_times.landed
+        about, beside = message_of[lines // 2], lines % 2 > 0
+        ready = np.where(beside, messages.last_sync_ready()[about], 0.0)
         if buckets:
-            gradients = words.all_ready(buckets)[about, np.where(beside, 0, bucket)]
+            gradients = messages.all_ready(buckets)[about, np.where(beside, 0, bucket)]
             ready = np.where(beside, ready, gradients)
         self.all_ready_us = np.where((about >= 0) & (ready > 0), ready + offset_us, 0.0)
 
@@ -101,20 +101,23 @@ class Account:
             every: those of every n-th step are written.
             all_of_them: the others are wanted, too.
         """
-        settled, journeys = self.settled, self.settled.journeys
-        steps, times, us = settled.steps, settled.times, settled.us.tolist()
-        ended, spans = [_LAPS[part] for part in settled.page.parts], settled.spans.tolist()
+        resolved, bucket_times = self.resolved, self.resolved.bucket_times
+        steps, times, us = resolved.steps, resolved.times, resolved.us.tolist()
+        ended, spans = [_LAPS[part] for part in resolved.buffer.parts], resolved.spans.tolist()
         ready = np.rint(self.all_ready_us).astype(np.int64).tolist()
-        waits = journeys.waits[1:].T.tolist()
-        landed, waited = _bounds(journeys.landed[0], len(steps)), _bounds(journeys.waits[0], len(steps))
+        waits = bucket_times.waits[1:].T.tolist()
+        landed, waited = (
+            _bounds(bucket_times.landed[0], len(steps)),
+            _bounds(bucket_times.waits[0], len(steps)),
+        )
         for row, step in enumerate(steps):
             # Payloads are let go as soon as they are recorded, while the processor has them in its caches.
             size = landed[row + 1] - landed[row]
-            traces = journeys.traces[:size]
-            del journeys.traces[:size]
+            traces = bucket_times.traces[:size]
+            del bucket_times.traces[:size]
             if step.number % every and not all_of_them:
                 continue
-            first, end = settled.firsts[row], settled.firsts[row + 1]
+            first, end = resolved.firsts[row], resolved.firsts[row + 1]
             laps = zip(ended[first + 1 : end], spans[first + 1 : end], strict=True)
             # In the order of `PARTS`; written out, since this is made for every step.
             data, forward, backward, in_hook, waited_for, on_wire, optimizer, sync, other = us[row]
@@ -123,8 +126,8 @@ class Account:
                 "rank": self._rank,
                 "stage": step.stage,
                 "step": step.number,
-                "samples": settled.samples[row],
-                "loss": mean(settled.loss_sums[row], settled.samples[row]),
+                "samples": resolved.samples[row],
+                "loss": mean(resolved.loss_sums[row], resolved.samples[row]),
                 "mean_loss": self._mean_losses[row],
                 "start_us": times[first],
                 "data_us": data,
@@ -136,11 +139,11 @@ class Account:
                 "optimizer_us": optimizer,
                 "sync_us": sync,
                 "other_us": other,
-                "step_us": settled.step_us[row],
+                "step_us": resolved.step_us[row],
                 "laps": [lap for lap in laps if lap[1] > 0],
                 "waits": [wait for wait in waits[waited[row] : waited[row + 1]] if wait[1] > wait[0]],
             }
-            yield Recorded(record, settled.gradients[row], traces, ready[landed[row] : landed[row + 1]])
+            yield Recorded(record, resolved.gradients[row], traces, ready[landed[row] : landed[row + 1]])
 
 
 class Unwritten:

@@ -34,7 +34,7 @@ class Clock(Protocol):
     def rebase(self, mark: Any) -> None:
         """Measure later marks from this one, which has been read."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has done all that was given to it."""
 
     def on_host(self, number: Tensor) -> Any:
@@ -72,7 +72,7 @@ class HostClock:
     def rebase(self, mark: int) -> None:
         """Nothing to do: every mark is absolute."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Nothing to do: every operation has ended when it returns."""
 
     def on_host(self, number: Tensor) -> float:
@@ -134,7 +134,7 @@ class StreamClock:
         self._base_us = self._exact(mark)
         self._base = mark
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Synchronize the device."""
         torch.cuda.synchronize(self._device)
 

@@ -9,7 +9,7 @@ from ddprun_hooks.payload import Kind
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _BUCKETS = 1_000_000
-"""More than any model has: a bucket's number and its kind go into one number of the control word."""
+"""More than any model has: a bucket's number and its kind go into one number of the control message."""
 
 _CODES = 3
 
@@ -25,7 +25,7 @@ class Overflow:
 
 
 def first_finding(traces: Sequence[BucketTrace[int]]) -> int:
-    """The first payload that did not come back finite, as a number for the control word.
+    """The first payload that did not come back finite, as a number for the control message.
 
     0: all did. Else its kind, its bucket, and 1: this rank's values were finite, or 2: they were not.
 

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ddprun.screen import is_terminal
-from ddprun.telemetry.agreed import Agreed
-from ddprun.telemetry.spells import totals
+from ddprun.telemetry.episodes import totals
+from ddprun.telemetry.global_step import GlobalStep
 
 _LINES_PER_STAGE = 10
 _LINE_EVERY_S = 30.0
@@ -28,7 +28,7 @@ class Screen(Protocol):
     def begin(self, stage: str, steps: int | None) -> None:
         """A stage begins; `steps` is None where nobody can know."""
 
-    def step(self, done: int, agreed: Agreed | None, own_loss: float, steps_per_s: float) -> None:
+    def step(self, done: int, agreed: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
         """`done` steps of the stage are finished.
 
         Args:
@@ -52,7 +52,7 @@ class Silent:
 
     def begin(self, stage: str, steps: int | None) -> None: ...
 
-    def step(self, done: int, agreed: Agreed | None, own_loss: float, steps_per_s: float) -> None: ...
+    def step(self, done: int, agreed: GlobalStep | None, own_loss: float, steps_per_s: float) -> None: ...
 
     def end(self) -> None: ...
 
@@ -78,7 +78,7 @@ class Plain:
         self._next_step = 0 if steps is None else max(1, steps // _LINES_PER_STAGE)
         self._next_time = time.monotonic() + _LINE_EVERY_S
 
-    def step(self, done: int, agreed: Agreed | None, own_loss: float, steps_per_s: float) -> None:
+    def step(self, done: int, agreed: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
         if self._steps is not None and done >= self._next_step:
             self._next_step += max(1, self._steps // _LINES_PER_STAGE)
         elif time.monotonic() < self._next_time:
@@ -121,7 +121,7 @@ class Bar:
         self._task = self._progress.add_task(stage, total=steps, tail="")
         self._progress.start()
 
-    def step(self, done: int, agreed: Agreed | None, own_loss: float, steps_per_s: float) -> None:
+    def step(self, done: int, agreed: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
         assert self._progress is not None
         now = time.monotonic()
         last = done == self._progress.tasks[0].total
@@ -149,16 +149,16 @@ def screen_for(rank: int, redact: Callable[[str], str]) -> Screen:
     return Bar(redact) if is_terminal(sys.stderr) else Plain(redact)
 
 
-def losses(agreed: Agreed | None, own_loss: float) -> str:
+def losses(agreed: GlobalStep | None, own_loss: float) -> str:
     """The mean over ranks and rank 0's own loss, told apart; between two synchronisations only the latter."""
     if agreed is None:
         return f"rank 0's loss {own_loss:.4f}"
     return f"mean loss {agreed.mean_losses[-1]:.4f} (rank 0: {agreed.rank_losses[0]:.4f})"
 
 
-def lateness(agreed: Agreed | None) -> str:
+def lateness(agreed: GlobalStep | None) -> str:
     """Who is late just now, as the end of a line; nothing if nobody is."""
-    return "" if agreed is None or agreed.straggler is None else f"; {agreed.straggler.words()}"
+    return "" if agreed is None or agreed.straggler is None else f"; {agreed.straggler.describe()}"
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -188,12 +188,12 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _stragglers(spells: Sequence[Mapping[str, Any]]) -> str:
-    if not spells:
+def _stragglers(episodes: Sequence[Mapping[str, Any]]) -> str:
+    if not episodes:
         return "none"
-    worst, *rest = totals(spells)
+    worst, *rest = totals(episodes)
     where = "" if worst.bucket is None else f", bucket {worst.bucket}"
-    more = f"; and {sum(one.spells for one in rest)} more" if rest else ""
+    more = f"; and {sum(one.episodes for one in rest)} more" if rest else ""
     return f"rank {worst.rank} by {worst.late_us / 1000:.1f} ms ({worst.cause}{where}) {worst.when()}{more}"
 
 

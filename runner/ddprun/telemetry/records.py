@@ -134,11 +134,11 @@ class Totals:
     wire_bytes: int = 0
 
     def numbers(self) -> list[float]:
-        """As a control word; `of` reads it back."""
+        """As a control message; `of` reads it back."""
         return [self.steps, self.samples, *self.parts_us.values(), self.communication_us, self.wire_bytes]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "Totals":
-        """From a control word."""
+        """From a control message."""
         steps, samples, *parts, communication, wire = (int(number) for number in numbers)
         return cls(steps, samples, dict(zip((*PARTS, "step_us"), parts, strict=True)), communication, wire)

@@ -23,14 +23,14 @@ class Traffic:
 
 @dataclass(slots=True)
 class Step:
-    """One step; what it left behind is on a `Page`."""
+    """One step; what it left behind is on a `MarkBuffer`."""
 
     number: int
     stage: int
     marks_end: int = 0
     """Where its marks end on the page; they begin where those of the step before end."""
 
-    flights_end: int = 0
+    traces_end: int = 0
     losses_end: int = 0
     backward_end: int | None = None
     """The place of the mark at which the backward pass ended, if it exchanged gradients."""
@@ -47,7 +47,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Page:
+class MarkBuffer:
     """What steps leave behind, one behind another: as few objects as can be, for they are kept for a while.
 
     Behind that of the steps which are over is that of the one which runs.
@@ -71,7 +71,7 @@ class Page:
 
     def close(self, step: Step) -> None:
         """The step that ran is over."""
-        step.marks_end, step.flights_end = len(self.marks), len(self.traces)
+        step.marks_end, step.traces_end = len(self.marks), len(self.traces)
         step.losses_end = len(self.losses)
         self.steps.append(step)
 
@@ -79,18 +79,18 @@ class Page:
         """Forget the step that runs."""
         self._cut(self.steps[-1] if self.steps else Step(0, 0))
 
-    def tear_off(self, count: int) -> "Page":
+    def split_off(self, count: int) -> "MarkBuffer":
         """Leave so many steps here; gives a page with all that is behind them."""
-        rest = Page()
+        rest = MarkBuffer()
         last = self.steps[count - 1] if count else Step(0, 0)
         rest.steps, self.steps = self.steps[count:], self.steps[:count]
-        marks, traces, losses = last.marks_end, last.flights_end, last.losses_end
+        marks, traces, losses = last.marks_end, last.traces_end, last.losses_end
         rest.parts, rest.marks = self.parts[marks:], self.marks[marks:]
         rest.traces = self.traces[traces:]
         rest.losses, rest.samples = self.losses[losses:], self.samples[losses:]
         for step in rest.steps:
             step.marks_end -= marks
-            step.flights_end -= traces
+            step.traces_end -= traces
             step.losses_end -= losses
             if step.backward_end is not None:
                 step.backward_end -= marks
@@ -100,5 +100,5 @@ class Page:
     def _cut(self, last: Step) -> None:
         """Nothing comes behind this step."""
         del self.parts[last.marks_end :], self.marks[last.marks_end :]
-        del self.traces[last.flights_end :]
+        del self.traces[last.traces_end :]
         del self.losses[last.losses_end :], self.samples[last.losses_end :]

@@ -2,7 +2,7 @@
 
 In all-reduce every rank leaves a step when the last one has come, so that steps take equally long on all of
 them and a step's time tells nobody who was late. What tells it is when each rank had each bucket ready: the
-control word has that, and what each rank's training thread did before.
+control message has that, and what each rank's training thread did before.
 
 A rank is late by the distance of its last ready time to the median of the others'. It is a straggler if it is
 late by more than a share of the step in the median over a window of steps, and by more than what the other
@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ddprun.telemetry.word import (
+from ddprun.telemetry.control_message import (
     SPENT,
     SYNC_READY_AT,
+    ControlMessages,
     Numbers,
-    Words,
     ready_of,
     spent_of,
     sync_ready_of,
@@ -50,7 +50,7 @@ _STAYS = 2.0
 _A_WHILE_US = 500_000.0
 """What is over sooner is what a busy machine does, and nobody could look into it."""
 
-_MOST_SPELLS = 200
+_MOST_EPISODES = 200
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Straggler:
     first_step: int
     last_step: int
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """In one line."""
         where = "" if self.bucket is None else f", bucket {self.bucket}"
         return f"rank {self.rank} is late by {self.late_us / 1000:.1f} ms ({self.cause}{where})"
@@ -85,7 +85,7 @@ class _Told(NamedTuple):
 
     step: int
     apart_us: float
-    """As of `Words`."""
+    """As of `ControlMessages`."""
 
     numbers: Numbers
     """Shape (ranks, numbers of a word)."""
@@ -109,7 +109,7 @@ class Stragglers:
         self.now: Straggler | None = None
         """In the steps that were looked at last."""
 
-        self.spells: list[Straggler] = []
+        self.episodes: list[Straggler] = []
         """All that were found, oldest first; of very many the shortest are left out."""
 
     def begin_stage(self, params: Sequence[tuple[str, ...]]) -> None:
@@ -121,12 +121,12 @@ class Stragglers:
         self._steps.clear()
         self._since, self._params, self._suspect, self.now = 0, params, None, None
 
-    def add(self, steps: Sequence[int], words: Words) -> list[tuple[int, Straggler | None]]:
+    def add(self, steps: Sequence[int], messages: ControlMessages) -> list[tuple[int, Straggler | None]]:
         """Take what ranks have told about steps.
 
         Args:
             steps: the first of those that the words are about.
-            words: of all ranks.
+            messages: of all ranks.
 
         Returns:
             Where `now` is newly known: the step, and who is late from then on, or that nobody is any more.
@@ -135,7 +135,7 @@ class Stragglers:
         told = [
             _Told(step, apart_us, numbers)
             for step, met, apart_us, numbers in zip(
-                steps, words.met, words.apart_us, words.numbers, strict=False
+                steps, messages.met, messages.apart_us, messages.numbers, strict=False
             )
             if met
         ]
@@ -161,20 +161,20 @@ class Stragglers:
             looks = max(1, (before.last_step - before.first_step) // max(1, self._window // 2))
             found.late_us = (before.late_us * looks + found.late_us) / (looks + 1)
             found.first_step = before.first_step
-            self.spells[-1] = found
+            self.episodes[-1] = found
             return False
-        self.spells.append(found)
-        if len(self.spells) > _MOST_SPELLS:
-            self.spells.remove(min(self.spells[:-1], key=lambda one: one.last_step - one.first_step))
+        self.episodes.append(found)
+        if len(self.episodes) > _MOST_EPISODES:
+            self.episodes.remove(min(self.episodes[:-1], key=lambda one: one.last_step - one.first_step))
         return True
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What was found so far."""
-        return [asdict(spell) for spell in self.spells]
+        return [asdict(episode) for episode in self.episodes]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Go on after it."""
-        self.spells = [Straggler(**{**spell, "params": tuple(spell["params"])}) for spell in state]
+        self.episodes = [Straggler(**{**episode, "params": tuple(episode["params"])}) for episode in state]
 
     def _again(self, found: Straggler | None) -> Straggler | None:
         """A straggler if its rank was late whenever it was looked for of late, too: a busy machine makes a

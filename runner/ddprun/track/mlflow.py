@@ -7,7 +7,7 @@ from typing import Any
 from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
 
-from ddprun.spec.options import Mlflow
+from ddprun.config.options import Mlflow
 from ddprun.track.trackers import About, StepTold, curves
 
 _VALUE_CHARACTERS = 500  # what every MLflow server takes

@@ -18,7 +18,7 @@ from prometheus_client import (
     write_to_textfile,
 )
 
-from ddprun.spec.options import Prometheus
+from ddprun.config.options import Prometheus
 from ddprun.telemetry.records import PARTS
 from ddprun.track.trackers import About, StepTold
 

@@ -7,7 +7,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from ddprun.spec.options import Tensorboard
+from ddprun.config.options import Tensorboard
 from ddprun.track.trackers import About, StepTold, curves
 
 

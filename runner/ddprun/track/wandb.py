@@ -5,7 +5,7 @@ from typing import Any
 
 import wandb
 
-from ddprun.spec.options import Wandb
+from ddprun.config.options import Wandb
 from ddprun.track.trackers import About, StepTold, curves
 
 

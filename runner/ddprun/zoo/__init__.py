@@ -1,1 +1,3 @@
-"""Built-in models and data. Each factory takes the options of `ddprun.spec.options` as keyword arguments."""
+"""Built-in models and data. Each factory takes the options of `ddprun.config.options` as keyword
+arguments.
+"""

@@ -1,0 +1,1 @@
+"""Pipelines that run side by side, in time slices, and what differs between them."""

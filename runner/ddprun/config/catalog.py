@@ -1,0 +1,155 @@
+"""Everything that can be chosen, as plain data: what `ddprun catalog` prints."""
+
+import ast
+from typing import Any
+
+from pydantic import BaseModel
+
+from ddprun.config import docs, signatures
+from ddprun.config.buffers import TIMES
+from ddprun.config.choices import KINDS, Kind, installed_hooks
+from ddprun.config.schema import STAGES
+
+Entry = dict[str, Any]
+
+GROUPS = {
+    **{name: f"{name}s" for name in KINDS},
+    "data": "data",
+    "sync": "sync",
+    "loss": "losses",
+    "mutate": "mutations",
+    "update": "updates",
+    "stage": "stages",
+}
+"""Kinds that can be asked for, and their headings."""
+
+
+def catalog(kind: str) -> list[Entry]:
+    """Entries of a kind: kind, name, source, description and options, each with name, type, required, default
+    and description.
+
+    A hook that an installed package adds has its name only: more would mean importing it.
+    """
+    if kind == "stage":
+        return [_of_model("stage", name, "built-in", model) for name, model in STAGES.items()]
+    found = KINDS[kind]
+    entries = [_of_model(kind, name, "built-in", model) for name, model in found.built_in.items()]
+    if found.torch:
+        entries += [_of_torch(found, name) for name in signatures.names(found.torch)]
+    if found.installed:
+        for name in installed_hooks():
+            text = "Added by an installed package."
+            entries.append(
+                {"kind": kind, "name": name, "source": "installed", "description": text, "options": []}
+            )
+    return entries
+
+
+def dotted(kind: str) -> str:
+    """What a dotted name may stand for; empty if the kind takes none."""
+    return KINDS[kind].dotted if kind in KINDS else ""
+
+
+def _of_model(kind: str, name: str, source: str, model: type[BaseModel]) -> Entry:
+    schema = model.model_json_schema()
+    texts = docs.fields(model)
+    options = [
+        {
+            "name": key,
+            "type": type_words(item),
+            "required": key in schema.get("required", ()),
+            "default": item.get("default"),
+            "description": texts.get(key, ""),
+        }
+        for key, item in schema.get("properties", {}).items()
+    ]
+    return {
+        "kind": kind,
+        "name": name,
+        "source": source,
+        "description": docs.summary(model),
+        "options": options,
+    }
+
+
+def _of_torch(kind: Kind, name: str) -> Entry:
+    assert kind.torch is not None
+    found = signatures.signature(kind.torch, name)
+    shown = signatures.functional_name(name) if kind.torch == "loss" else name
+    length = signatures.length_option(name) if kind.torch == "schedule" else None
+    options = [
+        {
+            "name": item.name,
+            "type": item.accepts.words(),
+            "required": item.required,
+            "default": "the stage's steps" if item.name == length else _plain_default(item.default),
+            "description": "",
+        }
+        for item in found.parameters
+    ]
+    return {
+        "kind": kind.name,
+        "name": shown,
+        "source": "torch",
+        "description": found.summary + ".",
+        "options": options,
+    }
+
+
+def _plain_default(source: str) -> Any:
+    """A default of torch's source as a value; an expression such as `1.0 / 3` as it is written."""
+    if not source:
+        return None
+    try:
+        value = ast.literal_eval(source)
+    except ValueError:
+        return source
+    return list(value) if isinstance(value, tuple) else value
+
+
+_DEFINITIONS = {
+    "optimizer": "an optimizer",
+    "mutate": "a mutation",
+    "update": "an update",
+    "buffers": " or ".join([*TIMES, "{every: N, reduce: broadcast or mean}"]),
+}
+"""Types that functions of ours read, where `a` and their name do not say it."""
+
+
+def type_words(schema: dict[str, Any]) -> str:
+    """A JSON Schema of one option in words: `a whole number, at least 1`."""
+    if "definition" in schema:
+        return _DEFINITIONS.get(schema["definition"], f"a {schema['definition']}")
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(type_words(item) for item in schema["anyOf"]))
+    if "enum" in schema:
+        return " or ".join(str(item) for item in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    if schema.get("type") == "array":
+        count = schema.get("minItems") if schema.get("minItems") == schema.get("maxItems") else None
+        items = type_words(schema["items"]) if "items" in schema else "anything"
+        return f"a list of {count}, each {items}" if count else f"a list, each {items}"
+    names = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "a string",
+        "null": "null",
+    }
+    words = names.get(str(schema.get("type")), "anything")
+    return words + _range_words(schema)
+
+
+def _range_words(schema: dict[str, Any]) -> str:
+    bounds = []
+    if "exclusiveMinimum" in schema:
+        low = schema["exclusiveMinimum"]
+        bounds.append(f"at least {low + 1}" if schema["type"] == "integer" else f"above {low:g}")
+    if "minimum" in schema:
+        bounds.append(f"at least {schema['minimum']:g}")
+    if "maximum" in schema:
+        bounds.append(f"at most {schema['maximum']:g}")
+    if "exclusiveMaximum" in schema:
+        bounds.append(f"below {schema['exclusiveMaximum']:g}")
+    return ", " + " and ".join(bounds) if bounds else ""

@@ -1,0 +1,129 @@
+"""What a resumed run may have changed in its pipeline since the checkpoint was taken."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from ddprun.config.faults import Fault, PipelineError
+from ddprun.config.load import Loaded
+from ddprun.config.resolved import plain
+from ddprun.config.scalars import write
+from ddprun.config.schema import OVERRIDABLE, Pipeline
+from ddprun.config.stages import StepStage
+from ddprun.config.tree import show
+
+_FIXED = {
+    "seed": "it decides the order of samples",
+    "model": "the weights are those of the model",
+    "data": "the place in the data would be another",
+    "loss": "the optimizer's state belongs to it",
+    "precision": "weights and loss scale belong to it",
+}
+"""What cannot change, and why."""
+
+_STATE = ("sync", "mutate", "update")
+"""What decides the state of a stage that has begun."""
+
+
+def changes(loaded: Loaded, before: dict[str, Any], *, next_stage: int, begun: int | None) -> list[str]:
+    """Compare a pipeline with that of a checkpoint, key by key.
+
+    Args:
+        loaded: the pipeline of the resumed run.
+        before: that of the checkpoint (`Loaded.plain`).
+        next_stage: the stage that comes next, or runs.
+        begun: the last stage that takes steps that has begun.
+
+    Returns:
+        What has changed and can, a line each.
+
+    Raises:
+        PipelineError: what has changed and cannot, with both values.
+    """
+    try:
+        old = Pipeline.model_validate(before)
+    except ValidationError as error:
+        text = f"the checkpoint's pipeline is none for this version of ddprun: {error.error_count()} faults"
+        raise PipelineError([loaded.fault("", text)]) from None
+    if faults := [*_fixed(loaded, old), *_stages(loaded, old, next_stage, begun)]:
+        raise PipelineError(faults)
+    return [
+        f"{show(path)}: {_shown(was)} in the checkpoint, {_shown(now)} from here on"
+        for path, was, now in _differences(before, loaded.plain(), ())
+    ]
+
+
+def schedule_changed(loaded: Loaded, before: dict[str, Any], stage: int) -> bool:
+    """Whether learning rates of a stage are others than they were: its optimizer's settings, its schedule, or
+    its length.
+    """
+    sides = []
+    for pipeline in (Pipeline.model_validate(before), loaded.pipeline):
+        taken = pipeline.stages[stage]
+        assert isinstance(taken, StepStage)
+        settings = taken.effective(pipeline)
+        sides.append((plain(settings.optimizer), plain(settings.schedule), settings.steps, settings.epochs))
+    return bool(sides[0] != sides[1])
+
+
+def _fixed(loaded: Loaded, old: Pipeline) -> Iterator[Fault]:
+    new, before, here = loaded.pipeline, plain(old), loaded.plain()
+    for key, why in _FIXED.items():
+        was, now = before[key], here[key]
+        if was != now:
+            yield _refused(loaded, key, was, now, why)
+    if old.optimizer.name != new.optimizer.name:
+        yield _refused(loaded, "optimizer", old.optimizer.name, new.optimizer.name, "its state is another's")
+    for key in ("shuffle", "sharded"):
+        was, now = getattr(old.loader, key), getattr(new.loader, key)
+        if was != now:
+            yield _refused(
+                loaded, f"loader.{key}", was, now, "samples would be seen twice, others not at all"
+            )
+
+
+def _stages(loaded: Loaded, old: Pipeline, next_stage: int, begun: int | None) -> Iterator[Fault]:
+    """Stages that are done, or have begun, are what they were; a stage's end may move."""
+    new = loaded.pipeline
+    touched = max(next_stage, -1 if begun is None else begun + 1)
+    kinds = [[stage.name for stage in side.stages[:touched]] for side in (old, new)]
+    if kinds[0] != kinds[1]:
+        yield _refused(loaded, "stages", kinds[0], kinds[1], "these stages are done, or have begun")
+        return
+    if begun is not None and begun == next_stage:
+        stages = old.stages[begun], new.stages[begun]
+        assert isinstance(stages[0], StepStage)
+        assert isinstance(stages[1], StepStage)
+        before, now = stages[0].effective(old), stages[1].effective(new)
+        for key in _STATE:
+            was, is_now = plain(getattr(before, key)), plain(getattr(now, key))
+            if was != is_now:
+                own = key in OVERRIDABLE and key not in stages[1].model_fields_set
+                path = key if own else f"{stages[1].path}.{key}"
+                yield _refused(loaded, path, was, is_now, "the stage has begun with it")
+
+
+def _refused(loaded: Loaded, path: str, was: Any, now: Any, why: str) -> Fault:
+    text = f"{_shown(now)} here, and {_shown(was)} in the checkpoint: {why}"
+    return loaded.fault(path, text, "leave it as it was, or start a new run")
+
+
+def _differences(old: Any, new: Any, path: tuple[str | int, ...]) -> Iterator[tuple[Any, Any, Any]]:
+    """Where two pipelines differ: path, old value, new value; None where there is none."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            yield from _differences(old.get(key), new.get(key), (*path, key))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for place, pair in enumerate(zip(old, new, strict=True)):
+            yield from _differences(*pair, (*path, place))
+    elif old != new:
+        yield path, old, new
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{write(key)}: {_shown(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_shown, value)) + "]"
+    return write(value)

@@ -1,0 +1,164 @@
+"""JSON Schema (draft 2020-12) of the pipeline file, for editors: from the same models that `check` uses."""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from ddprun import __version__
+from ddprun.config import docs, signatures
+from ddprun.config.buffers import TIMES, Period
+from ddprun.config.choices import KINDS, Kind, installed_hooks
+from ddprun.config.containers import FIELD, OWN_FIELDS, REFUSED_FIELDS
+from ddprun.config.schema import OVERRIDABLE, STAGES, DataPair, Pipeline, Stage, StepStage
+from ddprun.config.slurm import OPTION, OWN_OPTIONS, TIME
+
+Schema = dict[str, Any]
+
+HOSTS = r"^0*[1-9][0-9]*:0*[1-9][0-9]*$"
+DOTTED = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$"
+
+
+def json_schema() -> Schema:
+    """The whole schema. Names of torch are those of the installed torch, as torch, in lower case and as
+    functions spell them; `check` takes other mixtures of case too.
+    """
+    definitions: dict[str, Schema] = {}
+    schema = _of_model(Pipeline, definitions)
+    for kind in KINDS.values():
+        definitions[kind.name] = _of_kind(kind, definitions)
+    definitions["stage"] = _one_of_many(
+        {name: _of_stage(stage, definitions) for name, stage in STAGES.items()}
+    )
+    definitions["buffers"] = _of_buffers(definitions)
+    hosts: list[Schema] = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": HOSTS}]
+    definitions["nnodes"] = {"anyOf": hosts}
+    scalars: list[Schema] = [{"type": name} for name in ("string", "number", "boolean")]
+    names = {"pattern": OPTION, "not": {"enum": list(OWN_OPTIONS)}}
+    definitions["slurm_options"] = {
+        "type": "object",
+        "propertyNames": names,
+        "additionalProperties": {"anyOf": scalars},
+    }
+    definitions["kubernetes_pod"] = {
+        "type": "object",
+        "propertyNames": {"pattern": FIELD, "not": {"enum": list(OWN_FIELDS)}},
+        "properties": {name: {"const": False} for name in REFUSED_FIELDS},
+    }
+    times: list[Schema] = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": TIME}]
+    definitions["slurm_time"] = {"anyOf": [*times, {"type": "null"}]}
+    pair = _of_model(DataPair, definitions)
+    definitions["data_or_pair"] = {"anyOf": [{"$ref": "#/$defs/data"}, pair]}
+    del schema["properties"]["name"]["default"]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$comment": f"Written by ddprun {__version__} for torch {signatures.torch_version()}.",
+        "title": "ddprun pipeline",
+        **schema,
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def _of_model(model: type[BaseModel], definitions: dict[str, Schema]) -> Schema:
+    """Schema of one model; its sections go to the definitions, described by their docstrings."""
+    schema = model.model_json_schema()
+    for name, section in schema.pop("$defs", {}).items():
+        field = next(field for field in model.model_fields.values() if _is_section(field.annotation, name))
+        assert isinstance(field.annotation, type)
+        definitions[name] = _described(_linked(section), field.annotation)
+    return _described(_linked(schema), model)
+
+
+def _is_section(annotation: Any, name: str) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation.__name__ == name
+
+
+def _linked(schema: Any) -> Any:
+    """References for the types that our own functions read, and no titles."""
+    if isinstance(schema, list):
+        return [_linked(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "definition" in schema and isinstance(schema["definition"], str):
+        rest = {key: value for key, value in schema.items() if key not in ("definition", "title")}
+        return {"$ref": f"#/$defs/{schema['definition']}", **rest}
+    return {key: _linked(value) for key, value in schema.items() if key != "title" or isinstance(value, dict)}
+
+
+def _described(schema: Schema, model: type[BaseModel]) -> Schema:
+    if summary := docs.summary(model):
+        schema["description"] = summary
+    for name, text in docs.fields(model).items():
+        if name in schema.get("properties", {}):
+            schema["properties"][name]["description"] = text
+    return schema
+
+
+def _of_stage(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
+    schema = _of_model(stage, definitions)
+    if issubclass(stage, StepStage):
+        for key in OVERRIDABLE:  # what a stage does not name holds from above: no default of its own
+            schema["properties"].get(key, {}).pop("default", None)
+        lengths = [
+            {"required": [key], "properties": {key: {"type": "integer"}}} for key in ("steps", "epochs")
+        ]
+        schema["oneOf"] = lengths
+        schema["required"] = []  # tells `_one_of_many` that the bare name is not enough
+    return schema
+
+
+def _of_buffers(definitions: dict[str, Schema]) -> Schema:
+    """A time by its name, with or without options, or a period."""
+    named = _one_of_many({name: _of_model(model, definitions) for name, model in TIMES.items()})
+    return {"anyOf": [*named["anyOf"], _of_model(Period, definitions)]}
+
+
+def _of_kind(kind: Kind, definitions: dict[str, Schema]) -> Schema:
+    options: dict[str, Schema] = {
+        name: _of_model(model, definitions) for name, model in kind.built_in.items()
+    }
+    if kind.torch:
+        for name in signatures.names(kind.torch):
+            schema = _of_model(signatures.options_model(kind.torch, name), definitions)
+            for key in schema.get("properties", {}).values():
+                key.pop("default", None)
+            schema["description"] = signatures.signature(kind.torch, name).summary
+            definitions[f"{kind.name}.{name}"] = schema
+            reference = {"$ref": f"#/$defs/{kind.name}.{name}"}
+            if "required" in schema:
+                reference["required"] = schema["required"]
+            for spelled in _spellings(kind, name):
+                options[spelled] = reference
+    if kind.installed:
+        options |= {name: {"type": "object"} for name in installed_hooks()}
+    return _one_of_many(options, dotted=bool(kind.dotted))
+
+
+def _spellings(kind: Kind, name: str) -> list[str]:
+    found = [name, name.lower()]
+    if kind.torch == "loss":
+        found.append(signatures.functional_name(name))
+    return list(dict.fromkeys(found))
+
+
+def _one_of_many(options: dict[str, Schema], dotted: bool = False) -> Schema:
+    """`name` or `name: {options}`; a name whose options are required cannot stand alone."""
+    bare = [name for name, schema in options.items() if "required" not in schema]
+    mapping: Schema = {
+        "type": "object",
+        "properties": {
+            name: schema if "required" in schema else {"anyOf": [schema, {"type": "null"}]}
+            for name, schema in options.items()
+        },
+        "additionalProperties": False,
+        "minProperties": 1,
+        "maxProperties": 1,
+    }
+    for schema in options.values():
+        if schema.get("required") == []:
+            del schema["required"]
+    if dotted:
+        mapping["patternProperties"] = {DOTTED: {"type": ["object", "null"]}}
+    alternatives: list[Schema] = [{"enum": bare}] if bare else []
+    if dotted:
+        alternatives.append({"type": "string", "pattern": DOTTED})
+    return {"anyOf": [*alternatives, mapping]}

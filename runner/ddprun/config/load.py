@@ -1,0 +1,312 @@
+"""File and overrides to a checked pipeline, or to every fault of them at once."""
+
+import functools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ddprun.config import messages
+from ddprun.config import overrides as overriding
+from ddprun.config import resolved as resolving
+from ddprun.config.choices import FOLDER, Choice
+from ddprun.config.cross_checks import cross_checks
+from ddprun.config.faults import Fault, PipelineError
+from ddprun.config.options import Mlp
+from ddprun.config.problems import told
+from ddprun.config.reader import read_file
+from ddprun.config.schema import Pipeline
+from ddprun.config.secrets import Secrets, fault_of, filled, holds_secret, names_secret, references
+from ddprun.config.tree import KeyPath, Node, Place, Source, find, parse_path, show
+from ddprun_hooks.config.trust import VARIABLE, TrustSettingError, trust
+
+_PLACEHOLDERS: dict[str, Any] = {
+    "model": Choice("model", "mlp", {}, "built-in", Mlp(inputs=1, outputs=1)),
+    "data": Choice("data", "placeholder.data", {}, "dotted"),
+    "loss": Choice("loss", "placeholder.loss", {}, "dotted"),
+    "optimizer": Choice("optimizer", "placeholder.optimizer", {}, "dotted"),
+}
+"""Stand-ins for faulty keys while rules across the other keys are checked."""
+
+_Text = tuple[KeyPath, str, Node, bool]
+"""A string of a pipeline: where it stands, itself, its node, and whether a name above it is a secret's."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A pipeline that can run, and where each of its values came from."""
+
+    path: Path
+    """The file, as it was named."""
+
+    folder: Path
+    """What it names is looked for there: the file's own, or, where a run is resumed, that of the file with
+    which it was started."""
+
+    pipeline: Pipeline
+    warnings: tuple[Fault, ...]
+    overrides: tuple[str, ...] = field(repr=False)
+    root: Node = field(repr=False, compare=False)
+    """The file's tree with the overrides applied."""
+
+    secrets: Secrets = field(repr=False, compare=False)
+    """What must not be written; everything that tells of a run passes through it."""
+
+    def fault(
+        self, key_path: str, problem: str, allowed: str | None = None, suggestion: str | None = None
+    ) -> Fault:
+        """A fault that only a run can see, at a key path such as `optimizer.sgd.lr`.
+
+        It is located at that key, or at the nearest key above it that the file or an override has; where they
+        have none of them, it is the whole file's.
+        """
+        return self._fault(_segments(key_path), problem, allowed, suggestion)
+
+    def _fault(
+        self, path: KeyPath, problem: str, allowed: str | None = None, suggestion: str | None = None
+    ) -> Fault:
+        found = find(self.root, path)
+        fault = found.node.place.fault(show(path), problem, allowed, suggestion)
+        if path and found.rest == path:
+            fault = replace(fault, line=0, column=0, source_line="")
+        return _redacted([fault], self.secrets)[0]
+
+    def has(self, key_path: str) -> bool:
+        """Whether the file or an override has the key."""
+        path = _segments(key_path)
+        found = find(self.root, path)
+        return found.node is not self.root and not found.rest
+
+    def filled(self, key_path: str, value: Any) -> Any:
+        """A value of the file with each `${env:NAME}` in its strings replaced by the environment's.
+
+        Args:
+            key_path: where the value stands.
+            value: a choice, a string or other plain data; it is not changed.
+
+        Raises:
+            PipelineError: variables that are not set.
+        """
+        faults: list[Fault] = []
+        made = self._filled(_segments(key_path), value, faults)
+        if faults:
+            raise PipelineError(faults)
+        return made
+
+    def _filled(self, path: KeyPath, value: Any, faults: list[Fault]) -> Any:
+        if isinstance(value, Choice):
+            options = self._filled((*path, value.name), value.options, faults)
+            return replace(value, options=options)
+        if isinstance(value, Mapping):
+            return {key: self._filled((*path, key), item, faults) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            items = [self._filled((*path, place), item, faults) for place, item in enumerate(value)]
+            return tuple(items) if isinstance(value, tuple) else items
+        if not isinstance(value, str):
+            return value
+        missing = [name for name in references(value) if name not in os.environ]
+        faults += [
+            self._fault(path, f"the environment variable {name} is not set", "set it before the run")
+            for name in dict.fromkeys(missing)
+        ]
+        return value if missing else filled(value, os.environ)
+
+    def variables(self) -> tuple[str, ...]:
+        """Environment variables that the pipeline takes, each once."""
+        return tuple(
+            dict.fromkeys(name for _, text, _, _ in _strings(self.root) for name in references(text))
+        )
+
+    def check_environment(self) -> None:
+        """Look whether every variable that the pipeline names is set.
+
+        Raises:
+            PipelineError: those that are not, all at once.
+        """
+        faults: list[Fault] = []
+        for path, text, _, _ in _strings(self.root):
+            self._filled(path, text, faults)
+        if faults:
+            raise PipelineError(_sorted(faults))
+
+    def resolved(self) -> str:
+        """The whole pipeline as YAML, defaults filled in, each value's origin in a comment.
+
+        It loads to the same pipeline again, except that relative paths are relative to another folder if it
+        is written to one.
+        """
+        return resolving.resolved(self.pipeline, self.root, self.secrets)
+
+    def plain(self) -> dict[str, Any]:
+        """The whole pipeline as mappings, lists and scalars, defaults filled in, secrets left out."""
+        whole: dict[str, Any] = self.secrets.hidden(resolving.plain(self.pipeline))
+        return whole
+
+    def digest(self) -> str:
+        """SHA-256 of the pipeline in hexadecimal; what the file says counts, not how it is written.
+
+        Secrets do not count.
+        """
+        return resolving.digest(self.pipeline)
+
+
+def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) -> Loaded:
+    """Read a pipeline file and apply overrides. Neither torch nor user code is imported.
+
+    Args:
+        path: the file.
+        overrides: each `key.path=value`, the value as YAML, applied in order.
+        folder: where what it names is looked for; None: in the file's own.
+
+    Raises:
+        PipelineError: with every fault that was found.
+    """
+    try:
+        trust()
+    except TrustSettingError as error:
+        problem, _, allowed = str(error).partition("; ")
+        problem = problem.removeprefix(f"{VARIABLE}: ")
+        raise PipelineError(
+            [Fault(file=VARIABLE, line=0, column=0, path="", problem=problem, allowed=allowed)]
+        ) from None
+    tree = read_file(path)
+    faults = list(tree.faults)
+    if tree.root is None:
+        empty = Node(Place(Source.of(str(path), 0, ""), 1, 1), {})
+        faults += [fault for fault in overriding.apply(empty, overrides)[1] if not fault.path]
+        raise PipelineError(_redacted(_sorted(faults), Secrets.of()))
+    root, refused = overriding.apply(tree.root, overrides)
+    told = [*_strings(tree.root), *_strings(root)]
+    secrets = Secrets.of((text, secret) for _, text, _, secret in told)
+    faults += refused
+    faults += [
+        node.place.fault(show(at), *wrong)
+        for at, text, node, _ in _strings(root)
+        if (wrong := fault_of(text)) is not None
+    ]
+    faults += [
+        place.fault(show(at), *wrong)
+        for at, key, place in _keys(root)
+        if (wrong := fault_of(key, of_key=True)) is not None
+    ]
+    folder = path.resolve().parent if folder is None else folder
+    before = FOLDER.set(folder)
+    try:
+        pipeline, more = _check(root, path, secrets)
+    finally:
+        FOLDER.reset(before)
+    faults = _redacted(_sorted([*faults, *more]), secrets)
+    if pipeline is None or any(fault.severity == "error" for fault in faults):
+        raise PipelineError(faults)
+    return Loaded(path, folder, pipeline, tuple(faults), tuple(overrides), root, secrets)
+
+
+def _strings(node: Node, path: KeyPath = (), *, secret: bool = False) -> Iterator[_Text]:
+    """Every string below a node."""
+    if isinstance(node.value, str):
+        yield path, node.value, node, secret or holds_secret(path, node.value)
+    elif isinstance(node.value, list):
+        before = None
+        for place, item in enumerate(node.value):
+            text, at = item.value, (*path, place)
+            below = secret or (isinstance(text, str) and holds_secret(at, text, before))
+            yield from _strings(item, at, secret=below)
+            before = text
+    elif isinstance(node.value, dict):
+        named = node.value["name"].node.value if "name" in node.value else None
+        for key, entry in node.value.items():
+            below = secret or names_secret(path, key, entry.node.value, named)
+            yield from _strings(entry.node, (*path, key), secret=below)
+
+
+def _keys(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, Place]]:
+    """Every key below a node: its path, itself and where it stands."""
+    if isinstance(node.value, list):
+        for place, item in enumerate(node.value):
+            yield from _keys(item, (*path, place))
+    elif isinstance(node.value, dict):
+        for key, entry in node.value.items():
+            yield (*path, key), key, entry.key
+            yield from _keys(entry.node, (*path, key))
+
+
+def _redacted(faults: Iterable[Fault], secrets: Secrets) -> list[Fault]:
+    """The faults as they may be shown. Many quote one line, and it may be long."""
+    text = functools.cache(secrets.redact)
+    lines = {False: functools.cache(secrets.redact_line)}
+    lines[True] = functools.cache(functools.partial(secrets.redact_line, override=True))
+    return [fault.redacted(text, lines[fault.file.startswith("--set ")]) for fault in faults]
+
+
+def _segments(key_path: str) -> KeyPath:
+    return tuple(segment for segment, _ in parse_path(key_path)) if key_path else ()
+
+
+def _check(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, list[Fault]]:
+    """The pipeline if the tree is one, and the faults; rules across keys go as far as keys are whole."""
+    data = root.data()
+    if not isinstance(data, dict):
+        return None, [root.place.fault("", "expected `key: value` lines at the top")]
+    data.setdefault("name", _name_of(path))
+    faulty = (
+        {key for key, entry in root.value.items() if _broken(entry.node)}
+        if isinstance(root.value, dict)
+        else set()
+    )
+    faults: list[Fault] = []
+    pipeline: Pipeline | None = None
+    try:
+        pipeline = Pipeline.model_validate(data)
+    except ValidationError as error:
+        explained = told(error, Pipeline)
+        faults = messages.faults(explained, root, secrets.redact)
+        faulty |= {str(item["loc"][0]) for item in explained.errors(include_url=False)}
+    partial = pipeline or _partial(data, faulty)
+    if partial is not None:
+        faults += _clashes(partial, frozenset(faulty), root)
+    return pipeline, faults
+
+
+def _partial(data: dict[str, Any], faulty: set[str]) -> Pipeline | None:
+    """The pipeline with its faulty keys replaced by placeholders."""
+    whole = {key: value for key, value in data.items() if key not in faulty}
+    whole |= {key: choice for key, choice in _PLACEHOLDERS.items() if key in faulty}
+    try:
+        return Pipeline.model_validate(whole)
+    except ValidationError:
+        return None
+
+
+def _clashes(pipeline: Pipeline, faulty: frozenset[str], root: Node) -> Iterator[Fault]:
+    for clash in cross_checks(pipeline, faulty):
+        found = find(root, clash.path)
+        place = found.node.place if found.rest or isinstance(found.node.value, (str, list)) else found.key
+        yield place.fault(show(clash.path), clash.problem, clash.allowed, severity=clash.severity)
+
+
+def _broken(node: Node) -> bool:
+    """Whether a fault has been reported for the node or for one below it."""
+    if node.broken:
+        return True
+    if isinstance(node.value, dict):
+        return any(_broken(entry.node) for entry in node.value.values())
+    return isinstance(node.value, list) and any(_broken(child) for child in node.value)
+
+
+def _name_of(path: Path) -> str:
+    """The file's own name, with what a folder's name cannot hold replaced."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".")[:200] or "pipeline"
+
+
+def _sorted(faults: list[Fault]) -> list[Fault]:
+    """The file's faults from its top, then those of the overrides, none twice."""
+
+    def key(fault: Fault) -> tuple[int, int, int]:
+        number = int(fault.file.removeprefix("--set ")) if fault.file.startswith("--set ") else 0
+        return (number, fault.line, fault.column)
+
+    return sorted(dict.fromkeys(faults), key=key)

@@ -1,0 +1,389 @@
+"""Options of everything that is built in: models, data, sync policies, mutations, updates.
+
+Hooks bring theirs in `ddprun_hooks`.
+
+The docstring of a class is its line in `ddprun catalog`, the one under a field its line in the JSON Schema.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
+
+from ddprun.config.problems import all_within, problem, within
+from ddprun.config.secrets import REFERENCE
+
+
+class Options(BaseModel):
+    """Base of every part of a pipeline: strict, frozen, nothing unknown, finite numbers only."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Keys that are likely looked for here and stand elsewhere, and what to do about each."""
+
+
+class NoOptions(Options):
+    """Base of everything that takes no options."""
+
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Sizes = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
+"""A list of sizes, each at least 1."""
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Mlp(Options):
+    """Linear layers with an activation between them, on flat inputs."""
+
+    inputs: PositiveInt
+    """Values per sample; samples of any shape are flattened."""
+
+    hidden: Sizes = ()
+    """Width of each hidden layer; none makes it a linear model."""
+
+    outputs: PositiveInt
+    """Values per sample that come out: the number of classes."""
+
+    activation: Literal["relu", "gelu", "tanh"] = "relu"
+    """What stands after each hidden layer."""
+
+
+class Cnn(Options):
+    """3x3 convolutions, each with BatchNorm and ReLU, then an average over the image and a linear layer."""
+
+    channels: Annotated[Sizes, Field(min_length=1)] = (16, 32)
+    """Channels after each convolution."""
+
+    inputs: Annotated[Sizes, Field(min_length=3, max_length=3)] = (1, 8, 8)
+    """Channels, height and width of a sample."""
+
+    outputs: PositiveInt = 10
+    """Values per sample that come out: the number of classes."""
+
+
+class Transformer(Options):
+    """A causal transformer over tokens, bytes by default: each position predicts the next token."""
+
+    vocabulary: PositiveInt = 256
+    """Number of tokens; 256 for bytes."""
+
+    width: PositiveInt = 128
+    """Values per position; a multiple of `heads`."""
+
+    layers: PositiveInt = 2
+    """Blocks of attention and feed-forward."""
+
+    heads: PositiveInt = 4
+    """Attention heads in each layer."""
+
+    context: PositiveInt = 128
+    """Tokens it sees at most."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of values dropped while training."""
+
+    @model_validator(mode="after")
+    def _heads_share_the_width(self) -> Self:
+        if self.width % self.heads:
+            text = f"width {self.width} cannot be shared among {self.heads} heads"
+            raise within(problem(text, "width must be a multiple of heads"), "width")
+        return self
+
+
+class Digits(Options):
+    """1,797 handwritten digits of 8x8 pixels from the UCI repository, values 0 to 1, ten classes."""
+
+    held_out: Share | None = 0.2
+    """Share of samples kept for `evaluate`; null keeps none."""
+
+    split_seed: NonNegativeInt = 0
+    """Decides which samples are held out, whatever the pipeline's seed is."""
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _known_placeholder(pattern: str) -> str:
+    for found in re.findall(r"\{[^{}]*\}", REFERENCE.sub("", pattern)):
+        if found != "{stdlib}":
+            raise problem(
+                f"unknown placeholder {found}", "allowed: {stdlib}, the folder of Python's own library"
+            )
+    return pattern
+
+
+FilePattern = Annotated[str, Field(min_length=1), AfterValidator(_known_placeholder)]
+
+
+class Text(Options):
+    """The bytes of local files, cut into windows; the target is the window shifted by one byte."""
+
+    files: Annotated[
+        tuple[FilePattern, ...],
+        Field(strict=False, min_length=1),
+        BeforeValidator(_one_or_many),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                ]
+            }
+        ),
+    ]
+    """Paths or globs, relative to the pipeline's folder; `{stdlib}` is the folder of Python's own library."""
+
+    context: PositiveInt = 128
+    """Bytes per sample."""
+
+    held_out: Share | None = 0.1
+    """Share of the bytes kept for `evaluate`; null keeps none."""
+
+
+class Synthetic(Options):
+    """Random samples made on the spot, for timing: no data set is read."""
+
+    samples: PositiveInt = 4096
+    """Samples to train on."""
+
+    shape: Annotated[Sizes, Field(min_length=1)] = (64,)
+    """Shape of one sample."""
+
+    dtype: Literal["float32", "float64", "int64"] = "float32"
+    """Type of the inputs; int64 makes tokens."""
+
+    classes: Annotated[int, Field(gt=1)] = 10
+    """Number of classes of the targets."""
+
+    held_out: NonNegativeInt = 1024
+    """Further samples kept for `evaluate`; 0 keeps none."""
+
+
+class EveryStep(NoOptions):
+    """Gradients are averaged over all ranks at every step: plain DDP. Without a backward pass: parameters."""
+
+
+OptimizerState = Literal["local", "average"]
+
+
+class LocalSgd(Options):
+    """Every rank trains by itself; every n-th step the ranks' changes are averaged (Stich 2018,
+    arXiv:1805.09767).
+    """
+
+    every: PositiveInt
+    """Steps from one synchronisation to the next."""
+
+    optimizer_state: OptimizerState = "local"
+    """`average`: the optimizer's state is averaged too, which doubles or triples the bytes."""
+
+
+class HierarchicalSgd(Options):
+    """One period for the ranks of a host, a longer one for all (post-local SGD, Lin et al. 2018,
+    arXiv:1808.07217).
+    """
+
+    within: PositiveInt = 1
+    """Steps between synchronisations inside a host; 1 all-reduces gradients there at every step."""
+
+    across: PositiveInt
+    """Steps between synchronisations of all ranks; a multiple of `within`."""
+
+    hosts: PositiveInt | None = None
+    """Split the ranks into so many equal hosts, for trials on one machine; null: as they were launched."""
+
+    optimizer_state: OptimizerState = "local"
+    """`average`: the optimizer's state is averaged too, which doubles or triples the bytes."""
+
+    @model_validator(mode="after")
+    def _hosts_meet_when_all_do(self) -> Self:
+        if self.across % self.within:
+            text = f"across {self.across} is no multiple of within {self.within}"
+            raise within(problem(text, _multiples(self.across, self.within)), "across")
+        return self
+
+
+def _multiples(number: int, factor: int) -> str:
+    """The multiples next to a number that is none."""
+    below = number // factor * factor
+    return f"write {below} or {below + factor}" if below else f"write {factor}"
+
+
+class Diloco(Options):
+    """Every n steps an outer SGD with Nesterov momentum takes the ranks' mean change as its gradient
+    (Douillard et al. 2023, arXiv:2311.08105).
+    """
+
+    every: PositiveInt
+    """Steps from one exchange of a parameter to its next."""
+
+    outer_lr: PositiveFloat = 0.7
+    """Learning rate of the outer SGD."""
+
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Nesterov momentum of the outer SGD; with 0 and `outer_lr: 1` it is `local_sgd`."""
+
+    fragments: PositiveInt = 1
+    """The parameters in so many parts, exchanged at evenly spread steps (Streaming DiLoCo,
+    arXiv:2501.18512)."""
+
+    overlap_steps: NonNegativeInt = 0
+    """The exchange runs while training goes on, and is applied exactly so many steps later."""
+
+    @model_validator(mode="after")
+    def _fits_the_period(self) -> Self:
+        every = f"every {self.every}"
+        faults = []
+        if self.fragments > self.every:
+            text = f"fragments {self.fragments} is more than {every}: each needs a step of its own"
+            faults.append((problem(text, f"at most {self.every}"), "fragments"))
+        if self.overlap_steps >= self.every:
+            text = (
+                f"overlap_steps {self.overlap_steps} is not less than {every}: the next exchange would start"
+            )
+            faults.append(
+                (
+                    problem(f"{text} before the last one is applied", f"at most {self.every - 1}"),
+                    "overlap_steps",
+                )
+            )
+        if faults:
+            raise all_within(faults)
+        return self
+
+
+class Average(Options):
+    """Every n-th step the parameters of all ranks become their mean; the optimizer's state stays local."""
+
+    every: PositiveInt
+    """Steps from one average to the next."""
+
+
+class Broadcast(Options):
+    """Every n-th step all ranks take the parameters of one; goes without hooks."""
+
+    every: PositiveInt
+    """Steps from one broadcast to the next."""
+
+    source: NonNegativeInt = 0
+    """The rank whose parameters all take."""
+
+
+class Independent(NoOptions):
+    """Ranks never synchronise; hooks that hold from above are unused."""
+
+
+class Noise(Options):
+    """Add normally distributed noise to every weight, another on each rank."""
+
+    std: PositiveFloat
+    """Standard deviation of the noise, in units of the weights."""
+
+
+class EvolutionStrategies(Options):
+    """The optimizer steps on a gradient that forward passes estimate: random changes of the weights, each
+    weighted by what it does to the loss (Salimans et al. 2017, arXiv:1703.03864).
+    """
+
+    std: PositiveFloat = 0.05
+    """Standard deviation of the changes, in units of the weights."""
+
+    population: PositiveInt = 8
+    """Changes that each rank tries in a step, each forwards and backwards: twice as many forward passes."""
+
+
+class ModelsOwnLoss(NoOptions):
+    """The model returns its loss itself: a tensor, or an object or mapping with `loss`."""
+
+
+class Accuracy(NoOptions):
+    """Share of samples whose largest output is the target."""
+
+
+class Perplexity(NoOptions):
+    """Exponential of the mean cross-entropy per target."""
+
+
+MODELS: dict[str, type[BaseModel]] = {"mlp": Mlp, "cnn": Cnn, "transformer": Transformer}
+DATA: dict[str, type[BaseModel]] = {"digits": Digits, "text": Text, "synthetic": Synthetic}
+LOSSES: dict[str, type[BaseModel]] = {"model": ModelsOwnLoss}
+SYNC: dict[str, type[BaseModel]] = {
+    "every_step": EveryStep,
+    "local_sgd": LocalSgd,
+    "hierarchical_sgd": HierarchicalSgd,
+    "diloco": Diloco,
+    "average": Average,
+    "broadcast": Broadcast,
+    "independent": Independent,
+}
+MUTATIONS: dict[str, type[BaseModel]] = {"noise": Noise}
+UPDATES: dict[str, type[BaseModel]] = {"evolution_strategies": EvolutionStrategies}
+METRICS: dict[str, type[BaseModel]] = {"accuracy": Accuracy, "perplexity": Perplexity}
+
+
+class Tensorboard(Options):
+    """TensorBoard event files in the run's folder. Needs the package tensorboard."""
+
+    every: PositiveInt = 1
+    """Steps from one point of a curve to the next."""
+
+
+class Wandb(Options):
+    """Weights & Biases. Needs the package wandb."""
+
+    project: str = "ddprun"
+    """Where the run appears."""
+
+    entity: str | None = None
+    """User or team; null: the account's own."""
+
+    mode: Literal["online", "offline"] = "online"
+    """`offline` keeps it in the run's folder, for `wandb sync`."""
+
+    every: PositiveInt = 10
+    """Steps from one point of a curve to the next."""
+
+
+class Mlflow(Options):
+    """MLflow. Needs the package mlflow."""
+
+    tracking_uri: str | None = None
+    """The server; null: what `MLFLOW_TRACKING_URI` says, or MLflow's default."""
+
+    experiment: str = "ddprun"
+    """Where the run appears."""
+
+    every: PositiveInt = 10
+    """Steps from one point of a curve to the next."""
+
+
+class Prometheus(Options):
+    """Metrics of rank 0 for Prometheus. Needs the package prometheus-client."""
+
+    port: Annotated[int, Field(gt=0, lt=65536)] | None = None
+    """Serve them on this port of rank 0's host; null writes metrics.prom into the run's folder, every 5 s."""
+
+    address: str = "127.0.0.1"
+    """On which address of the host; 0.0.0.0 is all of them."""
+
+
+TRACKERS: dict[str, type[BaseModel]] = {
+    "tensorboard": Tensorboard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "prometheus": Prometheus,
+}

@@ -1,0 +1,463 @@
+"""Secrets: how a pipeline names them, `${env:NAME}`, and how their values are kept out of what is written.
+
+A value is secret by its *name*: an option or environment variable with one of a few words in it, on strings
+only, so that `key_dim: 64` and `monkey: banana` stay. So is the password in a URL, and whatever a pipeline
+takes from the environment.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote, unquote
+
+from ddprun.config.tree import KeyPath, is_choice
+
+REDACTED = "[redacted]"
+"""Stands in a written pipeline for a secret that the file held as it is; such a pipeline does not load."""
+
+_OWN_KEYS = frozenset(
+    {("kubernetes", "pod"), ("kubernetes", "claims"), ("docker", "mounts"), ("slurm", "options")}
+)
+_POD_KEYS = frozenset(
+    {
+        *("key", "topologyKey", "matchLabelKeys", "imagePullSecrets", "secretName", "secretRef"),
+        *("configMapKeyRef", "fileKeyRef", "secretKeyRef", "secret", "serviceAccountToken"),
+    }
+)
+"""Fields of a pod that are called like secrets and name one, or something else."""
+
+_OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w.-]*)")
+_ASSIGNED = re.compile(
+    r"""(?<![\w.-])-{0,2}(?P<name>[A-Za-z_][\w.-]*)=(?=(?P<value>"[^"]{0,200}"|'[^']{0,200}'|.\S{0,200}))""",
+    re.DOTALL,
+)
+_FOLLOWED = re.compile(
+    rf"""(?<![\w.-]){_OPTION.pattern}\s+(?=(?P<value>"[^"]{{0,200}}"|'[^']{{0,200}}'|[^\s-]\S{{0,200}}))"""
+)
+"""Arguments with a value, also in the midst of a line for a shell; the value may begin the next one."""
+
+_OF_A_FILE = re.compile(r"(file|path|dir)\Z", re.IGNORECASE)
+_VARIABLE = re.compile(r"\$(\(\w+\)|\{\w+\}|\w+)")
+"""A variable of the pod's: `$(API_TOKEN)`, or in a shell `$API_TOKEN`."""
+
+REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
+_BEGINS = "${env:"
+
+_SECRET_WORDS = frozenset(
+    {
+        *(
+            "token",
+            "secret",
+            "secrets",
+            "password",
+            "passwd",
+            "passphrase",
+            "key",
+            "credential",
+            "credentials",
+        ),
+        *("apikey", "accesskey", "secretkey", "authtoken", "pgpassword"),
+    }
+)
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+_WHOLE_WORDS_FROM, _ANYWHERE_FROM = 4, 6
+"""Values of fewer characters than the second are replaced as whole words only, of fewer than the first not at
+all."""
+
+_LINE_FROM = 8
+"""Lines of fewer characters in a value of several are not looked for by themselves."""
+
+_REFERENCED_FROM = 8
+"""A value that the pipeline takes from a variable without a secret's name is looked for from so many
+characters on."""
+
+_SHORT_WORD = 7
+_ONE_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_VOWEL, _CONSONANTS = re.compile(r"[aeiouy]", re.IGNORECASE), re.compile(r"[^aeiouy]{5}", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?([0-9]{1,9}|[0-9]{0,9}\.[0-9]{1,17}|[0-9]{1,9}\.)([eE][-+]?[0-9]{1,3})?%?")
+"""A number as settings have them: of ten digits and more it is none."""
+
+_COMMON = frozenset(
+    {
+        *("anonymous", "automatic", "disabled", "enabled", "explicit", "external", "implicit", "internal"),
+        *("optional", "required", "undefined", "unlimited"),
+        *("aes128", "aes256", "ed25519", "rsa2048", "rsa4096", "sha256", "sha384", "sha512", "x86_64"),
+    }
+)
+"""Values of settings that are longer than a short word, or no word."""
+
+_SCHEME = re.compile(r"\s*(Basic|Bearer|Digest|Token)\s+", re.IGNORECASE)
+"""Before a token in a header."""
+
+_FILE = re.compile(r"\$\{env:\w+\}(/[\w.-]+)*/[\w-]*\.[\w.-]+")
+"""A path to a file in a folder that a variable holds: `${env:HOME}/key.pem`."""
+
+_LONG_WORD, _FEW_WORDS = 12, 2
+
+_USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,20}://)(?P<user>[^\s/?#\"'<>]+)@")
+_QUERY = re.compile(r"(?P<before>[?&](?P<name>[\w.-]+)=)(?P<value>[^&\s\"'<>#]+)")
+_USER_NAME = re.compile(r"(?:\$\{env:\w+\}|[^:])*")
+_LONG_USER = 20
+"""A user name of so many characters in a URL is a token: `https://ghp_…@github.com`."""
+
+_LINE = re.compile(
+    r"""(?P<before>(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)["']?\s*:\s*)(?P<value>"[^"]*"?|'[^']*'?|"""
+    r"""(?:\$\{env:\w+\}|[^\s,\[{}\]#])(?:\$\{env:\w+\}|[^,}\]#])*)"""
+)
+_OVERRIDE = re.compile(r"(?P<before>\A(?P<name>[^=]*)=)(?P<value>.*)", re.DOTALL)
+_PLAIN_VALUE = re.compile(r"[-+0-9.eExXo_]+|true|false|null|~|", re.IGNORECASE)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether one of the name's words says that its value is a secret: `API_KEY`, `apiKey`, `hf-token`."""
+    return any(word.lower() in _SECRET_WORDS for word in _WORD.findall(name))
+
+
+def references(text: str) -> Iterator[str]:
+    """The variables that a string names."""
+    return (match[1] for match in REFERENCE.finditer(text))
+
+
+def fault_of(text: str, *, of_key: bool = False) -> tuple[str, str] | None:
+    """What is wrong with a string of a pipeline, and what to write instead; None if nothing is.
+
+    Args:
+        text: the string.
+        of_key: it is a key.
+    """
+    if of_key and _BEGINS in text:
+        return "${env:NAME} is not filled in for keys", "write the key itself"
+    if of_key and REDACTED in text:
+        return (
+            "a secret stood here, which is not written to files",
+            "write the key itself, or give it by --set",
+        )
+    if REDACTED in text:
+        what = "a secret stood here, which is not written to files"
+        return what, "write ${env:NAME} and set the variable, or give the value by --set"
+    if text.count(_BEGINS) > len(REFERENCE.findall(text)):
+        what = '"${env:" is not followed by a variable\'s name and "}"'
+        return what, "write ${env:NAME}; a name holds letters, digits and _"
+    return None
+
+
+def is_plain(value: str) -> bool:
+    """Whether a value is no secret, whatever it is called: true, false, a number, a short word.
+
+    Messages are full of these, and a secret that is one could be guessed.
+    """
+    short = len(value) <= _SHORT_WORD and _is_word(value)
+    return short or value.lower() in _COMMON or _NUMBER.fullmatch(value) is not None
+
+
+def _is_word(text: str) -> bool:
+    """Whether letters could be a word of a language."""
+    return bool(_ONE_WORD.fullmatch(text) and _VOWEL.search(text) and not _CONSONANTS.search(text))
+
+
+def masked(value: str) -> str:
+    """What is written for a secret value: `${env:NAME}` stays, and of the rest what cannot be the secret.
+
+    `Bearer ${env:API_TOKEN}` stays: the secret is in the variable. It is not in `hunter2-${env:HOME}`.
+    """
+    if _BEGINS not in value:
+        return REDACTED
+    if _FILE.fullmatch(value):
+        return value
+    named = any(is_secret_name(name) for name in references(value))
+    return "".join(
+        part if is_reference or _is_harmless(part, beside_secret=named) else REDACTED
+        for part, is_reference in _parts(value)
+    )
+
+
+def _parts(value: str) -> Iterator[tuple[str, bool]]:
+    """What a string consists of, and whether each part is a `${env:NAME}`."""
+    end = 0
+    for match in REFERENCE.finditer(value):
+        if match.start() > end:
+            yield value[end : match.start()], False
+        yield match[0], True
+        end = match.end()
+    if end < len(value):
+        yield value[end:], False
+
+
+def _is_harmless(part: str, *, beside_secret: bool) -> bool:
+    words = re.findall(r"\w+", part)
+    if not words or _SCHEME.fullmatch(part):
+        return True
+    few = len(words) <= _FEW_WORDS
+    return beside_secret and all(
+        is_plain(word)
+        or (len(word) <= _LONG_WORD and _is_word(word))
+        or (few and len(word) < _WHOLE_WORDS_FROM)
+        for word in words
+    )
+
+
+def filled(text: str, environment: Mapping[str, str]) -> str:
+    """The string with each `${env:NAME}` replaced.
+
+    Raises:
+        KeyError: a variable that is not set; `args[0]` is its name.
+    """
+    return REFERENCE.sub(lambda match: environment[match[1]], text)
+
+
+class Secrets:
+    """Values that must not be written, each with what is written in its place.
+
+    Args:
+        known: by value.
+    """
+
+    def __init__(self, known: Mapping[str, str]) -> None:
+        self._instead: dict[str, str] = {}
+        for value, instead in known.items():
+            for form in () if is_plain(value.strip()) else _forms(value):
+                self._instead.setdefault(form, instead)
+        longest_first = sorted(self._instead, key=len, reverse=True)
+        anywhere = [re.escape(form) for form in longest_first if len(form) >= _ANYWHERE_FROM]
+        words = [rf"(?<!\w){re.escape(form)}(?!\w)" for form in longest_first if len(form) < _ANYWHERE_FROM]
+        self._anywhere = re.compile("|".join(anywhere)) if anywhere else None
+        self._all = re.compile("|".join([*anywhere, *words])) if anywhere or words else None
+
+    @classmethod
+    def of(
+        cls, strings: Iterable[tuple[str, bool]] = (), environment: Mapping[str, str] | None = None
+    ) -> "Secrets":
+        """The secrets of the environment and of a pipeline.
+
+        Args:
+            strings: each string of the pipeline, and whether a name above it says that it is a secret.
+            environment: by default that of the process.
+        """
+        environment = os.environ if environment is None else environment
+        known: dict[str, str] = {}
+        for name, value in environment.items():
+            known |= dict.fromkeys(_in_urls(value), REDACTED)
+            # A variable that says where a key lies is no key, and the path may stand in every message.
+            if is_secret_name(name) and not (os.path.isabs(value) and os.path.exists(value)):
+                known[value] = f"${{env:{name}}}"
+        for text, secret in strings:
+            for name in references(text):
+                value = environment.get(name, "")
+                if is_secret_name(name) or len(value) >= _REFERENCED_FROM:
+                    known[value] = f"${{env:{name}}}"
+            for value in (text,) if secret else _in_urls(text):
+                known = {**_literals(value, environment), **known}
+        known.pop(REDACTED, None)
+        return cls(known)
+
+    def redact(self, text: str) -> str:
+        """A text with every known secret, and every password in a URL, replaced."""
+        return _without_passwords(self._replaced(text, self._all))
+
+    def redact_line(self, line: str, *, override: bool = False) -> str:
+        """The same for a line of a file or for a `--set`, which may be too broken to know its values."""
+        return self.redact((_OVERRIDE if override else _LINE).sub(_without_value, line))
+
+    def redact_all(self, value: Any) -> Any:
+        """Plain data with every string in it redacted."""
+        if isinstance(value, str):
+            return self.redact(value)
+        if isinstance(value, dict):
+            return _with_keys(value, self.redact, self.redact_all)
+        if isinstance(value, list | tuple):
+            return [self.redact_all(item) for item in value]
+        return value
+
+    def hidden(self, data: Any, path: KeyPath = (), *, secret: bool = False) -> Any:
+        """A pipeline's plain data as it may be written. What came by `${env:NAME}` still says so.
+
+        Args:
+            data: as `resolved.plain` gives it.
+            path: where it stands.
+            secret: a name above it says that it is a secret.
+        """
+        if isinstance(data, dict):
+            hidden = {
+                key: self.hidden(
+                    item, (*path, key), secret=secret or names_secret(path, key, item, data.get("name"))
+                )
+                for key, item in data.items()
+            }
+            return _with_keys(hidden, self._hidden_key) if _has_own_keys(path) else hidden
+        if isinstance(data, list):
+            return [
+                self.hidden(
+                    item,
+                    (*path, place),
+                    secret=secret or (isinstance(item, str) and holds_secret((*path, place), item, before)),
+                )
+                for place, (before, item) in enumerate(zip((None, *data), data, strict=False))
+            ]
+        if not isinstance(data, str) or not data:
+            return data
+        secret = secret or holds_secret(path, data)
+        if secret and (data := masked(data)) == REDACTED:
+            return data
+        return _without_passwords(self._replaced(data, self._anywhere))
+
+    def _hidden_key(self, key: str) -> str:
+        """Keys are not filled in from the environment, so none says `${env:NAME}`."""
+        return self._anywhere.sub(REDACTED, key) if self._anywhere else key
+
+    def _replaced(self, text: str, pattern: re.Pattern[str] | None) -> str:
+        return pattern.sub(lambda match: self._instead[match[0]], text) if pattern else text
+
+
+def names_secret(path: KeyPath, key: str, value: Any, name: Any = None) -> bool:
+    """Whether a key says that what stands below it is secret.
+
+    A choice's name says nothing of its options; pods name secrets without holding them, and have other keys:
+    `tolerations: [{key: gpu}]`.
+
+    Args:
+        path: of the mapping.
+        key: in it.
+        value: what stands there.
+        name: what stands beside it as `name`: `{name: API_TOKEN, value: …}`.
+    """
+    if key == "value" and isinstance(name, str) and is_secret_name(name):
+        return True
+    if _in_pod(path) and key in _POD_KEYS:
+        return False
+    return is_secret_name(key) and not (is_choice(path) and not isinstance(value, str | list))
+
+
+def holds_secret(path: KeyPath, text: str, before: Any = None) -> bool:
+    """Whether a string of a pod's holds a secret in an argument: `--token=…`, `curl --token …`, or the `…`
+    after `--token`.
+
+    Args:
+        path: of the string.
+        text: the string.
+        before: what stands before it in a list.
+    """
+    if not _in_pod(path):
+        return False
+    option = _OPTION.fullmatch(before) if isinstance(before, str) else None
+    if option and not text.startswith("-") and _is_secret_argument(option["name"], text, number=False):
+        return True
+    return any(
+        _is_secret_argument(match["name"], match["value"], number=pattern is _ASSIGNED)
+        for pattern in (_ASSIGNED, _FOLLOWED)
+        for match in pattern.finditer(text)
+    )
+
+
+def _is_secret_argument(name: str, value: str, *, number: bool) -> bool:
+    """Whether an argument's value is a secret.
+
+    Args:
+        name: of the argument.
+        value: as it stands there, quotes included.
+        number: a number is one, too; not so in `sort --key 2`.
+    """
+    if not is_secret_name(name) or _OF_A_FILE.search(name):
+        return False
+    value = value.strip("\"'")
+    return not _VARIABLE.fullmatch(value) and (number or not _PLAIN_VALUE.fullmatch(value))
+
+
+def _with_keys(
+    data: dict[Any, Any], key_of: Callable[[str], str], item_of: Callable[[Any], Any] = lambda item: item
+) -> dict[Any, Any]:
+    """A mapping with its keys and items passed through functions; keys that become equal are numbered."""
+    made: dict[Any, Any] = {}
+    for key, item in data.items():
+        new = first = key_of(key) if isinstance(key, str) else key
+        number = 1
+        while new in made:
+            number += 1
+            new = f"{first} {number}"
+        made[new] = item_of(item)
+    return made
+
+
+def _has_own_keys(path: KeyPath) -> bool:
+    """Whether the keys of a mapping are the user's, and not ddprun's."""
+    return tuple(path[:2]) in _OWN_KEYS or any(isinstance(step, str) and "." in step for step in path)
+
+
+def _literals(value: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """What of a secret value of the pipeline stands in it as it is, and what is written instead."""
+    written = masked(value)
+    if _BEGINS not in value or written == value:
+        return {} if written == value else {value: REDACTED}
+    named = any(is_secret_name(name) for name in references(value))
+    pieces = [part for part, is_reference in _parts(value) if not is_reference]
+    found = {piece.strip(): REDACTED for piece in pieces if not _is_harmless(piece, beside_secret=named)}
+    if all(name in environment for name in references(value)):
+        found[filled(value, environment)] = written
+    return found
+
+
+def _in_pod(path: KeyPath) -> bool:
+    return tuple(path[:2]) == ("kubernetes", "pod")
+
+
+def _forms(value: str) -> Iterator[str]:
+    """A value as messages may show it: itself, escaped, in a URL, line by line."""
+    lines = [line.strip() for line in value.splitlines()]
+    long_lines = [line for line in lines if len(line) >= _LINE_FROM] if len(lines) > 1 else []
+    for text in (value, value.strip(), *long_lines):
+        if is_plain(text):
+            continue
+        escaped = repr(text)[1:-1], json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
+        for form in (text, *escaped, *(quote(text, safe, errors="replace") for safe in ("/", ""))):
+            if len(form) >= _WHOLE_WORDS_FROM:
+                yield form
+
+
+def _in_urls(text: str) -> Iterator[str]:
+    """Passwords in URLs, and values of secret names in their queries."""
+    if "://" not in text:
+        return
+    for match in _USER.finditer(text):
+        user, password = _user_and_password(match["user"])
+        if password:
+            yield password
+            yield unquote(password)
+        elif password is None and len(REFERENCE.sub("", user)) >= _LONG_USER:
+            yield user
+    for match in _QUERY.finditer(text):
+        if is_secret_name(match["name"]):
+            yield match["value"]
+            yield unquote(match["value"])
+
+
+def _without_passwords(text: str) -> str:
+    if "://" not in text:
+        return text
+    text = _USER.sub(_without_user, text)
+    return _QUERY.sub(_without_value, text)
+
+
+def _without_user(match: re.Match[str]) -> str:
+    user, password = _user_and_password(match["user"])
+    if password is None and len(REFERENCE.sub("", user)) < _LONG_USER:
+        return match[0]
+    if _BEGINS not in match["user"]:
+        return f"{match['scheme']}{REDACTED}@"
+    told = masked(user) if password is None else f"{user}:{masked(password)}"
+    return f"{match['scheme']}{told}@"
+
+
+def _user_and_password(text: str) -> tuple[str, str | None]:
+    """What stands before the @ of a URL; the colon of a `${env:NAME}` does not count."""
+    match = _USER_NAME.match(text)
+    user = match[0] if match else ""
+    return (user, None) if user == text else (user, text[len(user) + 1 :])
+
+
+def _without_value(match: re.Match[str]) -> str:
+    value = match["value"].strip()
+    if not is_secret_name(match["name"]) or _PLAIN_VALUE.fullmatch(value):
+        return match[0]
+    return match["before"] + masked(value)

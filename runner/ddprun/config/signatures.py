@@ -1,0 +1,317 @@
+"""Torch's optimizers, schedules and losses, read from its source without importing it.
+
+`find_spec("torch")` finds the package without running it (`find_spec("torch.optim")` would run it); `ast`
+reads the few files that matter, each when it is first asked for.
+"""
+
+import ast
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, create_model
+
+from ddprun.config.options import Options
+from ddprun.config.param_type import ParamType
+from ddprun.config.tree import spelling
+
+TorchKind = Literal["optimizer", "schedule", "loss"]
+
+_NOT_OFFERED: dict[TorchKind, dict[str, str]] = {
+    "optimizer": {
+        "LBFGS": "it needs a closure that computes the loss again",
+        "SparseAdam": "it takes sparse gradients only, which DDP's buckets do not carry",
+    },
+    "schedule": {
+        "LambdaLR": "its lr_lambda is a Python function; write a dotted name of your own schedule",
+        "MultiplicativeLR": "its lr_lambda is a Python function; write a dotted name of your own schedule",
+        "SequentialLR": "it takes schedules that are built; write a dotted name of your own schedule",
+        "ChainedScheduler": "it takes schedules that are built; write a dotted name of your own schedule",
+        "ReduceLROnPlateau": "it needs a metric at every step",
+    },
+    "loss": {
+        "NLLLoss2d": "torch has deprecated it; use nll_loss",
+        "LinearCrossEntropyLoss": "it holds weights of its own, which no optimizer here would train",
+    },
+}
+_IGNORED: dict[TorchKind, frozenset[str]] = {
+    "optimizer": frozenset({"self", "params"}),
+    "schedule": frozenset({"self", "optimizer", "last_epoch", "verbose"}),
+    "loss": frozenset({"self", "size_average", "reduce"}),
+}
+_LENGTHS = ("T_max", "total_iters", "total_steps")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One option of a torch class."""
+
+    name: str
+    accepts: ParamType
+    required: bool
+    default: str
+    """As torch's source writes it; empty if there is none."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A torch class and the options that a file can give it."""
+
+    name: str
+    summary: str
+    parameters: tuple[Parameter, ...]
+
+
+@functools.cache
+def torch_folder() -> Path | None:
+    """Where torch is installed; None if it is not."""
+    spec = find_spec("torch")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def torch_version() -> str | None:
+    """Torch's release such as `2.13.0`, without the build's suffix; None if torch is not installed."""
+    folder = torch_folder()
+    if folder is None:
+        return None
+    match = re.search(r"""__version__ = ['"]([0-9.]+)""", (folder / "version.py").read_text(encoding="utf-8"))
+    return match.group(1) if match else None
+
+
+def names(kind: TorchKind) -> tuple[str, ...]:
+    """Every class that a pipeline may name, in torch's spelling; empty without torch."""
+    return tuple(name for name in _classes(kind) if refusal(kind, name) is None)
+
+
+def find(kind: TorchKind, name: str) -> str | None:
+    """The class that a name means, offered or not, in torch's spelling; None if there is none.
+
+    Case and underscores do not matter, nor the ending `loss`: `cross_entropy` is `CrossEntropyLoss`.
+    """
+    return _by_spelling(kind).get(spelling(name))
+
+
+def refusal(kind: TorchKind, name: str) -> str | None:
+    """Why a class of torch is not offered; None if it is."""
+    reason = _NOT_OFFERED[kind].get(name)
+    if reason is None and kind == "loss":
+        taken = _forward_arguments(name)
+        if len(taken) != 2:
+            reason = f"it takes {', '.join(taken)}, and a loss here is called with (output, target)"
+    return reason
+
+
+@functools.cache
+def signature(kind: TorchKind, name: str) -> Signature:
+    """The options of a class that `find` returned."""
+    path = _classes(kind)[name]
+    tree = _parse(path)
+    init = _method(tree, name, "__init__")
+    parameters = _parameters(init, kind) if init else ()
+    return Signature(name, _summary(tree, name), parameters)
+
+
+@functools.cache
+def options_model(kind: TorchKind, name: str) -> type[BaseModel]:
+    """A pydantic model of the options of one class."""
+    fields: dict[str, Any] = {
+        parameter.name: (Annotated[Any, parameter.accepts], ... if parameter.required else None)
+        for parameter in signature(kind, name).parameters
+    }
+    return create_model(name, __base__=Options, **fields)
+
+
+def length_option(name: str, options: Mapping[str, Any] | None = None) -> str | None:
+    """The option of a torch schedule that says how many steps it takes, if the file leaves it out.
+
+    Args:
+        name: a schedule's canonical name.
+        options: what the file gives it.
+
+    Returns:
+        The option to fill with the stage's steps; None if the schedule has no length or the file gives it
+        (OneCycleLR's also as `epochs` with `steps_per_epoch`).
+    """
+    given = options or {}
+    if "epochs" in given and "steps_per_epoch" in given:
+        return None
+    if name not in _classes("schedule"):
+        return None
+    for parameter in signature("schedule", name).parameters:
+        if parameter.name in _LENGTHS:
+            return None if given.get(parameter.name) is not None else parameter.name
+    return None
+
+
+def tensor_options(kind: TorchKind, name: str) -> frozenset[str]:
+    """Options that a file gives as a list of numbers and torch wants as a tensor."""
+    return frozenset(item.name for item in signature(kind, name).parameters if item.accepts.tensor)
+
+
+@functools.cache
+def functional_name(loss: str) -> str:
+    """The function of `torch.nn.functional` that a loss class calls; the class's name if there is none."""
+    forward = _method(_parse(_classes("loss")[loss]), loss, "forward")
+    for node in ast.walk(forward) if forward else ():
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "F":
+            return node.attr
+    return loss
+
+
+@functools.cache
+def _by_spelling(kind: TorchKind) -> dict[str, str]:
+    found = {spelling(functional_name(name)): name for name in _classes(kind)} if kind == "loss" else {}
+    return found | {spelling(name): name for name in _classes(kind)}
+
+
+@functools.cache
+def _classes(kind: TorchKind) -> dict[str, Path]:
+    """Public classes of a kind and the file that defines each."""
+    folder = torch_folder()
+    if folder is None:
+        return {}
+    if kind == "optimizer":
+        tree = _parse(folder / "optim" / "__init__.py")
+        return {
+            alias.name: folder.joinpath(*node.module.split(".")[1:]).with_suffix(".py")
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch.optim.")
+            for alias in node.names
+            if alias.name[0].isupper() and alias.name != "Optimizer"
+        }
+    path = folder.joinpath(
+        *(("optim", "lr_scheduler.py") if kind == "schedule" else ("nn", "modules", "loss.py"))
+    )
+    public = _public(_parse(path))
+    return {name: path for name in public if name != "LRScheduler"}
+
+
+@functools.cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _public(tree: ast.Module) -> list[str]:
+    """The names in `__all__`."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    return []
+
+
+def _method(tree: ast.Module, name: str, method: str) -> ast.FunctionDef | None:
+    """A method of a class or of the nearest base in the same file."""
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    queue = [name]
+    while queue:
+        found = classes.get(queue.pop(0))
+        if found is None:
+            continue
+        for item in found.body:
+            if isinstance(item, ast.FunctionDef) and item.name == method:
+                return item
+        queue += [base.id for base in found.bases if isinstance(base, ast.Name)]
+    return None
+
+
+@functools.cache
+def _forward_arguments(name: str) -> tuple[str, ...]:
+    forward = _method(_parse(_classes("loss")[name]), name, "forward")
+    return tuple(argument.arg for argument in forward.args.args[1:]) if forward else ()
+
+
+def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[Parameter, ...]:
+    arguments = init.args
+    positional = arguments.posonlyargs + arguments.args
+    missing = [None] * (len(positional) - len(arguments.defaults))
+    pairs = [*zip(positional, [*missing, *arguments.defaults], strict=True)]
+    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    found = []
+    for argument, default in pairs:
+        accepts = _reduction() if argument.arg == "reduction" else _coarse(argument.annotation)
+        if argument.arg in _IGNORED[kind] or not accepts.writable:
+            continue
+        required = default is None and not (kind == "schedule" and argument.arg in _LENGTHS)
+        found.append(Parameter(argument.arg, accepts, required, ast.unparse(default) if default else ""))
+    return tuple(found)
+
+
+def _reduction() -> ParamType:
+    """`none` gives a loss for each sample, of which no backward pass can start."""
+    return ParamType(literals=("mean", "sum"))
+
+
+def _coarse(annotation: ast.expr | None) -> ParamType:
+    """The type that an annotation stands for; anything if it is none that is known here."""
+    if annotation is None:
+        return ParamType()
+    parts = [_single(part) for part in _alternatives(annotation)]
+    real = [part for part in parts if part.writable and part.scalars != ("null",)]
+    if not real:
+        return ParamType(writable=False)
+    if any(part.anything for part in real):
+        return ParamType()
+    scalars = tuple(dict.fromkeys(name for part in parts for name in part.scalars))
+    literals = tuple(literal for part in real for literal in part.literals)
+    lists = [part for part in real if part.items is not None and not (part.tensor and "float" in scalars)]
+    if not lists:
+        return ParamType(scalars, literals)
+    return ParamType(scalars, literals, lists[0].items, lists[0].fixed, lists[0].tensor)
+
+
+def _alternatives(annotation: ast.expr) -> list[ast.expr]:
+    """The members of `a | b`, `Union[a, b]` and `Optional[a]`."""
+    if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
+        return _alternatives(annotation.left) + _alternatives(annotation.right)
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("Union", "Optional"):
+        members = _members(annotation)
+        none = [ast.Constant(None)] if ast.unparse(annotation.value) == "Optional" else []
+        return [part for member in members for part in _alternatives(member)] + [*none]
+    return [annotation]
+
+
+def _members(annotation: ast.Subscript) -> list[ast.expr]:
+    inner = annotation.slice
+    return list(inner.elts) if isinstance(inner, ast.Tuple) else [inner]
+
+
+def _single(annotation: ast.expr) -> ParamType:
+    name = ast.unparse(annotation)
+    if name in ("float", "int", "bool", "str"):
+        return ParamType(scalars=(name,))
+    if name == "None":
+        return ParamType(scalars=("null",))
+    if name == "Tensor":
+        return ParamType(items=(ParamType(scalars=("float",)),), tensor=True)
+    if name.startswith("Callable"):
+        return ParamType(writable=False)
+    if isinstance(annotation, ast.Subscript):
+        outer = ast.unparse(annotation.value)
+        members = _members(annotation)
+        if outer == "Literal":
+            return ParamType(literals=tuple(str(ast.literal_eval(member)) for member in members))
+        if outer in ("tuple", "Tuple") and ast.unparse(members[-1]) != "...":
+            return ParamType(items=tuple(_coarse(member) for member in members), fixed=True)
+        if outer in ("tuple", "Tuple", "list", "List", "Iterable", "Sequence"):
+            return ParamType(items=(_coarse(members[0]),))
+    return ParamType()
+
+
+def _summary(tree: ast.Module, name: str) -> str:
+    """The first sentence of the class's docstring, or of the text that is assigned to its `__doc__`."""
+    text = ""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            text = ast.get_docstring(node) or text
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == f"{name}.__doc__":
+            parts = [part for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
+            parts.sort(key=lambda part: (part.lineno, part.col_offset))
+            text = next((part.value for part in parts if isinstance(part.value, str)), text)
+    paragraphs = [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
+    prose = next((paragraph for paragraph in paragraphs if not paragraph.startswith("..")), "")
+    prose = re.sub(r":\w+:`~?([^`<]*?)(?: <[^`]*>)?`", r"\1", prose).replace("`", "")
+    return re.split(r"(?<=[a-z)])\. ", prose)[0].rstrip(".:")

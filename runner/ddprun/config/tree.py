@@ -1,0 +1,216 @@
+"""The tree of a pipeline file: plain values that remember where they stand, and key paths into them."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddprun.config.faults import Fault, Severity
+from ddprun.config.scalars import Scalar
+
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices from the top, such as `("stages", 2, "train", "steps")`."""
+
+_BREAK = re.compile(r"\r\n|\n|\r")
+_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text that values come from: the file, or one override."""
+
+    name: str
+    """The file as the user named it, or `--set 1`."""
+
+    order: int
+    """0 for the file, n for the n-th override: faults are shown in this order."""
+
+    lines: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, order: int, text: str) -> "Source":
+        """A source of the given text; lines end as YAML ends them."""
+        return cls(name, order, tuple(_BREAK.split(text)))
+
+    def line(self, number: int) -> str:
+        """Line `number` (from 1), empty beyond the text."""
+        return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position in a source, line and column from 1."""
+
+    source: Source
+    line: int
+    column: int
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts places as a reader meets them: the file from its top, then the overrides."""
+        return (self.source.order, self.line, self.column)
+
+    def fault(
+        self,
+        path: str,
+        problem: str,
+        allowed: str | None = None,
+        suggestion: str | None = None,
+        severity: Severity = "error",
+    ) -> Fault:
+        """A fault at this place."""
+        return Fault(
+            file=self.source.name,
+            line=self.line,
+            column=self.column,
+            path=path,
+            problem=problem,
+            allowed=allowed,
+            suggestion=suggestion,
+            source_line=self.source.line(self.line),
+            severity=severity,
+        )
+
+
+@dataclass
+class Node:
+    """One value and where it stands. An aliased node is shared, so nodes are replaced and never changed."""
+
+    place: Place
+    value: "Scalar | list[Node] | dict[str, Entry]"
+    text: str | None = None
+    """A scalar as it is written."""
+
+    quoted: bool = False
+    broken: bool = False
+    """A fault has been reported for it already: what else is wrong with it is a consequence."""
+
+    size: int = 1
+    """Nodes in it, itself included, aliases expanded."""
+
+    height: int = 1
+    """Levels in it, itself included."""
+
+    def data(self) -> Any:
+        """The plain value: None, bool, int, float, str, list, dict."""
+        if isinstance(self.value, list):
+            return [child.data() for child in self.value]
+        if isinstance(self.value, dict):
+            return {key: entry.node.data() for key, entry in self.value.items()}
+        return self.value
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value of a mapping, and where its key stands."""
+
+    key: Place
+    node: Node
+
+
+@dataclass(frozen=True)
+class Found:
+    """The node at a path, or the nearest one above it that the file has."""
+
+    node: Node
+    key: Place
+    """Where the node's key stands; the node's own place in a list and at the top."""
+
+    rest: KeyPath = field(default=())
+    """What of the path the file does not have."""
+
+    broken: bool = False
+    """The node, or one above it, has a fault already."""
+
+
+def find(root: Node, path: Sequence[str | int]) -> Found:
+    """Follow a path as far as the tree goes. A choice's name may be spelled otherwise."""
+    found = Found(root, root.place, tuple(path), root.broken)
+    for depth, segment in enumerate(path):
+        value = found.node.value
+        rest = tuple(path[depth + 1 :])
+        if isinstance(value, dict) and isinstance(segment, str):
+            entry = value.get(segment)
+            if entry is None and len(value) == 1 and is_choice(path[:depth]):
+                ((name, only),) = value.items()
+                entry = None if part_of_pair(path[:depth], segment, name) else only
+            if entry is None:
+                break
+            found = Found(entry.node, entry.key, rest, found.broken or entry.node.broken)
+        elif isinstance(value, list) and isinstance(segment, int) and segment < len(value):
+            item = value[segment]
+            found = Found(item, item.place, rest, found.broken or item.broken)
+        else:
+            break
+    return found
+
+
+def spelling(name: str) -> str:
+    """What is left of a name that may be written in several ways: `cross_entropy` is `CrossEntropyLoss`."""
+    return name.lower().replace("_", "").removesuffix("loss")
+
+
+_CHOICES = frozenset({"model", "data", "loss", "optimizer", "schedule", "sync"})
+_STAGE_CHOICES = frozenset({"optimizer", "schedule", "sync", "mutate", "update"})
+_CHOICE_LISTS = frozenset({"hooks", "within", "across", "metrics", "stages"})
+
+
+def is_choice(path: Sequence[str | int]) -> bool:
+    """Whether `name` or `name: {options}` stands at this path."""
+    match tuple(path):
+        case (str(key),):
+            return key in _CHOICES
+        case ("stages", int(), "train" | "forward", str(key)):
+            return key in _STAGE_CHOICES
+        case ("data", "train" | "evaluate"):
+            return True
+        case (*_, str(key), int()):
+            return key in _CHOICE_LISTS
+    return False
+
+
+def part_of_pair(path: Sequence[str | int], *keys: str) -> bool:
+    """Whether a key below the path is one of `data: {train: …, evaluate: …}` and no name of a choice."""
+    return tuple(path) == ("data",) and not {"train", "evaluate"}.isdisjoint(keys)
+
+
+def show(path: Sequence[str | int]) -> str:
+    """A path as text: `stages[2].train.steps`; a key that holds dots stands in double quotes."""
+    text = ""
+    for segment in path:
+        if isinstance(segment, int):
+            text += f"[{segment}]"
+        else:
+            plain = _PLAIN_KEY.fullmatch(segment)
+            text += ("." if text else "") + (segment if plain else '"' + segment.replace('"', "'") + '"')
+    return text
+
+
+_SEGMENT = re.compile(r'(?:(?P<dot>^|\.)(?P<key>"(?P<quoted>[^"]+)"|[^.\[\]="]+)|\[(?P<index>[0-9]{1,6})\])')
+
+
+def parse_path(text: str) -> list[tuple[str | int, int]]:
+    """Read a path as `show` writes it.
+
+    Returns:
+        Each segment with its offset in the text.
+
+    Raises:
+        ValueError: no path; the message says what is wrong and `args[1]` is the offset.
+    """
+    segments: list[tuple[str | int, int]] = []
+    offset = 0
+    while offset < len(text):
+        match = _SEGMENT.match(text, offset)
+        if match is None or (match["dot"] == "" and offset) or (match["index"] and not segments):
+            raise ValueError(
+                "a key path cannot go on like this; write one such as stages[0].train.steps", offset
+            )
+        if match["index"]:
+            segments.append((int(match["index"]), offset + 1))
+        else:
+            segments.append((match["quoted"] or match["key"].strip(), match.start("key")))
+        offset = match.end()
+    if not segments:
+        raise ValueError("nothing stands before the =; write one such as optimizer.sgd.lr=0.2", 0)
+    return segments

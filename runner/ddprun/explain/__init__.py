@@ -1,0 +1,1 @@
+"""What a pipeline will send, without a run."""

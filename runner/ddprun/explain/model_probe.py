@@ -1,0 +1,272 @@
+"""What a run finds out before its first step, found out by one process that talks to nobody."""
+
+import gc
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddprun.config import Choice, Loaded, PipelineError
+from ddprun.engine import build, seeding
+from ddprun.engine.data import Feed
+from ddprun.engine.layout import freeze_layout, look_at_buffers, wrap
+from ddprun.engine.objective import Objective
+from ddprun.engine.policies import check_policies
+from ddprun.engine.precision import Precision
+from ddprun.host.device import gpu_count
+from ddprun.host.import_path import make_folder_importable
+from ddprun.sync.buffers import BufferUse
+from ddprun_hooks.buckets import BucketLayout
+from ddprun_hooks.comm.groups import Placement, RankGroup
+from ddprun_hooks.comm.queue import HostQueue
+from ddprun_hooks.dispatcher import Dispatcher
+from ddprun_hooks.stack import Stack
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks that a run would have: equally many on each host, neighbours in rank order."""
+
+    hosts: int
+    ranks_per_host: int
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.hosts * self.ranks_per_host
+
+    def layout(self, rank: int) -> Placement:
+        """Where the ranks are, seen from one of them."""
+        names = [f"host {place // self.ranks_per_host}" for place in range(self.ranks)]
+        return Placement(rank, tuple(names), (self.ranks_per_host,) * self.ranks)
+
+
+class ModelShapes(nn.Module):
+    """A model's names and shapes. Its parameters hold no values, so working with them costs nothing."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._shapes = {
+            name: nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+            for name, param in parameters.items()
+        }
+        self._held = dict(buffers)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and shapes."""
+        yield from self._shapes.items()
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The buffers, with their values."""
+        yield from self._held.items()
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Why something cannot be known without importing what the file names; empty where it is known."""
+
+    model: str = ""
+    batch: str = ""
+    """For backward and forward passes: model, data and loss are wanted."""
+
+    optimizer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProbe:
+    """What is known about a run before it starts."""
+
+    shapes: ModelShapes | None
+    """None: the model is not known."""
+
+    gradients: tuple[BucketLayout, ...] | None
+    """Gradient buckets in the order in which backward fills them; None: not known. Empty if no stage sends
+    any."""
+
+    verdict: BufferUse | None
+    """What rank 0's first batch does to the buffers; None: not known."""
+
+    optimizer: Optimizer | None
+    """None: not known."""
+
+    optimizer_state: Mapping[Tensor, dict[str, Any]]
+    """Its state after a step, by parameter, without values; empty if no stage sends it."""
+
+    feed: Feed | None
+    unknown: Unknown
+    device: torch.device
+
+
+def look(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
+    """Build what a rank builds, and look at it as a rank does.
+
+    Args:
+        loaded: the pipeline.
+        world: the ranks there would be.
+        importing: what the pipeline names by a dotted name may be imported.
+
+    Raises:
+        PipelineError: something in the file that only a run can see.
+    """
+    pipeline = loaded.pipeline
+    unknown = Unknown() if importing else _unknown(loaded)
+    device = (
+        torch.device("cuda", 0) if pipeline.launch.device != "cpu" and gpu_count() else torch.device("cpu")
+    )
+    precision = Precision(pipeline.precision, device)
+    if importing:
+        make_folder_importable(loaded.folder)
+    seeding.make_deterministic(device)
+    seeding.seed_everything(pipeline.seed)
+    model = None
+    if not unknown.model:
+        model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
+    feed = None
+    if importing or pipeline.train_data().source == "built-in":
+        feed = _open_feed(loaded, world)
+    optimizer = None
+    if model is not None and not unknown.optimizer:
+        optimizer = build.build_optimizer(loaded, model)
+        for stage in pipeline.step_stages():
+            build.optimizer_settings(loaded, stage, model, optimizer)
+    if model is not None:
+        check_policies(loaded, model, world.ranks)
+
+    verdict = None
+    gradients: tuple[BucketLayout, ...] | None = None if _any_gradients(loaded) else ()
+    if model is not None and feed is not None and not unknown.batch:
+        objective = Objective(loaded, build.build_loss(loaded, device))
+        verdict = look_at_buffers(model, objective, precision, feed, automatic=True)
+        if gradients is None:
+            gradients = _buckets(loaded, model, objective, precision, feed)
+    state = _state(optimizer) if optimizer is not None and _sends_state(loaded) else {}
+    shapes = (
+        None if model is None else ModelShapes(dict(model.named_parameters()), dict(model.named_buffers()))
+    )
+    return ModelProbe(shapes, gradients, verdict, optimizer, state, feed, unknown, device)
+
+
+def is_foreign(choice: Choice) -> bool:
+    """Whether a choice is somebody else's code."""
+    return choice.source in ("dotted", "installed")
+
+
+def _unknown(loaded: Loaded) -> Unknown:
+    """What stays unknown if nothing of the user's is imported."""
+    pipeline = loaded.pipeline
+    wanted = {"model": pipeline.model, "data": pipeline.train_data(), "loss": pipeline.loss}
+    foreign = [f'"{key}: {choice.name}"' for key, choice in wanted.items() if is_foreign(choice)]
+    model = foreign[0] if is_foreign(pipeline.model) else ""
+    batch = " and ".join(foreign)
+    optimizer = f'"optimizer: {pipeline.optimizer.name}"' if is_foreign(pipeline.optimizer) else ""
+    verb = "is" if len(foreign) == 1 else "are"
+    return Unknown(
+        f"{model} is not imported" if model else "",
+        f"{batch} {verb} not imported" if batch else "",
+        f"{optimizer} is not imported" if optimizer else "",
+    )
+
+
+def _open_feed(loaded: Loaded, world: World) -> Feed:
+    loader = loaded.pipeline.loader
+    data = build.build_data(loaded)
+    try:
+        return Feed(
+            data.train,
+            batch_size=loader.batch_size,
+            shuffle=loader.shuffle,
+            drop_last=loader.drop_last,
+            workers=0,
+            seed=loaded.pipeline.seed,
+            rank=0,
+            ranks=world.ranks,
+            pin=False,
+            sharded=loader.sharded,
+        )
+    except ValueError as error:
+        raise PipelineError([loaded.fault("data", str(error))]) from None
+
+
+def _any_gradients(loaded: Loaded) -> bool:
+    return any(stage.effective(loaded.pipeline).gradients for stage in loaded.pipeline.train_stages())
+
+
+def _sends_state(loaded: Loaded) -> bool:
+    """Whether a stage may send the optimizer's state: by its policy, or as earlier stages leave it apart."""
+    settings = [stage.effective(loaded.pipeline) for stage in loaded.pipeline.step_stages()]
+    chosen = any(one.sync.options.get("optimizer_state") == "average" for one in settings)
+    return chosen or (len(settings) > 1 and _any_gradients(loaded))
+
+
+def _buckets(
+    loaded: Loaded, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
+) -> tuple[BucketLayout, ...]:
+    """DDP's buckets as they stay: what it makes of the gradients' order after throw-away backward passes."""
+    settings = loaded.pipeline.ddp
+    with _one_rank():
+        ddp = wrap(model, settings, precision.device)
+        dispatcher = Dispatcher(ddp, HostQueue(RankGroup("world", 0, ("here",))), Stack([]))
+        freeze_layout(
+            ddp,
+            dispatcher,
+            objective,
+            precision,
+            feed,
+            static_graph=settings.static_graph,
+            meet=lambda: None,
+        )
+        layout = dispatcher.layout
+        del ddp, dispatcher
+        gc.collect()  # before the group ends, on which DDP still has a hand
+    return layout
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """A process group of this process alone, which DDP wants to see."""
+    # The host's own name need not resolve, and nothing is sent anyway.
+    before = os.environ.get(_INTERFACE)
+    if sys.platform == "linux":
+        os.environ[_INTERFACE] = "lo"
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)  # with DETAIL, DDP ends in a segmentation fault
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        dist.set_debug_level(level)
+        os.environ.pop(_INTERFACE, None)
+        if before is not None:
+            os.environ[_INTERFACE] = before
+
+
+def _state(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """The optimizer's state after a step, with shapes in place of values; afterwards it has none."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    state = {
+        param: {
+            name: torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+            for name, value in held.items()
+        }
+        for param, held in optimizer.state.items()
+    }
+    optimizer.state.clear()
+    return state

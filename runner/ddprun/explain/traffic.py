@@ -1,0 +1,306 @@
+"""What sends cost: every rank's part in them, rehearsed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from ddprun.config import Choice, Loaded, PipelineError, StepStage
+from ddprun.engine import build
+from ddprun.engine.policies import delta_needs, gradient_needs, key_path, plain_needs
+from ddprun.explain.model_probe import World, is_foreign
+from ddprun_hooks.buckets import BucketLayout
+from ddprun_hooks.comm.groups import RankGroup, combine
+from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_group
+from ddprun_hooks.comm.trace import CollectiveTrace
+from ddprun_hooks.config.options import BUILT_IN, parse_spec
+from ddprun_hooks.errors import HooksError, HookSetupError
+from ddprun_hooks.hook import GroupRequirement, GroupRequirements
+from ddprun_hooks.payload import Kind
+from ddprun_hooks.stack import Stack, all_reduce_stack, broadcast_stack
+
+QueueName = Literal["world", "deltas", "plain"]
+"""As `ddprun_hooks.comm.exchange.Exchange` calls their groups; `world` is that of gradients."""
+
+Among = Literal["all", "host", "across"]
+"""All ranks, those of each host, or those of one place on every host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Bytes that ranks send, each rank's own, in rank order."""
+
+    by_rank: tuple[int, ...]
+    between_hosts: tuple[int, ...]
+    """The part that leaves each rank's host."""
+
+    @classmethod
+    def none(cls, ranks: int) -> Amount:
+        """Nothing."""
+        return cls((0,) * ranks, (0,) * ranks)
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(
+            tuple(a + b for a, b in zip(self.by_rank, other.by_rank, strict=True)),
+            tuple(a + b for a, b in zip(self.between_hosts, other.between_hosts, strict=True)),
+        )
+
+    def __mul__(self, times: int) -> Amount:
+        return Amount(
+            tuple(times * sent for sent in self.by_rank), tuple(times * sent for sent in self.between_hosts)
+        )
+
+    @property
+    def all_ranks(self) -> int:
+        """Of all ranks together."""
+        return sum(self.by_rank)
+
+    @property
+    def leaves_hosts(self) -> int:
+        """What leaves some host, of all ranks together."""
+        return sum(self.between_hosts)
+
+
+def total(amounts: Iterable[Amount | None], ranks: int) -> Amount | None:
+    """The sum; None if one of them is not known."""
+    known = Amount.none(ranks)
+    for amount in amounts:
+        if amount is None:
+            return None
+        known = known + amount
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a bucket travels."""
+
+    kind: Kind
+    queue: QueueName
+    through: Literal["hooks", "host_hooks", "sum", "broadcast"]
+    """The stage's hooks, those that are left of them inside a host, or neither."""
+
+    inside: bool = False
+    """Among the ranks of each host only."""
+
+    hosts: int | None = None
+    """Into how many hosts the ranks are split for that; None: as they were launched."""
+
+    source: int = 0
+    """Whose payload is broadcast."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentLeg:
+    """One collective, of all ranks that take part in it."""
+
+    op: str
+    among: Among
+    ranks: int
+    """How many ranks are in each of its groups."""
+
+    dtype: str
+    bytes: int
+    """Size of what is summed, gathered or exchanged, in bytes; where ranks differ, the largest."""
+
+    amount: Amount
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What it takes to carry one bucket over the ranks."""
+
+    layout: BucketLayout
+    legs: tuple[SentLeg, ...]
+    amount: Amount
+
+
+class Hooks:
+    """The stacks of the stages, made anew for each rehearsal: hooks keep state.
+
+    Args:
+        loaded: the pipeline.
+        importing: hooks of the user's may be imported.
+    """
+
+    def __init__(self, loaded: Loaded, *, importing: bool) -> None:
+        self._loaded = loaded
+        self._importing = importing
+
+    def unknown(self, stage: StepStage) -> str:
+        """Why it cannot be known what the stage's hooks send; empty if it can."""
+        if self._importing:
+            return ""
+        hooks = stage.effective(self._loaded.pipeline).hooks
+        names = [name for hook in hooks for name in _foreign(hook)]
+        return f'"hooks: {names[0]}" is not imported' if names else ""
+
+    def make(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
+        """A stack of its own; plain all-reduce where the hooks are not known.
+
+        Raises:
+            PipelineError: a hook that cannot be had.
+        """
+        if self.unknown(stage):
+            return Stack([])
+        hooks = stage.effective(self._loaded.pipeline).hooks
+        return build.build_stack(self._loaded, key_path(stage, "hooks"), hooks, inside_host=inside_host)
+
+
+class Simulations:
+    """Carries buckets over ranks that are not there.
+
+    Args:
+        loaded: the pipeline.
+        world: the ranks.
+        hooks: of the stages.
+        device: where payloads are.
+
+    Raises:
+        PipelineError: the ranks do not lie as a stage needs them.
+    """
+
+    def __init__(self, loaded: Loaded, world: World, hooks: Hooks, device: torch.device) -> None:
+        self._loaded, self._world, self._hooks, self._device = loaded, world, hooks, device
+        needs: dict[QueueName, list[GroupRequirements]] = {
+            "world": [],
+            "deltas": [],
+            "plain": [{GroupRequirement("world"): 1}],
+        }
+        for stage in loaded.pipeline.step_stages():
+            settings = stage.effective(loaded.pipeline)
+            stacks = hooks.make(stage), hooks.make(stage, inside_host=True)
+            wanted: dict[QueueName, GroupRequirements] = {
+                "world": gradient_needs(settings, *stacks),
+                "deltas": delta_needs(settings, *stacks),
+                "plain": plain_needs(settings),
+            }
+            self._check(stage, stacks[0], combine(wanted.values()))
+            for queue, of in wanted.items():
+                needs[queue].append(of)
+        self.groups: list[dict[QueueName, RankGroup]] = [
+            {queue: simulated_group(queue, world.layout(rank), combine(of)) for queue, of in needs.items()}
+            for rank in range(world.ranks)
+        ]
+        """Of each rank, those of all ranks, by queue; the others are their splits."""
+
+        self._known: dict[tuple[str, Route, BucketLayout], Carried] = {}
+
+    def carry(self, stage: StepStage | None, way: Route, layout: BucketLayout) -> Carried | None:
+        """What it takes to carry a bucket; None if the hooks that it meets are not known.
+
+        Args:
+            stage: whose hooks it meets; None if it meets none.
+            way: how it travels.
+            layout: of the bucket.
+
+        Raises:
+            PipelineError: a hook that would break the run.
+        """
+        hooked = way.through in ("hooks", "host_hooks")
+        described = ""
+        if hooked:
+            assert stage is not None, "hooks are a stage's"
+            if self._hooks.unknown(stage):
+                return None
+            described = self._hooks.make(stage).described
+        key = described, way, layout
+        if key not in self._known:
+            try:
+                self._known[key] = self._carry(stage, way, layout)
+            except HooksError as error:
+                path = key_path(stage, "hooks") if stage is not None else ""
+                raise PipelineError([self._loaded.fault(path, str(error))]) from None
+        return self._known[key]
+
+    def _carry(self, stage: StepStage | None, way: Route, layout: BucketLayout) -> Carried:
+        traces = []
+        # Where no hook looks at values there need not be any.
+        values = bool(self._stack(stage, way).names) and way.through != "broadcast"
+        first = example_payload(layout, way.kind, self._device if values else torch.device("meta"))
+        for groups in self.groups:
+            world = groups[way.queue]
+            group = world.splits[way.hosts][0] if way.inside else world
+            payload = replace(first, tensor=first.tensor.clone(), findings=[])
+            traces.append(simulate(payload, self._stack(stage, way), group))
+        return Carried(
+            layout,
+            tuple(_joined([trace.collectives for trace in traces], _places(self.groups[0][way.queue]))),
+            Amount(
+                tuple(trace.wire_bytes for trace in traces),
+                tuple(trace.between_hosts_bytes for trace in traces),
+            ),
+        )
+
+    def _stack(self, stage: StepStage | None, way: Route) -> Stack:
+        if way.through == "sum":
+            return all_reduce_stack()
+        if way.through == "broadcast":
+            return broadcast_stack(way.source)
+        assert stage is not None, "hooks are a stage's"
+        return self._hooks.make(stage, inside_host=way.through == "host_hooks")
+
+    def _check(self, stage: StepStage, stack: Stack, needs: GroupRequirements) -> None:
+        """See whether the ranks lie as a stage needs them, and tell what of it needs them otherwise."""
+        layout = self._world.layout(0)
+        for key, of in (
+            ("hooks", {need: needs[need] for need in stack.requirements if need in needs}),
+            ("sync", needs),
+        ):
+            try:
+                simulated_group("world", layout, of)
+            except HookSetupError as error:
+                raise PipelineError([self._loaded.fault(key_path(stage, key), str(error))]) from None
+
+
+def _places(world: RankGroup) -> dict[str, tuple[Among, int]]:
+    """By the name of each group: which ranks are in one, and how many."""
+    found: dict[str, tuple[Among, int]] = {world.name: ("all", world.size)}
+    for host, across in world.splits.values():
+        found[host.name] = "host", host.size
+        found[across.name] = "across", across.size
+    return found
+
+
+def _joined(
+    legs: list[list[CollectiveTrace[int]]], places: dict[str, tuple[Among, int]]
+) -> Iterator[SentLeg]:
+    """The legs of all ranks, those together that are one collective on each.
+
+    A rank may have fewer than others: one whose share of a bucket is empty sends nothing between hosts.
+    """
+    rows: dict[tuple[str, str, str, int], list[CollectiveTrace[int] | None]] = {}
+    for rank, own in enumerate(legs):
+        times: Counter[tuple[str, str, str]] = Counter()
+        for leg in own:
+            what = leg.op, leg.group.rpartition(".")[0], leg.dtype
+            rows.setdefault((*what, times[what]), [None] * len(legs))[rank] = leg
+            times[what] += 1
+    for (op, group, dtype, _), row in rows.items():
+        there = [leg for leg in row if leg is not None]
+        yield SentLeg(
+            op,
+            *places[group],
+            dtype,
+            max(leg.bytes for leg in there),
+            Amount(
+                tuple(leg.wire_bytes if leg is not None else 0 for leg in row),
+                tuple(leg.between_hosts_bytes if leg is not None else 0 for leg in row),
+            ),
+        )
+
+
+def _foreign(hook: Choice) -> Iterator[str]:
+    """Names of the hooks in a choice that are somebody else's code, its legs included."""
+    if is_foreign(hook):
+        yield hook.name
+    elif hook.name == "hierarchical":
+        for leg in ("within", "across"):
+            for spec in hook.options.get(leg, ()):
+                name = parse_spec(spec)[0]
+                if name not in BUILT_IN:
+                    yield name

@@ -1,0 +1,1 @@
+"""What one machine offers to the ranks on it: network, devices, shared memory, processes."""

@@ -1,0 +1,80 @@
+"""Where a rank runs: its device and the backend between ranks."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ddprun.config import Loaded, PipelineError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The device of one rank and how it talks to the others."""
+
+    device: torch.device
+    backend: str
+    """`gloo` or `nccl`."""
+
+
+def gpu_count() -> int:
+    """GPUs that this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def default_ranks(loaded: Loaded) -> int:
+    """Ranks for this host where neither flag nor file says: one per GPU, or 2 on CPUs."""
+    gpus = gpu_count()
+    return gpus if loaded.pipeline.launch.device != "cpu" and gpus else 2
+
+
+def place_of(loaded: Loaded, local_rank: int, local_ranks: int) -> Place:
+    """Choose the device and the backend of one rank.
+
+    `device: auto` takes CUDA where there is a GPU. `backend: auto` takes NCCL where every rank of the host
+    has a GPU of its own, else Gloo.
+
+    Args:
+        loaded: the pipeline, for `launch.device` and `launch.backend`.
+        local_rank: this rank among those of its host.
+        local_ranks: how many ranks the host has.
+
+    Raises:
+        PipelineError: CUDA without a GPU, or NCCL with more ranks than GPUs.
+    """
+    launch, gpus = loaded.pipeline.launch, gpu_count()
+    if launch.device == "cuda" and not gpus:
+        raise PipelineError(
+            [
+                loaded.fault(
+                    "launch.device", "cuda is asked for, but torch sees no GPU here", "write auto or cpu"
+                )
+            ]
+        )
+    if launch.device == "cpu" or not gpus:
+        if launch.backend == "nccl":
+            raise PipelineError(
+                [
+                    loaded.fault(
+                        "launch.backend", "nccl needs GPUs, but torch sees none here", "write auto or gloo"
+                    )
+                ]
+            )
+        return Place(torch.device("cpu"), "gloo")
+    if launch.backend == "nccl" and local_ranks > gpus:
+        raise PipelineError(
+            [
+                loaded.fault(
+                    "launch.backend",
+                    f"nccl needs a GPU for each rank; this host has {local_ranks} ranks and {_gpus(gpus)}",
+                    f"start at most {gpus} ranks here, or write gloo, which lets ranks share a GPU",
+                )
+            ]
+        )
+    backend = launch.backend
+    if backend == "auto":
+        backend = "nccl" if local_ranks <= gpus else "gloo"
+    return Place(torch.device("cuda", local_rank % gpus), backend)
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"

@@ -1,1 +1,0 @@
-"""What runs do, before and after: `explain` looks ahead."""

@@ -1,1 +1,0 @@
-"""Who keeps the others waiting: every rank's board, the watch in each rank, the keeper in the launcher."""

@@ -1,0 +1,291 @@
+"""Comparing pipelines: turns, noise, and the table."""
+
+import csv
+import io
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ddprun.cli import main
+from ddprun.cli.compare import _fitted
+from ddprun.compare.compare import Side, Variant, noise, ratio, rows, variants, verdict
+from ddprun.compare.time_slices import TimeSliceScheduler
+from ddprun.config import load
+from ddprun.report.digest import digest
+from ddprun.report.runs import Run
+from tests.ranks import Running, ddprun
+from tests.report.made_up import make
+
+PIPELINE = """
+model: {mlp: {inputs: 64, hidden: [32], outputs: 10}}
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.1}}
+stages:
+  - train: {steps: 60}
+launch: {nproc_per_node: 2}
+checkpoint: {keep: 0}
+"""
+
+
+def side(folder: Path, name: str, turns_s: list[float], *, twin: bool = False, steps: int = 20) -> Side:
+    """A run that came to its end, whose steps took so long in each turn."""
+    made = Run(make(folder / name, steps=steps))
+    variant = Variant(name, Path("p.yaml"), twin=twin)
+    return Side(variant, folder / name, 0, digest(made), dict(enumerate(turns_s, start=1)))
+
+
+def noisy(seed: int, mean_s: float, spread: float, turns: int = 12) -> list[float]:
+    draw = random.Random(seed)
+    return [mean_s * (1 + spread * draw.uniform(-1, 1)) for _ in range(turns)]
+
+
+def test_what_happens_in_few_turns_counts(tmp_path: Path) -> None:
+    """A synchronisation every hundred steps: most turns are a little faster, and the whole is slower."""
+    first = side(tmp_path, "first", [0.010] * 20)
+    rare = side(tmp_path, "rare", [0.030 if turn % 5 == 0 else 0.009 for turn in range(20)])
+    found = ratio(first, rare)
+    assert found is not None
+    assert found.mean == pytest.approx(10 / (0.2 * 30 + 0.8 * 9))
+    assert found.low < found.mean < found.high
+    assert verdict(first, rare, 1.02) != "faster"
+
+
+def test_a_run_and_its_twin_say_what_is_noise(tmp_path: Path) -> None:
+    """A difference that is not larger is none, however sure one is of its sign."""
+    first = side(tmp_path, "first", noisy(1, 0.010, 0.02))
+    twin = side(tmp_path, "twin", noisy(2, 0.0103, 0.02), twin=True)
+    close = side(tmp_path, "close", noisy(3, 0.0098, 0.002))
+    fast = side(tmp_path, "fast", noisy(4, 0.005, 0.02))
+    slow = side(tmp_path, "slow", noisy(5, 0.020, 0.02))
+    sides = [first, twin, close, fast, slow]
+    factor = noise(sides)
+    assert factor is not None
+    assert 1.03 < factor < 1.06
+    assert verdict(first, first, factor) == "the first"
+    assert verdict(first, twin, factor).startswith("noise: up to ")
+    assert verdict(first, close, factor) == "no difference beyond noise"
+    assert verdict(first, fast, factor) == "faster"
+    assert verdict(first, slow, factor) == "slower"
+    found = ratio(first, fast)
+    assert found is not None
+    assert 1.9 < found.low <= found.mean <= found.high < 2.1
+    assert verdict(first, side(tmp_path, "few", [0.001] * 5), factor) == "too few turns to tell"
+
+
+def test_turns_of_a_moment_are_compared_with_each_other(tmp_path: Path) -> None:
+    """A machine that becomes ten times slower in the middle changes no ratio."""
+    drift = [1.0] * 6 + [10.0] * 6
+    first = side(tmp_path, "first", [0.01 * d for d in drift])
+    other = side(tmp_path, "other", [0.008 * d for d in drift])
+    found = ratio(first, other)
+    assert found is not None
+    assert (found.low, found.mean, found.high) == pytest.approx((1.25, 1.25, 1.25))
+
+
+def test_losses_are_compared_after_equal_samples(tmp_path: Path) -> None:
+    """The run that has seen fewest says after how many; a run that failed has none."""
+    long, short = side(tmp_path, "long", [0.01] * 8, steps=40), side(tmp_path, "short", [0.01] * 8, steps=20)
+    failed = Side(Variant("failed", Path("p.yaml")), tmp_path / "failed", 1)
+    table = rows([long, short, failed])
+    expected = (1 / 19 + 1 / 20) / 2  # the last tenth of 320 samples
+    assert [row["loss"] for row in table] == [pytest.approx(expected), pytest.approx(expected), None]
+    assert [row["loss_after_samples"] for row in table] == [320, 320, None]
+    assert [row["verdict"] for row in table][2] == "failed"
+
+
+def test_all_combinations_are_named() -> None:
+    """The twin stands behind the first, nothing sent at the end."""
+    keys = [("hooks", ["[]", '["fp16"]']), ("seed", ["0", "1"])]
+    found = variants([Path("a.yaml")], ["accumulate=2"], keys, noop=True, twin=True)
+    assert [variant.name for variant in found] == [
+        "hooks=[], seed=0",
+        "hooks=[], seed=0 once more",
+        "hooks=[], seed=1",
+        'hooks=["fp16"], seed=0',
+        'hooks=["fp16"], seed=1',
+        "nothing sent (noop)",
+    ]
+    assert found[2].overrides == ("accumulate=2", "hooks=[]", "seed=1")
+    assert found[5].overrides == ("accumulate=2", "hooks=[]", "seed=0", "hooks=[noop]")
+    files = variants([Path("x/a.yaml"), Path("b.yaml")], [], [], noop=False, twin=False)
+    assert [variant.name for variant in files] == ["a", "b"]
+
+
+def test_steps_and_noop_keep_what_a_stage_says(tmp_path: Path) -> None:
+    """Its sync policy, its hooks; and there is nothing that a stage could send instead of nothing."""
+    stage = "stages:\n  - train: {epochs: 3, sync: {local_sgd: {every: 4}}, hooks: [fp16]}\n  - evaluate\n"
+    (tmp_path / "p.yaml").write_text(PIPELINE.partition("stages:")[0] + stage)
+    for noop in (False, True):
+        overrides = ("hooks=[noop]",) if noop else ("seed=1",)
+        variant = Variant("v", tmp_path / "p.yaml", overrides)
+        fitted = _fitted(variant, load(variant.pipeline, overrides), 40)
+        pipeline = load(fitted.pipeline, fitted.overrides).pipeline
+        (train,) = pipeline.train_stages()
+        settings = train.effective(pipeline)
+        assert pipeline.stages[1].name == "evaluate"
+        assert (settings.steps, settings.epochs, settings.sync.name) == (40, None, "local_sgd")
+        assert [hook.name for hook in settings.hooks] == (["noop"] if noop else ["fp16"])
+
+
+def test_only_one_run_works_at_a_time() -> None:
+    """Ranks come in any order; whoever does not know the secret is sent away, and whoever connects and says
+    nothing is not waited for, however often; a run may end in its turn.
+    """
+    scheduler = TimeSliceScheduler(every=5)
+    port = json.loads(scheduler.variable(0))["port"]
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    silent[0].sendall(b'{"secret')
+    working: set[int] = set()
+    seen: list[set[int]] = []
+    ended: set[int] = set()
+
+    def rank(run: int, turns: int) -> None:
+        told = json.loads(scheduler.variable(run))
+        with socket.create_connection(("127.0.0.1", told["port"])) as connection:
+            hello = {"secret": told["secret"], "run": run, "rank": 0, "ranks": 2}
+            connection.sendall(json.dumps(hello).encode() + b"\n")
+            for _ in range(turns):
+                connection.sendall(b"p")
+                if connection.recv(1) != b"g":
+                    return
+                working.add(run)
+                seen.append(set(working))
+                time.sleep(0.02)
+                working.discard(run)
+        ended.add(run)
+
+    threads = []
+    for run, turns in enumerate((3, 5)):
+        scheduler.expect(run, lambda run=run: run not in ended)  # type: ignore[misc]
+        threads += [threading.Thread(target=rank, args=(run, turns)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b'{"secret": "x", "run": 0, "rank": 0, "ranks": 9}\n')
+        waiting = threading.Thread(target=scheduler.wait_for_all)
+        waiting.start()
+        waiting.join(30)
+        assert not waiting.is_alive()
+        order = []
+        while left := list(scheduler.left()):
+            for run in left:
+                scheduler.give(run)
+                order.append(run)
+        stranger.settimeout(20)
+        assert stranger.recv(1) == b""  # heard at the latest while turns were given
+    for thread in threads:
+        thread.join(20)
+    scheduler.close()
+    for one in silent:
+        one.close()
+    assert all(len(at_work) == 1 for at_work in seen)
+    assert order == [0, 1, 0, 1, 0, 1, 1, 1]
+
+
+def test_two_settings_are_compared(tmp_path: Path) -> None:
+    """Real runs, in turns: the table, the page, what each has left; with the bits of a run of its own."""
+    (tmp_path / "p.yaml").write_text(PIPELINE)
+    done = ddprun(
+        "compare",
+        "p.yaml",
+        "--vary=hooks=[[], [noop]]",
+        "--turn=10",
+        "--output=out",
+        "--format=json",
+        cwd=tmp_path,
+    )
+    assert done.code == 0, done.stderr
+    table = json.loads(done.stdout)
+    assert [row["variant"] for row in table] == ["hooks=[]", "hooks=[] once more", 'hooks=["noop"]']
+    assert [row["turns"] for row in table] == [5, 5, 5], "the first warms up"
+    assert all(row["loss_after_samples"] == 60 * 16 for row in table)
+    assert table[0]["loss"] == table[1]["loss"] != table[2]["loss"]
+    assert table[0]["wire_bytes_per_step"] > 5000 > table[2]["wire_bytes_per_step"]
+    assert (tmp_path / "out" / "report.html").stat().st_size > 1e6
+    alone = ddprun("p.yaml", "--run-dir=alone", cwd=tmp_path)
+    assert alone.code == 0, alone.stderr
+    of_turns, of_one = (
+        [(line["step"], line["loss"]) for line in Run(tmp_path / name).steps(0)]
+        for name in ("out/0", "alone")
+    )
+    assert of_turns == of_one
+    steps = list(Run(tmp_path / "out" / "0").steps(1))
+    assert max(line["step_us"] for line in steps[1:]) < 2e6, "waiting for a turn is none of a step's time"
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path: Path) -> None:
+    """Exit code 1, and where its own words are."""
+    (tmp_path / "failing.py").write_text(
+        "import os\nfrom torch import nn\n\n\nclass Net(nn.Sequential):\n"
+        "    def __init__(self, fail):\n        super().__init__(nn.Flatten(), nn.Linear(64, 10))\n"
+        "        self.calls, self.fail = 0, fail\n\n    def forward(self, inputs):\n        self.calls += 1\n"
+        "        if self.fail and self.calls > 30:\n            raise ValueError('on purpose')\n"
+        "        return super().forward(inputs)\n"
+    )
+    text = PIPELINE.replace("mlp: {inputs: 64, hidden: [32], outputs: 10}", "failing.Net: {fail: false}")
+    (tmp_path / "p.yaml").write_text(text)
+    vary = "--vary=model=[{failing.Net: {fail: false}}, {failing.Net: {fail: true}}]"
+    done = ddprun(
+        "compare", "p.yaml", vary, "--no-control", "--turn=10", "--output=out", "--format=csv", cwd=tmp_path
+    )
+    assert done.code == 1, done.stderr
+    table = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert [row["verdict"] for row in table] == ["the first", "failed"]
+    assert "failed with exit code 1; see out/1.log" in done.stderr
+    assert "on purpose" in (tmp_path / "out" / "1.log").read_text()
+
+
+def test_an_interrupt_ends_all_runs(tmp_path: Path) -> None:
+    """Exit code 130, and no process is left."""
+    (tmp_path / "p.yaml").write_text(PIPELINE.replace("steps: 60", "steps: 1000000"))
+    with Running("compare", "p.yaml", "--output=out", "--turn=10", cwd=tmp_path) as running:
+        end = time.monotonic() + 60
+        files = [tmp_path / "out" / name / "steps" / "rank-00000.jsonl" for name in ("0", "1")]
+        while not all(file.exists() and file.stat().st_size for file in files) and time.monotonic() < end:
+            time.sleep(0.1)
+        os.kill(running.process.pid, signal.SIGINT)
+        done = running.wait(60)
+    assert done.code == 130, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--vary", "hooks"], "an override has no ="),
+        (["--vary", "hooks=[fp16"], "--vary 1:1:"),
+        (["--vary", "hooks=fp16"], "hooks: is no list of values; write KEY=[A, B]"),
+        (["--vary", "hooks=[[fp17]]"], 'did you mean "fp16"'),
+        (["--turn", "1"], "1 is not in the range x>=2"),
+        (["--output", "full"], "the folder full is not empty"),
+        (
+            ["--steps", "9", "--set", "stages=[{train: {steps: 1}}, {train: {steps: 2}}]"],
+            "2 stages take steps, so it is not known",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    """Exit code 2, no traceback, nothing made."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.yaml").write_text(PIPELINE)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert main(["compare", "p.yaml", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,88 @@
+"""What a resumed run may have changed in its pipeline, and what not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ddprun.config import Loaded, PipelineError
+from ddprun.config.changes import changes, schedule_changed
+
+Load = Callable[..., Loaded]
+
+TEXT = """
+sync: {local_sgd: {every: 4}}
+hooks: [fp16]
+stages:
+  - train: {steps: 10}
+  - evaluate
+  - train: {steps: 20}
+"""
+
+
+def compared(loaded: Load, *overrides: str, next_stage: int = 2, begun: int | None = 2) -> list[str]:
+    before = loaded(TEXT).plain()
+    return changes(loaded(TEXT, *overrides), before, next_stage=next_stage, begun=begun)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("stages[2].train.steps=30", "stages[2].train.steps: 20 in the checkpoint, 30 from here on"),
+        ("ddp.bucket_cap_mb=2", "ddp.bucket_cap_mb: 25.0 in the checkpoint, 2.0 from here on"),
+        ("hooks=[int8]", "hooks[0]: fp16 in the checkpoint, {int8: "),
+        ("timings.every=5", "timings.every: 1 in the checkpoint, 5 from here on"),
+        ("optimizer.sgd.lr=0.5", "optimizer: SGD in the checkpoint, {SGD: {lr: 0.5}} from here on"),
+        ("loader.batch_size=8", "loader.batch_size: "),
+        ("checkpoint.keep=9", "checkpoint.keep: 3 in the checkpoint, 9 from here on"),
+    ],
+)
+def test_what_can_change_is_told(loaded: Load, override: str, told: str) -> None:
+    """One line for each key."""
+    (line,) = compared(loaded, override)
+    assert line.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "words"),
+    [
+        ("model.mlp.hidden=[8]", "model", "hidden: [8]"),
+        ("seed=7", "seed", "7 here, and 0 in the checkpoint"),
+        ("data={synthetic: {}}", "data", "the place in the data"),
+        ("loss=mse_loss", "loss", ""),
+        ("precision=bf16", "precision", "bf16 here, and fp32 in the checkpoint"),
+        ("loader.shuffle=false", "loader.shuffle", "twice"),
+        ("optimizer={adamw: {}}", "optimizer", "AdamW here, and SGD in the checkpoint"),
+        ("sync.local_sgd.every=5", "sync", "the stage has begun with it"),
+        ("stages[2].train.sync=every_step", "stages[2].train.sync", "every_step here"),
+        ("stages=[{train: {steps: 10}}]", "stages", "are done, or have begun"),
+    ],
+)
+def test_what_cannot_change_is_refused(loaded: Load, override: str, place: str, words: str) -> None:
+    """With both values, at its place."""
+    with pytest.raises(PipelineError) as caught:
+        compared(loaded, override)
+    (fault,) = caught.value.faults
+    assert fault.path == place
+    assert words in fault.problem
+
+
+def test_a_stage_that_has_not_begun_is_free(loaded: Load) -> None:
+    """Its policy too."""
+    assert len(compared(loaded, "stages[2].train.sync=every_step", next_stage=1, begun=0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        ("optimizer.sgd.lr=0.5", True),
+        ("schedule={ConstantLR: {}}", True),
+        ("stages[2].train.steps=30", True),
+        ("stages[0].train.steps=30", False),
+        ("timings.every=5", False),
+    ],
+)
+def test_when_learning_rates_are_followed_anew(loaded: Load, override: str, changed: bool) -> None:
+    """Where the optimizer's settings, the schedule or the stage's length are others."""
+    before: dict[str, Any] = loaded(TEXT).plain()
+    assert schedule_changed(loaded(TEXT, override), before, 2) is changed

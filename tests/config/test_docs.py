@@ -1,0 +1,112 @@
+"""docs/pipeline.md says what the schema says."""
+
+import re
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from ddprun.config import Pipeline, load, options
+from ddprun.config.buffers import TIMES
+from ddprun.config.containers import Docker, Kubernetes
+from ddprun.config.launch import Launch
+from ddprun.config.resolved import plain
+from ddprun.config.scalars import write
+from ddprun.config.schema import OVERRIDABLE, STAGES, Audit, Checkpoint, Ddp, Loader, Slurm, Timings
+
+TEXT = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
+
+
+def defaults() -> dict[str, str]:
+    """Every key and its default, as the page writes them."""
+    sections: dict[str, type[BaseModel]] = {
+        "loader": Loader,
+        "ddp": Ddp,
+        "launch": Launch,
+        "slurm": Slurm,
+        "docker": Docker,
+        "kubernetes": Kubernetes,
+        "checkpoint": Checkpoint,
+        "timings": Timings,
+        "audit": Audit,
+    }
+    found: dict[str, str] = {}
+    for key, field in Pipeline.model_fields.items():
+        if key in sections:
+            found |= {
+                f"{key}.{name}": shown(item.default) for name, item in sections[key].model_fields.items()
+            }
+        else:
+            found[key] = "" if field.is_required() else shown(field.default)
+    return found | {"name": "the file's name", "stages": "`[train: {epochs: 1}]`"}
+
+
+def shown(value: object) -> str:
+    value = plain(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return (
+        "[]"
+        if value == []
+        else write(value)
+        if isinstance(value, (str, int, float, type(None)))
+        else str(value)
+    )
+
+
+def test_every_key_is_on_the_page_with_its_default() -> None:
+    """The table of keys is complete, in the schema's words for defaults, and names no key that is gone."""
+    rows = dict(
+        re.findall(
+            r"^\| `([a-z_.]+)` \| (.*?) ?\|", TEXT.split("## Keys")[1].split("**Data.**")[0], re.MULTILINE
+        )
+    )
+    assert rows == defaults()
+
+
+def cells(section: str) -> list[list[str]]:
+    """Rows of the first table after a heading, each as its cells."""
+    text = TEXT.split(section)[1].split("\n#")[0]
+    rows = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
+    return [row.split(" | ") for row in rows]
+
+
+def test_every_policy_is_on_the_page_with_its_options() -> None:
+    """The table of policies is complete; each is shown with its options and their defaults."""
+    wanted = []
+    for name, model in options.SYNC.items():
+        keys = [
+            key if field.is_required() else f"{key}: {shown(field.default)}"
+            for key, field in model.model_fields.items()
+        ]
+        wanted.append(f"`{name}: {{{', '.join(keys)}}}`" if keys else f"`{name}`")
+    assert [row[0] for row in cells("## When ranks synchronise")] == ["policy", *wanted]
+
+
+def test_every_time_for_buffers_is_on_the_page() -> None:
+    """The table of times is complete."""
+    found = {row[0].strip("`") for row in cells("### Buffers")[1:]}
+    assert found == {*TIMES, "{every: N}"}
+
+
+def test_every_stage_is_on_the_page_with_its_keys() -> None:
+    """The table of stages is complete, and names every key of every stage."""
+    rows = {row[0].strip("`"): row[1] for row in cells("**Stages.**")[1:]}
+    assert rows.keys() == STAGES.keys()
+    for name, stage in STAGES.items():
+        inherited = OVERRIDABLE if name == "forward" else ()  # "the same keys"
+        for key in stage.model_fields:
+            assert key in inherited or f"`{key}`" in rows[name], (name, key)
+
+
+def test_the_examples_are_good(tmp_path: Path) -> None:
+    """The page's pipelines have neither faults nor warnings; a part of one goes with what is required."""
+    examples = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        base = (
+            ""
+            if "model:" in example
+            else "model: {mlp: {inputs: 64, outputs: 10}}\ndata: digits\noptimizer: sgd\n"
+        )
+        (tmp_path / "p.yaml").write_text(base + example)
+        assert load(tmp_path / "p.yaml").warnings == ()

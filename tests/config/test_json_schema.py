@@ -1,0 +1,220 @@
+"""The JSON Schema that editors use says what `check` says."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import jsonschema
+import pytest
+from pydantic import ValidationError
+
+from ddprun.cli.catalog import catalog as command
+from ddprun.config import signatures
+from ddprun.config.buffers import read_buffers
+from ddprun.config.catalog import GROUPS, catalog
+from ddprun.config.choices import KINDS, choose
+from ddprun.config.json_schema import json_schema
+from ddprun.config.reader import read_file
+from ddprun.config.schema import OVERRIDABLE, STAGES
+from ddprun.config.stages import read_stage
+
+PIPELINES = Path(__file__).parents[2] / "pipelines"
+SCHEMA = json_schema()
+SAMPLES: dict[str, Any] = {
+    "files": "{stdlib}/*.py",
+    "schedule": "cosineannealinglr",
+    "optimizer": "sgd",
+    "mutate": {"noise": {"std": 0.1}},
+    "update": "evolution_strategies",
+}
+
+
+def accepts(definition: str, value: Any) -> bool:
+    schema = {"$ref": f"#/$defs/{definition}", "$defs": SCHEMA["$defs"]}
+    return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
+
+
+def check_accepts(kind: str, value: Any) -> bool:
+    try:
+        read_stage(value) if kind == "stage" else choose(kind, value)
+    except (ValidationError, ValueError):
+        return False
+    return True
+
+
+def test_it_is_a_schema() -> None:
+    """It is valid under draft 2020-12's own schema, and every reference in it leads somewhere."""
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    for reference in references(SCHEMA):
+        assert reference.removeprefix("#/$defs/") in SCHEMA["$defs"]
+    assert "definition" not in json.dumps(SCHEMA).split('"description"')[0]
+
+
+def references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        if isinstance(schema.get("$ref"), str):
+            yield schema["$ref"]
+        for item in schema.values():
+            yield from references(item)
+    elif isinstance(schema, list):
+        for item in schema:
+            yield from references(item)
+
+
+@pytest.mark.parametrize("path", sorted(PIPELINES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_pipelines_are_valid(path: Path) -> None:
+    """What `check` takes the schema takes too."""
+    root = read_file(path).root
+    assert root is not None
+    jsonschema.validate(root.data(), SCHEMA, cls=jsonschema.Draft202012Validator)
+
+
+def test_the_shipped_schema_is_up_to_date() -> None:
+    """`pipelines/pipeline.schema.json` is what `ddprun schema` prints; write it anew with --output if not."""
+    shipped = json.loads((PIPELINES / "pipeline.schema.json").read_text(encoding="utf-8"))
+    if shipped["$comment"] != SCHEMA["$comment"]:
+        pytest.skip(f"another torch is installed than the shipped schema is for: {shipped['$comment']}")
+    assert shipped == json.loads(json.dumps(SCHEMA))
+
+
+def options() -> Iterator[tuple[str, str, str]]:
+    for kind in GROUPS:
+        for entry in catalog(kind):
+            for option in entry["options"]:
+                yield kind, entry["name"], option["name"]
+
+
+def minimal(entry: dict[str, Any]) -> dict[str, Any]:
+    """What must be given at least."""
+    needed = {option["name"]: sample(option) for option in entry["options"] if option["required"]}
+    return {"steps": 1} if entry["kind"] == "stage" and entry["name"] in ("train", "forward") else needed
+
+
+def sample(option: dict[str, Any]) -> Any:
+    """A value that an option must take: its default if that is a value, else one of its type."""
+    default, words = option["default"], option["type"]
+    expression = isinstance(default, str) and ("number" in words or "list" in words)
+    if option["name"] in SAMPLES:
+        return SAMPLES[option["name"]]
+    if default is not None and not expression:
+        return default
+    if match := re.match(r"a list(?: of (\d+))?", words):
+        return [1] * int(match.group(1) or 2)
+    return 3 if "number" in words else "x" if words.startswith("a string") else None
+
+
+@pytest.mark.parametrize(("kind", "name", "option"), list(options()))
+def test_every_option_is_taken_by_both(kind: str, name: str, option: str) -> None:
+    """Each option of the catalog is one for `check` and for the schema, and what is none there is refused."""
+    (entry,) = (entry for entry in catalog(kind) if entry["name"] == name)
+    (found,) = (item for item in entry["options"] if item["name"] == option)
+    given = minimal(entry) | {option: sample(found)}
+    if option == "epochs":
+        given.pop("steps", None)
+    assert check_accepts(kind, {name: given}), given
+    assert accepts(kind, {name: given}), given
+    assert not check_accepts(kind, {name: minimal(entry) | {"no_such_option": 1}})
+    assert not accepts(kind, {name: minimal(entry) | {"no_such_option": 1}})
+
+
+def test_the_command_lists_every_kind() -> None:
+    """`ddprun catalog` offers each kind that there is, and no other."""
+    (kinds,) = (item.type for item in command.params if item.name == "kind")
+    assert isinstance(kinds, click.Choice)
+    assert sorted(kinds.choices) == sorted(GROUPS)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "stage"])
+def test_bare_names_are_taken_by_both_alike(kind: str) -> None:
+    """A name may stand alone for both, or, where an option is required, for neither."""
+    names = [entry["name"] for entry in catalog(kind)]
+    assert names
+    for name in [
+        *names,
+        *(name.lower() for name in names),
+        "nonsense",
+        "a.b",
+        "a..b",
+        3,
+        None,
+        [],
+        {},
+        {"a": 1, "b": 2},
+    ]:
+        assert check_accepts(kind, name) == accepts(kind, name), name
+
+
+@pytest.mark.parametrize(
+    ("value", "good"),
+    [
+        ("auto", True),
+        ("never", True),
+        ({"never": None}, True),
+        ({"never": {}}, True),
+        ({"auto": {}}, True),
+        ({"before_evaluate": {"reduce": "mean"}}, True),
+        ({"every_forward": {"reduce": "broadcast"}}, True),
+        ({"every": 3}, True),
+        ({"every": 3, "reduce": "mean"}, True),
+        ("every", False),
+        ("sometimes", False),
+        ({}, False),
+        (None, False),
+        (["auto"], False),
+        ({"every": 0}, False),
+        ({"every": None}, False),
+        ({"every": 1.5}, False),
+        ({"every": 3, "reduce": "sum"}, False),
+        ({"every": 3, "auto": {}}, False),
+        ({"auto": {}, "never": {}}, False),
+        ({"auto": {}, "reduce": "mean"}, False),
+        ({"never": {"reduce": "mean"}}, False),
+        ({"auto": "mean"}, False),
+        ({"reduce": "mean"}, False),
+    ],
+)
+def test_buffers_are_taken_by_both_alike(value: Any, good: bool) -> None:
+    """`buffers` has two forms; what is neither is neither for `check` nor for the schema."""
+    try:
+        read_buffers(value)
+    except (ValidationError, ValueError):
+        taken = False
+    else:
+        taken = True
+    assert taken == good
+    assert accepts("buffers", value) == good
+
+
+def test_a_stage_has_no_defaults_of_its_own() -> None:
+    """What a stage does not name holds from above, so an editor must not show a default there."""
+    mapping = SCHEMA["$defs"]["stage"]["anyOf"][-1]["properties"]
+    for stage in ("train", "forward"):
+        assert not any("default" in mapping[stage]["properties"].get(key, {}) for key in OVERRIDABLE)
+
+
+def test_torch_names_are_known_in_three_spellings() -> None:
+    """Torch's own, lower case, and for a loss the function's."""
+    for spelled in ("CrossEntropyLoss", "crossentropyloss", "cross_entropy"):
+        assert accepts("loss", spelled)
+    for name in signatures.names("optimizer"):
+        assert accepts("optimizer", name)
+        assert accepts("optimizer", name.lower())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages_are_described(stage: str) -> None:
+    """Editors show what each stage and each of its keys does."""
+    mapping = SCHEMA["$defs"]["stage"]["anyOf"][-1]["properties"][stage]
+    described = mapping.get("anyOf", [mapping])[0]
+    assert described["description"]
+    assert all(item.get("description") for item in described["properties"].values())
+
+
+def test_every_key_is_described() -> None:
+    """No key of the file is without a word about it."""
+    for name in ("Loader", "Ddp", "Launch", "Timings", "Audit"):
+        assert all(item["description"] for item in SCHEMA["$defs"][name]["properties"].values())
+    assert all(item["description"] for item in SCHEMA["properties"].values())

@@ -1,0 +1,107 @@
+"""What is read from torch's source is what torch has."""
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+
+from ddprun.config import length_option, signatures, tensor_options
+from ddprun.config.signatures import TorchKind
+
+MODULES: dict[TorchKind, str] = {
+    "optimizer": "torch.optim",
+    "schedule": "torch.optim.lr_scheduler",
+    "loss": "torch.nn",
+}
+EVERY = [(kind, name) for kind in MODULES for name in signatures.names(kind)]
+
+
+def real(kind: TorchKind, name: str) -> Any:
+    return getattr(importlib.import_module(MODULES[kind]), name)
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+def test_options_are_those_of_the_real_class(kind: TorchKind, name: str) -> None:
+    """Each class exists, takes each option that is offered, and needs none that is not."""
+    takes = inspect.signature(real(kind, name)).parameters
+    offered = {item.name: item for item in signatures.signature(kind, name).parameters}
+    assert offered.keys() <= takes.keys()
+    needed = {key for key, item in takes.items() if item.default is item.empty} - {"params", "optimizer"}
+    assert {key for key, item in offered.items() if item.required} == needed - {length_option(name)}
+    assert not offered.keys() & {"params", "optimizer", "last_epoch", "verbose", "size_average", "reduce"}
+
+
+def test_nothing_of_torch_is_missing() -> None:
+    """Every optimizer, schedule and loss of torch is offered, or refused with a reason."""
+    optim, schedules = (importlib.import_module(MODULES[kind]) for kind in ("optimizer", "schedule"))
+    known = {
+        name
+        for name in optim.__all__
+        if inspect.isclass(getattr(optim, name)) and issubclass(getattr(optim, name), optim.Optimizer)
+    } - {"Optimizer"}
+    assert known == {*signatures.names("optimizer"), "LBFGS", "SparseAdam"}
+    for name in schedules.__all__:
+        if name != "LRScheduler":
+            assert (name in signatures.names("schedule")) != bool(signatures.refusal("schedule", name))
+    nn = importlib.import_module("torch.nn")
+    losses = [name for name in dir(nn) if name.endswith(("Loss", "Loss2d"))]
+    assert len(losses) > 20
+    for name in losses:
+        if signatures.find("loss", name) == name:
+            assert (name in signatures.names("loss")) != bool(signatures.refusal("loss", name))
+    offered = set(signatures.names("loss"))
+    assert offered >= {"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "HuberLoss"}
+    assert not offered & {"CTCLoss", "TripletMarginLoss", "CosineEmbeddingLoss", "GaussianNLLLoss"}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "length"),
+    [
+        ("CosineAnnealingLR", {}, "T_max"),
+        ("CosineAnnealingLR", {"T_max": 5}, None),
+        ("LinearLR", {"start_factor": 0.1}, "total_iters"),
+        ("ConstantLR", {}, "total_iters"),
+        ("PolynomialLR", {}, "total_iters"),
+        ("OneCycleLR", {"max_lr": 1}, "total_steps"),
+        ("OneCycleLR", {"max_lr": 1, "total_steps": None}, "total_steps"),
+        ("OneCycleLR", {"max_lr": 1, "epochs": 2, "steps_per_epoch": 3}, None),
+        ("StepLR", {"step_size": 3}, None),
+        ("my.own.Schedule", {}, None),
+    ],
+)
+def test_a_length_that_is_left_out_has_a_name(name: str, given: dict[str, Any], length: str | None) -> None:
+    """The engine learns which option to fill with the stage's steps."""
+    assert length_option(name, given) == length
+
+
+def test_tensors_are_known() -> None:
+    """Options that must become tensors are told; a learning rate stays a number."""
+    assert tensor_options("loss", "CrossEntropyLoss") == {"weight"}
+    assert tensor_options("loss", "BCEWithLogitsLoss") == {"weight", "pos_weight"}
+    assert tensor_options("optimizer", "SGD") == frozenset()
+
+
+def test_without_torch_its_names_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch is not installed, a fault says so instead of listing nothing."""
+    from pydantic import ValidationError
+
+    from ddprun.config.choices import choose
+
+    monkeypatch.setattr(signatures, "torch_folder", lambda: None)
+    monkeypatch.setattr(signatures, "_classes", lambda kind: {})
+    signatures._by_spelling.cache_clear()
+    try:
+        with pytest.raises(ValidationError, match="torch is not installed"):
+            choose("optimizer", "sgd")
+    finally:
+        signatures._by_spelling.cache_clear()
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+def test_every_class_is_described(kind: TorchKind, name: str) -> None:
+    """The catalog has a sentence for each class."""
+    summary = signatures.signature(kind, name).summary
+    assert len(summary) > 10
+    assert ":" not in summary[:2]
+    assert not summary.startswith(("Example", "Args"))

@@ -1,0 +1,243 @@
+"""What a file says about synchronising loads to what the engine reads."""
+
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from ddprun.config import (
+    AverageStage,
+    BroadcastStage,
+    Buffers,
+    Forward,
+    Loaded,
+    PipelineError,
+    StepStage,
+    Train,
+    options,
+)
+from ddprun.config.resolved import plain
+
+Load = Callable[..., Loaded]
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("every_step", options.EveryStep()),
+        ("{local_sgd: {every: 8}}", options.LocalSgd(every=8, optimizer_state="local")),
+        (
+            "{hierarchical_sgd: {across: 8}}",
+            options.HierarchicalSgd(within=1, across=8, hosts=None, optimizer_state="local"),
+        ),
+        ("{hierarchical_sgd: {within: 4, across: 4}}", options.HierarchicalSgd(within=4, across=4)),
+        (
+            "{diloco: {every: 30}}",
+            options.Diloco(every=30, outer_lr=0.7, outer_momentum=0.9, fragments=1, overlap_steps=0),
+        ),
+        (
+            "{diloco: {every: 3, fragments: 3, overlap_steps: 2, outer_momentum: 0}}",
+            options.Diloco(every=3, fragments=3, overlap_steps=2, outer_momentum=0.0),
+        ),
+        ("{broadcast: {every: 8}}", options.Broadcast(every=8, source=0)),
+        ("{average: {every: 8}}", options.Average(every=8)),
+        ("independent", options.Independent()),
+    ],
+)
+def test_a_policy_comes_with_every_default(loaded: Load, text: str, settings: object) -> None:
+    """Each policy carries its options as a model; limits themselves are allowed."""
+    sync = loaded(f"sync: {text}\n").pipeline.sync
+    assert sync.settings == settings
+    assert sync.source == "built-in"
+
+
+@pytest.mark.parametrize(
+    ("text", "buffers", "back"),
+    [
+        ("auto", Buffers("auto", None, "broadcast"), "auto"),
+        ("{auto: {reduce: mean}}", Buffers("auto", None, "mean"), {"auto": {"reduce": "mean"}}),
+        ("{every_forward: {reduce: broadcast}}", Buffers("every_forward"), "every_forward"),
+        ("{before_evaluate: }", Buffers("before_evaluate"), "before_evaluate"),
+        ("{never: {}}", Buffers("never"), "never"),
+        ("{every: 8}", Buffers("every", 8), {"every": 8, "reduce": "broadcast"}),
+        ("{reduce: mean, every: 8}", Buffers("every", 8, "mean"), {"every": 8, "reduce": "mean"}),
+    ],
+)
+def test_buffers_have_one_form(loaded: Load, text: str, buffers: Buffers, back: Any) -> None:
+    """However a time for buffers is written, it is one value, and one form when written back."""
+    pipeline = loaded(f"buffers: {text}\n", "model=cnn").pipeline
+    assert pipeline.buffers == buffers
+    assert plain(pipeline.buffers) == back
+    with pytest.raises(FrozenInstanceError):
+        pipeline.buffers.every = 3  # type: ignore[misc]
+
+
+def test_the_defaults_synchronise_every_step(loaded: Load) -> None:
+    """A file that says nothing is plain DDP that finds out about buffers and audits nothing."""
+    pipeline = loaded("").pipeline
+    assert (pipeline.sync.name, pipeline.buffers, pipeline.audit.every) == ("every_step", Buffers(), 0)
+    (settings,) = (stage.effective(pipeline) for stage in pipeline.step_stages())
+    assert (settings.gradients, settings.mutate, settings.update) == ("all", None, None)
+    assert settings.optimizer == pipeline.optimizer
+
+
+def test_every_stage_has_its_class(loaded: Load) -> None:
+    """Stages of steps are found apart from the others, in order."""
+    pipeline = loaded(
+        "sync: {local_sgd: {every: 2}}\n"
+        "stages:\n"
+        "  - train: {steps: 4}\n"
+        "  - average\n"
+        "  - forward: {epochs: 1}\n"
+        "  - train: {steps: 4, sync: independent}\n"
+        "  - broadcast: {source: 1}\n"
+        "  - train: {steps: 4, sync: independent}\n"
+        "  - broadcast:\n"
+    ).pipeline
+    kinds = [Train, AverageStage, Forward, Train, BroadcastStage, Train, BroadcastStage]
+    assert [type(stage) for stage in pipeline.stages] == kinds
+    assert [stage.index for stage in pipeline.train_stages()] == [0, 3, 5]
+    assert [stage.index for stage in pipeline.step_stages()] == [0, 2, 3, 5]
+    assert all(isinstance(stage, StepStage) for stage in pipeline.step_stages())
+    assert [stage.source for stage in pipeline.stages if isinstance(stage, BroadcastStage)] == [1, 0]
+    assert pipeline.stages[1].path == "stages[1].average"
+    assert [plain(pipeline.stages[place]) for place in (1, 6)] == ["average", {"broadcast": {"source": 0}}]
+
+
+@pytest.mark.parametrize(
+    ("sync", "train"),
+    [
+        ("every_step", "all"),
+        ("{hierarchical_sgd: {across: 4}}", "host"),
+        ("{hierarchical_sgd: {within: 2, across: 4}}", None),
+        ("{local_sgd: {every: 2}}", None),
+        ("{diloco: {every: 2}}", None),
+        ("{average: {every: 2}}", None),
+        ("{broadcast: {every: 2}}", None),
+        ("independent", None),
+    ],
+)
+def test_who_sums_gradients(loaded: Load, sync: str, train: str | None) -> None:
+    """Backward sums gradients over all ranks, over those of a host, or not at all; without one, never."""
+    pipeline = loaded(
+        f"sync: {sync}\nstages: [{{train: {{steps: 9}}}}, {{forward: {{steps: 9, update: a.b}}}}]\n"
+    ).pipeline
+    first, second = pipeline.step_stages()
+    assert first.effective(pipeline).gradients == train
+    assert second.effective(pipeline).gradients is None
+
+
+def test_a_forward_stage_overrides_what_it_names(loaded: Load) -> None:
+    """It inherits as a train stage does, all but micro-steps, and has its update and mutation for itself."""
+    pipeline = loaded(
+        "hooks: [fp16]\nclip_norm: 1.0\naccumulate: 4\nbuffers: never\nwarmup_steps: 2\n"
+        "stages:\n"
+        "  - forward: {steps: 3, update: {evolution_strategies: {population: 4}}}\n"
+        "  - train: {steps: 9, mutate: {noise: {std: 1}}, optimizer: {sgd: {lr: 0.5}}}\n"
+        "  - forward: {epochs: 2, hooks: [], buffers: {every: 2}, clip_norm: null,\n"
+        "      sync: {average: {every: 1}}}\n",
+        "model=cnn",
+    ).pipeline
+    first, second, third = (stage.effective(pipeline) for stage in pipeline.step_stages())
+    assert (first.steps, first.accumulate, first.clip_norm, first.warmup_steps) == (3, 1, 1.0, 2)
+    assert [hook.name for hook in first.hooks] == ["fp16"]
+    assert first.buffers == Buffers("never")
+    assert first.update is not None
+    assert first.update.settings == options.EvolutionStrategies(std=0.05, population=4)
+    assert first.mutate is None
+    assert first.optimizer == pipeline.optimizer
+    assert (second.accumulate, second.update) == (4, None)
+    assert second.mutate is not None
+    assert second.mutate.settings == options.Noise(std=1.0)
+    assert second.optimizer.options == {"lr": 0.5}
+    assert (third.epochs, third.hooks, third.clip_norm, third.update) == (2, (), None, None)
+    assert (third.sync.name, third.buffers) == ("average", Buffers("every", 2))
+
+
+def test_dotted_mutations_and_updates(loaded: Load) -> None:
+    """A dotted function keeps its options; nothing is imported."""
+    pipeline = loaded("stages: [{forward: {steps: 1, mutate: {a.b: {c: 1}}, update: d.e}}]\n").pipeline
+    settings = pipeline.step_stages()[0].effective(pipeline)
+    assert settings.mutate is not None
+    assert settings.update is not None
+    assert (settings.mutate.name, settings.mutate.options, settings.mutate.source) == (
+        "a.b",
+        {"c": 1},
+        "dotted",
+    )
+    assert (settings.update.name, settings.update.kind) == ("d.e", "update")
+
+
+def test_overrides_reach_into_policies(loaded: Load) -> None:
+    """An option of a policy, of a mutation and of buffers is set by its path, at the top and in a stage."""
+    text = "sync: {local_sgd: {every: 2}}\nbuffers: {every: 2}\n"
+    text += "stages: [{forward: {steps: 9, update: evolution_strategies}}]\n"
+    pipeline = loaded(
+        text,
+        "sync.local_sgd.every=4",
+        "buffers.reduce=mean",
+        "stages[0].forward.update.evolution_strategies.std=0.5",
+        "stages[0].forward.mutate.noise.std=0.25",
+        "audit.every=3",
+        "model=cnn",
+    ).pipeline
+    settings = pipeline.step_stages()[0].effective(pipeline)
+    assert pipeline.sync.options["every"] == 4
+    assert pipeline.buffers == Buffers("every", 2, "mean")
+    assert settings.update is not None
+    assert settings.update.options == {"std": 0.5, "population": 8}
+    assert settings.mutate is not None
+    assert settings.mutate.options == {"std": 0.25}
+    assert pipeline.audit.every == 3
+
+
+def test_an_override_cannot_choose_a_second_policy(loaded: Load) -> None:
+    """A policy of another name is a second choice, in a stage as at the top."""
+    stages = "stages: [{forward: {steps: 9, sync: {average: {every: 2}}}}]\n"
+    for path in ("sync", "stages[0].forward.sync"):
+        with pytest.raises(PipelineError, match="would be a second choice"):
+            loaded("sync: {local_sgd: {every: 2}}\n" + stages, f"{path}.diloco.every=4")
+
+
+def test_the_digest_knows_the_new_keys(loaded: Load) -> None:
+    """Every key counts, and no way of writing it does."""
+    digest = loaded("").digest()
+    assert loaded("buffers: {auto: }\naudit: {every: 0}\nsync: {every_step: {}}\n").digest() == digest
+    others = [
+        "buffers: never\n",
+        "buffers: {auto: {reduce: mean}}\n",
+        "buffers: {every: 2}\n",
+        "audit: {every: 2}\n",
+        "sync: independent\n",
+        "stages: [{train: {epochs: 1, mutate: a.b}}]\n",
+        "stages: [{forward: {epochs: 1}}]\n",
+        "stages: [{forward: {epochs: 1, update: a.b}}]\n",
+        "stages: [{train: {epochs: 1, sync: independent}}, average]\n",
+        "stages: [{train: {epochs: 1, sync: independent}}, broadcast]\n",
+        "stages: [{train: {epochs: 1, optimizer: sgd}}]\n",
+    ]
+    digests = [loaded(text).digest() for text in others]
+    assert len({digest, *digests}) == len(others) + 1
+
+
+def test_resolved_tells_where_policies_come_from(loaded: Load) -> None:
+    """Options of a policy and of buffers say their line; what is not said is a default."""
+    text = loaded(
+        "sync:\n  diloco: {every: 4}\nbuffers: {every: 2}\nstages:\n  - average\n  - forward: {steps: 9}\n"
+        "  - train:\n      steps: 9\n      mutate:\n        noise: {std: 0.5}\n",
+        "model=cnn",
+    ).resolved()
+    lines = [line.strip() for line in text.splitlines()]
+    for line in (
+        "diloco:  # line 6",
+        "every: 4  # line 6",
+        "fragments: 1  # default",
+        "every: 2  # line 7",
+        "reduce: broadcast  # default",
+        "- average  # line 9",
+        "noise:  # line 14",
+        "std: 0.5  # line 14",
+    ):
+        assert line in lines, text
+    assert "buffers: auto  # default" in loaded("").resolved().splitlines()

@@ -1,0 +1,351 @@
+"""`ddprun explain` as a command: its text, its JSON, and what it refuses."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddprun.cli import main
+from tests.cli.test_processes import WATCHED, python
+from tests.config.bad import FOLDER, matches, read
+
+Out = pytest.CaptureFixture[str]
+
+GOOD = """
+model:
+  mlp: {inputs: 64, hidden: [600, 600], outputs: 10}
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.02, momentum: 0.9}}
+ddp: {bucket_cap_mb: 1}
+launch: {nproc_per_node: 4}
+"""
+POISON = "raise AssertionError('imported')\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "explained.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def said(file: Path, capsys: Out, *args: str) -> str:
+    assert main(["explain", str(file), *args]) == 0
+    return capsys.readouterr().out
+
+
+def as_object(file: Path, capsys: Out, *args: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(said(file, capsys, *args, "--format", "json"))
+    return found
+
+
+def folded(text: str) -> str:
+    """Without line breaks and columns."""
+    return " ".join(text.split())
+
+
+def test_the_text_of_a_plain_pipeline(file: Path, capsys: Out) -> None:
+    """Buckets with names and bytes; what is sent in forward, in backward and after the step; the loss."""
+    out = said(file, capsys, "--set", "stages=[{train: {steps: 5}}]", "--set", "hooks=[fp16]")
+    for line in (
+        "explained: 4 ranks on 1 host",
+        "  Model         mlp: 6 parameters, 405,610 values, 1.62 MB; no buffers",
+        "stages[0]: train for 5 steps, sync: every_step, hooks: [fp16]",
+        "                bucket  dtype     values    bytes  sent per rank  parameters",
+        "                     0  float32  366,610  1.47 MB        1.10 MB  5.bias … 3.weight (4)",
+        "                     1  float32   39,000   156 kB         117 kB  1.bias, 1.weight",
+        "                Each bucket: all_reduce of float16 among all 4 ranks (811 kB).",
+        "  After a step  Nothing is sent.",
+        "                every step           1.22 MB    4.87 MB            0 B",
+        "                1,000 steps          1.22 GB    4.87 GB            0 B",
+        "                the stage: 5 steps   6.08 MB    24.3 MB            0 B",
+    ):
+        assert line in out.splitlines(), line
+    for words in (
+        "No parameters are sent in a forward pass, in this stage or any other.",
+        "auto: the model has none. DDP's own broadcast before each forward pass would send nothing.",
+        "Gradients are averaged over all 4 ranks, in every step, in 2 buckets",
+        "DDP does not average it.",
+        "The log's mean loss is computed beside training",
+    ):
+        assert words in folded(out), words
+    assert max(map(len, out.splitlines())) <= 110
+
+
+PERIODS = {
+    "{local_sgd: {every: 8}}": ("Steps 8, 16, 24 …: what parameters have changed by", "7 of every 8 steps"),
+    "{hierarchical_sgd: {within: 2, across: 8, hosts: 2}}": (
+        "Steps 2, 4, 6 of every 8: what parameters have changed by, averaged over the 2 ranks of each host",
+        "Steps 8, 16, 24 …: what parameters have changed by, averaged over all 4 ranks",
+    ),
+    "{hierarchical_sgd: {across: 8, hosts: 2}}": (
+        "Gradients are averaged over the 2 ranks of each host, in every step",
+        "gradients are averaged inside a host only",
+    ),
+    "{diloco: {every: 6, fragments: 2, overlap_steps: 1}}": (
+        "Steps 3, 9, 15 …: what parameters have changed by, averaged over all 4 ranks (buckets 1 to 2)",
+        "is applied exactly 1 step later",
+    ),
+    "{broadcast: {every: 5, source: 2}}": ("Steps 5, 10, 15 …: the parameters of rank 2, as they are",),
+    "{average: {every: 1}}": ("Every step: what parameters have changed by",),
+    "independent": (
+        "Nothing is sent.",
+        "None: ranks hear nothing of each other",
+        "averaged over all 4 ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("sync", PERIODS)
+def test_the_text_of_each_policy(sync: str, file: Path, capsys: Out) -> None:
+    """It says in which steps what is sent, and among whom."""
+    out = said(file, capsys, "--set", "stages=[{train: {steps: 100}}]", "--set", f"sync={sync}")
+    for words in PERIODS[sync]:
+        assert words in folded(out), words
+
+
+def test_stages_around_steps(file: Path, capsys: Out) -> None:
+    """What was said of an earlier stage is not said again, and a stage that leaves ranks apart says so."""
+    stages = "[{train: {steps: 5, sync: independent}}, average, {forward: {steps: 2}}, evaluate, save]"
+    out = folded(said(file, capsys, "--set", f"stages={stages}"))
+    assert "Ranks stay as they are: the next stage takes them so." in out
+    assert "stages[1]: average The parameters as they are, averaged over all 4 ranks." in out
+    assert "Buffers As in stages[0]." in out
+    assert "stages[3]: evaluate Nothing is sent before it." in out
+
+
+def test_hooks_in_several_rounds(file: Path, capsys: Out) -> None:
+    """Each collective is told, with the ranks that take part in it."""
+    hooks = "hooks=[{hierarchical: {hosts: 2, across: [fp16]}}]"
+    out = said(file, capsys, "--set", hooks)
+    assert "- all_to_all of float32 among the 2 ranks of each host" in out
+    assert "- all_reduce of float16 among the 2 ranks of one place on every host" in out
+    assert "hooks: [{hierarchical: {across: [fp16], hosts: 2}}]" in out
+
+
+def test_noop(file: Path, capsys: Out) -> None:
+    """Nothing is said to be averaged if nothing is sent."""
+    stages = "stages=[{train: {steps: 4}}, {train: {steps: 4, sync: {local_sgd: {every: 2}}}}]"
+    out = folded(said(file, capsys, "--set", stages, "--set", "hooks=[noop]"))
+    assert "Gradients go through the hooks in every step, but to no other rank, in 2 buckets" in out
+    assert "noop gives each rank its own back, so ranks drift apart." in out
+    assert "Steps 2, 4: nothing, as noop gives each rank its own back." in out
+    assert "Gradients are averaged" not in out
+    assert "so once more: the parameters as they are, averaged over all 4 ranks." in out
+
+
+PIPELINES = sorted((Path(__file__).parents[2] / "pipelines").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", PIPELINES, ids=lambda file: file.stem)
+def test_every_pipeline_that_is_shipped(file: Path, capsys: Out) -> None:
+    """It is explained whole, and sends something."""
+    for stage in as_object(file, capsys)["stages"]:
+        assert stage["whole"] is not None
+        assert stage["whole"]["all_ranks"] > 0 or stage["kind"] in ("evaluate", "save")
+
+
+BUFFERS = {
+    "auto": "None are sent in this stage. They are sent before evaluate and save.",
+    "every_forward": "They are sent before each forward pass. Training would come out the same without",
+    "{every: 3}": "They are sent after a step, as below.",
+    "never": "None are sent in this stage. Nor before evaluate and save: each rank keeps its own.",
+}
+
+
+@pytest.mark.parametrize("setting", BUFFERS)
+def test_what_becomes_of_buffers(setting: str, tmp_path: Path, capsys: Out) -> None:
+    """The verdict is found by value, and what follows from it under the setting is said."""
+    file = tmp_path / "cnn.yaml"
+    file.write_text("model: {cnn: {inputs: [1, 8, 8], outputs: 10}}\ndata: digits\noptimizer: sgd\n")
+    out = folded(said(file, capsys, "--set", f"buffers={setting}"))
+    assert "of 6 buffers 4 change in training (1.running_mean … 4.running_var (4), 384 B)" in out
+    assert "and training never reads them." in out
+    assert BUFFERS[setting] in out
+    assert "DDP's own broadcast would send 400 B before each forward pass." in out
+
+
+READS = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(64, 10)
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, x):
+        x = x.flatten(1)
+        if self.training:
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.line(x - self.mean)
+"""
+
+
+def test_buffers_that_training_reads(tmp_path: Path, capsys: Out) -> None:
+    """They are sent before each forward pass, and are in the bytes."""
+    (tmp_path / "reads_its_buffers.py").write_text(READS)
+    file = tmp_path / "reads.yaml"
+    file.write_text("model: reads_its_buffers.Net\ndata: digits\noptimizer: sgd\naccumulate: 3\n")
+    found = as_object(file, capsys, "--nproc-per-node", "2")
+    assert found["buffers"]["read_in_training"]
+    before, backward = found["stages"][0]["exchanges"]
+    assert (before["when"], before["times"], before["kind"]) == ("before_forward", 3, "buffers")
+    assert before["sent"]["all_ranks"] == 3 * 64 * 4
+    assert backward["sent"]["all_ranks"] == 2 * 650 * 4
+    assert found["stages"][0]["mean_step"]["all_ranks"] == 3 * 64 * 4 + 2 * 650 * 4
+
+
+def test_control_words_where_exchanges_go_on_beside_training(file: Path, capsys: Out) -> None:
+    """A step in which an exchange is applied, the first time after the first cycle."""
+    sync = "{diloco: {every: 8, fragments: 2, overlap_steps: 2}}"
+    stages = f"stages=[{{train: {{steps: 40, sync: {sync}}}}}]"
+    (stage,) = as_object(file, capsys, "--set", stages)["stages"]
+    assert (stage["cycle"], stage["control_words"]) == (8, [6, 10])
+    assert folded(said(file, capsys, "--set", stages)).count("For steps 6, 10, 14, 18 … each rank") == 1
+    (stage,) = as_object(file, capsys, "--set", stages.replace("40", "9"))["stages"]
+    assert stage["control_words"] == [6]
+
+
+def test_the_object(file: Path, capsys: Out) -> None:
+    """All names are in it, and numbers are bytes."""
+    stages = "stages=[{train: {steps: 20, sync: {local_sgd: {every: 8}}}}]"
+    found = as_object(file, capsys, "--set", stages, "--nnodes", "2", "--nproc-per-node", "2")
+    size = 405_610 * 4
+    assert found["model"] == {"name": "mlp", "parameters": 6, "numel": 405_610, "bytes": size}
+    assert (found["v"], found["ranks"], found["hosts"], found["unknown"]) == (1, 4, 2, [])
+    assert found["start"] == {"per_rank": 3 * size / 4, "all_ranks": 3 * size, "between_hosts": size}
+    (stage,) = found["stages"]
+    assert [pattern["steps"] for pattern in stage["patterns"]] == [[8], [1, 2, 3, 4, 5, 6, 7]]
+    assert (stage["cycle"], stage["control_words"]) == (8, [8])
+    each, end = stage["exchanges"]
+    assert (each["kind"], each["when"], each["among"], each["ranks"]) == ("delta", "after_step", "all", 4)
+    assert [name for bucket in each["buckets"] for name in bucket["params"]] == [
+        f"{layer}.{kind}" for layer in (1, 3, 5) for kind in ("weight", "bias")
+    ]
+    assert each["sent"] == {"per_rank": 1.5 * size, "all_ranks": 6 * size, "between_hosts": 3 * size}
+    assert stage["mean_step"]["all_ranks"] == 6 * size / 8
+    assert stage["thousand_steps"]["all_ranks"] == 125 * 6 * size
+    assert stage["end"] == [end["exchange"]]
+    assert stage["whole"]["all_ranks"] == 3 * 6 * size
+    leg = each["buckets"][0]["legs"][0]
+    assert leg["op"], leg["dtype"] == ("all_reduce", "float32")
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path) -> Path:
+    (tmp_path / "poisoned_module.py").write_text(POISON)
+    return tmp_path
+
+
+BUILT_IN = {
+    "model": "{cnn: {inputs: [1, 8, 8], outputs: 10}}",
+    "data": "digits",
+    "optimizer": "sgd",
+    "hooks": "[]",
+}
+
+
+@pytest.mark.parametrize("key", [*BUILT_IN, "leg", "loss"])
+def test_nothing_is_imported(key: str, poisoned: Path, capsys: Out) -> None:
+    """What stays unknown is said, with the reason; policy and pattern are explained all the same."""
+    foreign = {
+        key: "poisoned_module.Thing",
+        **({"hooks": "[fp16, poisoned_module.Thing]"} if key == "hooks" else {}),
+        **({"hooks": "[{hierarchical: {across: [poisoned_module.Thing]}}]"} if key == "leg" else {}),
+    }
+    foreign.pop("leg", None)
+    keys = {**BUILT_IN, **foreign}
+    file = poisoned / "poisoned.yaml"
+    stages = (
+        "[{train: {steps: 4}}, {train: {steps: 9, sync: {local_sgd: {every: 2, optimizer_state: average}}}}]"
+    )
+    file.write_text("".join(f"{key}: {value}\n" for key, value in keys.items()) + f"stages: {stages}\n")
+    found = as_object(file, capsys, "--no-import")
+    gradients, deltas = found["stages"]
+    assert [pattern["steps"] for pattern in deltas["patterns"]] == [[1], [2]]
+    assert (found["model"]["bytes"] is None) == (key == "model")
+    assert (gradients["exchanges"][0]["buckets"] is None) == (key in ("model", "data", "loss"))
+    assert (gradients["mean_step"] is None) == (key != "optimizer")
+    assert (deltas["mean_step"] is None) == (key not in ("data", "loss"))
+    reasons = {exchange["unknown"] for stage in found["stages"] for exchange in stage["exchanges"]}
+    name = "hooks" if key == "leg" else key
+    assert reasons - {None} == {f'"{name}: poisoned_module.Thing" is not imported'}
+    assert "cannot be known, as" in folded(said(file, capsys, "--no-import"))
+    assert main(["explain", str(file)]) == 1
+    assert "AssertionError: imported" in capsys.readouterr().err
+
+
+BAD_RUNS = [file for file in sorted((FOLDER / "run").glob("*.yaml")) if file.stem != "more-ranks-than-gpus"]
+
+
+@pytest.mark.parametrize("file", BAD_RUNS, ids=lambda file: file.stem)
+def test_each_fault_of_a_run_is_told(file: Path, capsys: Out) -> None:
+    """As a run of two ranks tells it, with its place."""
+    bad = read(file)
+    assert main(["explain", str(file), "--nproc-per-node", "2"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    headlines = re.findall(rf"^{re.escape(str(file))}:(.*)$", err, re.MULTILINE)
+    assert len(headlines) == 1
+    assert matches(bad.expected[0], headlines[0]), headlines[0]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("hooks=[shared_memory]", 'hooks: "shared_memory" sums over the ranks of one host'),
+        ("hooks=[{hierarchical: {hosts: 3}}]", "hooks: two levels with hosts: 3"),
+        ("sync={hierarchical_sgd: {across: 8, hosts: 3}}", "sync: two levels with hosts: 3"),
+        ("sync={broadcast: {every: 2, source: 8}}", "sync.broadcast.source: there is no rank 8"),
+        ("sync={diloco: {every: 20, fragments: 7}}", "sync.diloco.fragments: 7 fragments of 6 parameters"),
+        ("seed=x", "seed: expected a whole number"),
+    ],
+)
+def test_what_the_ranks_do_not_allow(override: str, words: str, file: Path, capsys: Out) -> None:
+    """Flags say how many ranks there are, and the pipeline has to fit them."""
+    file.write_text(GOOD.replace("launch: {nproc_per_node: 4}\n", ""))
+    assert main(["explain", str(file), "--set", override, "--nnodes", "2", "--nproc-per-node", "4"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("args", [["--nnodes", "0"], ["--nproc-per-node", "x"], ["--format", "xml"], ["--x"]])
+def test_a_misuse(args: list[str], file: Path, capsys: Out) -> None:
+    """One line that says what is wrong."""
+    assert main(["explain", str(file), *args]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_model_that_fails(tmp_path: Path, capsys: Out) -> None:
+    """The error of somebody's own code comes with its traceback, and exit code 1."""
+    file = tmp_path / "fails.yaml"
+    file.write_text(
+        "model:\n  torch.nn.Linear: {in_features: 3, out_features: 2}\ndata: digits\noptimizer: sgd\n"
+    )
+    assert main(["explain", str(file)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("ddprun explain: RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+    assert "Traceback" in err
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("args", [["--help"], ["tests/bad/unknown-hook.yaml"]])
+def test_torch_waits(args: list[str]) -> None:
+    """Help and faults of the file come without it."""
+    done = python("-c", WATCHED, "explain", *args, cwd=Path(__file__).parents[2])
+    assert done.stderr.splitlines()[-1] == "heavy:"
+
+
+def test_as_a_process_under_detailed_debugging(file: Path) -> None:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, in which DDP crashes, nothing crashes."""
+    done = python("-m", "ddprun", "explain", file, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("explained: 4 ranks on 1 host\n")

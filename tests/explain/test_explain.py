@@ -1,0 +1,157 @@
+"""`explain` says what runs then do."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ddprun.config import load
+from ddprun.explain.explain import explain
+from ddprun.explain.traffic import Amount
+from tests.engine.running import events, lines, run_pipeline, summary
+
+HEAD = """
+model:
+  {model}
+data: digits
+loader: {{batch_size: 8}}
+optimizer: {{sgd: {{lr: 0.02, momentum: 0.9}}}}
+ddp: {{bucket_cap_mb: 1}}
+"""
+MLP = HEAD.format(model="mlp: {inputs: 64, hidden: [600, 600], outputs: 10}")
+CNN = HEAD.format(model="cnn: {inputs: [1, 8, 8], channels: [8, 16], outputs: 10}")
+
+STAGES = {
+    "every-step": "{steps: 3}",
+    "fp16": "{steps: 3, hooks: [fp16]}",
+    "hierarchical": "{steps: 3, hooks: [{hierarchical: {hosts: 2, across: [int8]}}]}",
+    "accumulate": "{steps: 3, accumulate: 2, hooks: [{topk: {density: 0.1}}]}",
+    "noop": "{steps: 2, hooks: [noop]}",
+    "local-sgd": "{steps: 8, sync: {local_sgd: {every: 3}}, hooks: [fp16]}",
+    "local-sgd-with-state": "{steps: 6, sync: {local_sgd: {every: 3, optimizer_state: average}}}",
+    "hierarchical-gradients": "{steps: 7, sync: {hierarchical_sgd: {across: 3, hosts: 2}}, "
+    "hooks: [fp16, {hierarchical: {hosts: 2, within: [shared_memory]}}]}",
+    "hierarchical-parameters": "{steps: 11, sync: {hierarchical_sgd: {within: 2, across: 4, hosts: 2}}, "
+    "hooks: [bf16]}",
+    "hierarchical-with-state": "{steps: 6, sync: {hierarchical_sgd: {within: 2, across: 4, hosts: 2, "
+    "optimizer_state: average}}}",
+    "diloco": "{steps: 9, sync: {diloco: {every: 4, fragments: 3}}, hooks: [int8]}",
+    "diloco-overlapped": "{steps: 10, sync: {diloco: {every: 4, fragments: 2, overlap_steps: 2}}}",
+    "average": "{steps: 5, sync: {average: {every: 2}}, hooks: [powersgd]}",
+    "broadcast": "{steps: 5, sync: {broadcast: {every: 2, source: 3}}}",
+    "independent": "{steps: 3, sync: independent}",
+    "mutate": "{steps: 3, mutate: {noise: {std: 0.001}}}",
+}
+
+
+def check(folder: Path, text: str, ranks: int) -> None:
+    """Every step of every stage, on every rank, to the byte."""
+    run_dir = run_pipeline(folder, text, ranks)
+    explained = explain(load(folder / "run.yaml"), hosts=1, ranks_per_host=ranks)
+    by_stage, by_step = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for line in lines(run_dir, "buckets"):
+        by_stage[line["stage"], line["rank"]] += line["wire_bytes"]
+        by_step[line["step"], line["rank"]] += line["wire_bytes"]
+    said, done = 0, 0
+    for stage in explained.stages:
+        whole = stage.whole_amount
+        assert whole is not None
+        assert list(whole.by_rank) == [by_stage[stage.index, rank] for rank in range(ranks)], stage.index
+        said += whole.all_ranks
+        overlaps = stage.settings is not None and stage.settings.sync.options.get("overlap_steps")
+        for pattern in () if overlaps else stage.patterns:
+            assert pattern.amount is not None
+            for step in pattern.steps:
+                for of in range(
+                    step, stage.steps or 0, stage.cycle
+                ):  # in the last one, the stage's end counts
+                    found = [by_step[done + of, rank] for rank in range(ranks)]
+                    assert list(pattern.amount.by_rank) == found, (stage.index, of)
+        done += stage.steps or 0
+    assert said == summary(run_dir)["wire_bytes"] > 0
+
+
+def test_bytes_are_those_of_a_run(tmp_path: Path) -> None:
+    """Of every policy, with hooks, on four ranks."""
+    stages = "".join(f"  - train: {stage}\n" for stage in STAGES.values())
+    check(tmp_path, f"{MLP}stages:\n{stages}", 4)
+
+
+BUFFERS = """
+  - train: {steps: 2}
+  - evaluate
+  - train: {steps: 3, accumulate: 2, buffers: every_forward}
+  - train: {steps: 5, sync: {local_sgd: {every: 2}}, buffers: {every: 3, reduce: mean}}
+  - save
+  - train: {steps: 2, buffers: never}
+  - evaluate
+  - train: {steps: 2, buffers: before_evaluate}
+  - evaluate
+  - evaluate
+  - train: {epochs: 1, sync: independent}
+  - average
+  - forward: {steps: 4, update: evolution_strategies, hooks: [fp16]}
+  - forward: {steps: 4, sync: {broadcast: {every: 3, source: 1}}, update: evolution_strategies}
+  - forward: {steps: 2}
+  - train: {steps: 3, sync: {local_sgd: {every: 2}}, hooks: [fp16]}
+  - broadcast: {source: 1}
+"""
+
+
+def test_bytes_of_buffers_and_of_stages_without_backward(tmp_path: Path) -> None:
+    """Sent when the file says so; what evaluate and save need is sent before them."""
+    check(
+        tmp_path,
+        f"{CNN}loader: {{batch_size: 128}}\nstages:{BUFFERS}".replace("loader: {batch_size: 8}\n", "", 1),
+        2,
+    )
+
+
+def test_a_run_finds_the_same(tmp_path: Path) -> None:
+    """The buckets and the verdict on buffers are those of a run's first event."""
+    text = f"{CNN}stages: [{{train: {{steps: 1}}}}]\n".replace(
+        "channels: [8, 16]", "channels: [64, 128, 256]"
+    )
+    found = {event["event"]: event for event in events(run_pipeline(tmp_path, text, 2))}
+    probe = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).probe
+    assert probe.gradients is not None
+    assert probe.verdict is not None
+    said = [
+        {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
+        for b in probe.gradients
+    ]
+    assert found["started"]["buckets"] == said
+    assert len(said) > 1
+    verdict, buffers = probe.verdict, found["buffers"]
+    assert buffers["changing"] == list(verdict.changing)
+    assert buffers["counters"] == list(verdict.counters)
+    assert (buffers["bytes"], buffers["read_in_training"]) == (verdict.bytes, verdict.read)
+    assert verdict.bytes > 0
+
+
+PERIODS = [
+    ("local_sgd: {every: 7}", "every_forward"),
+    ("hierarchical_sgd: {within: 2, across: 6, hosts: 2}", "{every: 4}"),
+    ("diloco: {every: 5, fragments: 2, overlap_steps: 3}", "auto"),
+]
+
+
+@pytest.mark.parametrize(("sync", "buffers"), PERIODS)
+def test_whole_stages_are_sums_of_steps(sync: str, buffers: str, tmp_path: Path) -> None:
+    """However many steps a stage has, it is its steps and its end."""
+    file = tmp_path / "periods.yaml"
+    for steps in (*range(1, 14), 24, 25):
+        stage = f"{{steps: {steps}, sync: {{{sync}}}, buffers: {buffers}}}"
+        file.write_text(f"{CNN}stages: [train: {stage}]\n")
+        (stage_explained,) = explain(load(file), hosts=2, ranks_per_host=2).stages
+        each = {step: pattern for pattern in stage_explained.patterns for step in pattern.steps}
+        sent = Amount.none(4)
+        for step in range(1, steps + 1):
+            amount = each[(step - 1) % stage_explained.cycle + 1].amount
+            assert amount is not None
+            sent += amount
+        for exchange in (*stage_explained.begin, *(stage_explained.end or ())):
+            amount = exchange.amount(4)
+            assert amount is not None
+            sent += amount
+        assert stage_explained.whole_amount == sent

@@ -1,0 +1,35 @@
+"""Which network interface is used, as far as one host can tell."""
+
+import os
+
+import pytest
+
+from ddprun.host import network
+
+
+@pytest.mark.parametrize("name", ["lo", "l", "=lo", "lo,nowhere", "^nowhere0,docker0"])
+def test_what_the_user_has_named_holds(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Interfaces that NCCL shall not take need not be here."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", name)
+    if name == "lo,nowhere":
+        with pytest.raises(network.NetworkError, match=r"NCCL_SOCKET_IFNAME is lo,nowhere, but .* lo"):
+            network.choose_interface("localhost")
+    else:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+        network.choose_interface("127.0.0.1")
+        assert os.environ["NCCL_SOCKET_IFNAME"] == name
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo", "the one that is not named is chosen"
+
+
+def test_the_way_to_this_host_is_the_loopback() -> None:
+    """And its name is its own."""
+    assert network.interface_towards("127.0.0.1") == "lo"
+    assert network.is_own("localhost")
+
+
+def test_gloo_wants_the_whole_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where NCCL takes what it begins with."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "l")
+    with pytest.raises(network.NetworkError, match="GLOO_SOCKET_IFNAME is l, but the interfaces here are"):
+        network.choose_interface("127.0.0.1")

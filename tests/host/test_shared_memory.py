@@ -1,0 +1,121 @@
+"""Room in `/dev/shm` for what loading processes put there, and what a run says when there is too little."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddprun.host import shared_memory
+from ddprun.host.shared_memory import PAGE_BYTES, Room, binary, least_bytes, needed_bytes, room, shortage
+from tests.namespaces import hosts, needs_namespaces
+from tests.ranks import Finished, Running
+
+PIPELINE = """
+model:
+  mlp: {{inputs: 64, outputs: 10}}
+data: digits
+loader: {{batch_size: {batch}, workers: {workers}}}
+optimizer: sgd
+stages:
+  - train: {{steps: 4}}
+"""
+
+
+def test_what_is_needed_is_whole_pages() -> None:
+    """Nothing without loading processes; else semaphores, and two batches for each of them."""
+    assert least_bytes(4, 0) == needed_bytes(4, 0, [10**9]) == 0
+    assert least_bytes(2, 2) == 28 * PAGE_BYTES
+    assert needed_bytes(2, 2, [1, 4097]) == (28 + 2 * 2 * 2 * 3) * PAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("free", "certain"),
+    [(28 * 4096 - 1, True), (28 * 4096, False), (36 * 4096 - 1, False), (36 * 4096, None)],
+)
+def test_a_shortage_is_certain_or_likely(free: int, certain: bool | None) -> None:
+    """Certain is one that keeps loading processes from starting."""
+    found = shortage(2, 2, [1], Room(1 << 20, free))
+    assert (found and found.certain) == certain
+    assert shortage(2, 0, [1], Room(0, 0)) is None
+    assert shortage(2, 2, [1], None) is None
+
+
+def test_the_room_that_there_is(tmp_path: Path) -> None:
+    """Of a folder that is there, or is not."""
+    found = room(tmp_path)
+    assert found is not None
+    assert 0 < found.free <= found.total
+    assert room(tmp_path / "none") is None
+    assert [binary(size) for size in (100, 64 << 10, 1000 << 20, 3 << 40)] == [
+        "100 B",
+        "64 KiB",
+        "1000 MiB",
+        "3 TiB",
+    ]
+
+
+def run_with(folder: Path, size: str, *, workers: int, batch: int, ranks: int) -> Finished:
+    """Run a pipeline with a `/dev/shm` of a size."""
+    (folder / "p.yaml").write_text(PIPELINE.format(workers=workers, batch=batch))
+    setup = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
+    flags = [f"--nproc-per-node={ranks}", "--run-dir=run"]
+    with hosts(1) as (host,), Running("p.yaml", *flags, cwd=folder, prefix=host.prefix(setup)) as running:
+        return running.wait(90)
+
+
+@needs_namespaces
+@pytest.mark.netns
+def test_loading_processes_that_cannot_start_are_bad_input(tmp_path: Path) -> None:
+    """64 KiB: once on the screen, at the line of the file, with what to do."""
+    done = run_with(tmp_path, "64k", workers=2, batch=16, ranks=2)
+    assert done.code == 2, done.stderr
+    assert done.stderr.count("p.yaml:5:") == 1
+    assert "node0: /dev/shm has 64 KiB free, too little to start 2 loading processes" in done.stderr
+    assert "docker run --shm-size=1g" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@needs_namespaces
+@pytest.mark.netns
+def test_batches_that_may_not_fit_are_warned_about_once(tmp_path: Path) -> None:
+    """The run goes on, since it may well have room enough."""
+    done = run_with(tmp_path, "512k", workers=2, batch=256, ranks=2)
+    assert done.code == 0, done.stderr
+    assert done.stderr.count("ddprun: warning: node0: /dev/shm has 512 KiB free, but") == 1
+
+
+@needs_namespaces
+@pytest.mark.netns
+@pytest.mark.parametrize(("size", "workers"), [("64k", 0), ("1m", 2)])
+def test_nothing_is_said_where_there_is_room(tmp_path: Path, size: str, workers: int) -> None:
+    """A run without loading processes needs none at all."""
+    done = run_with(tmp_path, size, workers=workers, batch=16, ranks=2)
+    assert done.code == 0, done.stderr
+    assert "/dev/shm" not in done.stderr
+
+
+@needs_namespaces
+@pytest.mark.netns
+def test_the_certain_need_is_what_python_really_takes(tmp_path: Path) -> None:
+    """One page less than `least_bytes`, and a loader's queues cannot be made; with it they can."""
+    least = least_bytes(1, 3)
+    script = (
+        "import torch.multiprocessing as m\nkept = [m.Event(), m.Queue(), *(m.Queue() for _ in range(3))]\n"
+    )
+    for size, works in ((least, True), (least - shared_memory.PAGE_BYTES, False)):
+        setup = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
+        command = ["unshare", "--mount", "sh", "-ec", setup, "sh", sys.executable, "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+        assert (done.returncode == 0) == works, done.stderr
+        assert works or "No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "free", "short"), [(8, 64 << 20, True), (8, 2 << 30, False), (1, 4096, False)]
+)
+def test_nccl_wants_room_between_gpus(ranks: int, free: int, short: bool) -> None:
+    """A container's 64 MiB may be too little; said, and no more, since it depends on the GPUs' links."""
+    found = shared_memory.nccl_shortage(ranks, shared_memory.Room(free, free))
+    assert (found is not None) == short
+    assert found is None or (not found.certain and "64 MiB free" in found.told)

@@ -1,0 +1,202 @@
+"""Run folders whose records are known, because they are made up."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ddprun.telemetry.records import PARTS
+
+STEP_US = 10_000
+LAPS = (
+    ("data", 500),
+    ("forward", 2000),
+    ("backward", 6000),
+    ("optimizer", 1000),
+    ("sync", 400),
+    ("other", 100),
+)
+
+
+def make(
+    folder: Path,
+    *,
+    ranks: int = 2,
+    steps: int = 20,
+    late: int | None = None,
+    name: str = "made-up",
+    hooks: tuple[str, ...] = (),
+    every: int = 1,
+) -> Path:
+    """A run of two buckets a step, in which `late` is 3 ms later in backward than the others.
+
+    Args:
+        folder: to make.
+        ranks: how many.
+        steps: how many.
+        late: a rank, or none.
+        name: of the pipeline.
+        hooks: of the stack.
+        every: how manieth step is recorded.
+    """
+    for kind in ("steps", "buckets"):
+        (folder / kind).mkdir(parents=True)
+    for rank in range(ranks):
+        with (folder / "steps" / f"rank-{rank:05}.jsonl").open("w") as file:
+            for step in range(every, steps + 1, every):
+                file.write(json.dumps(step_record(rank, step, late)) + "\n")
+        with (folder / "buckets" / f"rank-{rank:05}.jsonl").open("w") as file:
+            for step in range(every, steps + 1, every):
+                for record in bucket_records(rank, step, late, hooks):
+                    file.write(json.dumps(record) + "\n")
+    (folder / "events.jsonl").write_text(
+        "".join(json.dumps(e) + "\n" for e in events(ranks, steps, late, name))
+    )
+    episodes = [] if late is None else [episode(late, steps)]
+    summary = {
+        "v": 1,
+        "status": "done",
+        "steps": steps,
+        "samples": 8 * steps * ranks,
+        "loss": 1 / max(1, steps),
+        "metrics": {"accuracy": 0.9},
+        "seconds": steps * STEP_US / 1e6,
+        "seconds_in_steps": steps * STEP_US / 1e6,
+        "steps_per_s": 1e6 / STEP_US,
+        "exposed_communication_s": steps * 3000 / 1e6,
+        "straggler_wait_s": [0.0] * ranks,
+        "stragglers": episodes,
+        "wire_bytes": 4000 * steps * ranks,
+        "world_size": ranks,
+        "versions": {"ddprun": "0.1.0"},
+        "stages": [{"kind": "train", "steps": steps, "seconds": 1.0}],
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def offset_us(rank: int) -> int:
+    """How far a rank's clock is ahead of rank 0's."""
+    return 5_000_000 * rank
+
+
+def start_us(rank: int, step: int) -> int:
+    """By the rank's own clock."""
+    return 1_000_000 + step * STEP_US + offset_us(rank)
+
+
+def step_record(rank: int, step: int, late: int | None) -> dict[str, Any]:
+    """All wait 3 ms of their backward for the late rank; that one works."""
+    waits = 0 if late in (None, rank) else 3000
+    us = {f"{part}_us": length for part, length in LAPS}
+    us["backward_us"] -= waits
+    parts = {part: us.get(part, 0) for part in PARTS} | {"exposed_wait_us": waits}
+    assert sum(parts.values()) == STEP_US
+    end = start_us(rank, step) + 8500
+    return {
+        "v": 1,
+        "rank": rank,
+        "stage": 0,
+        "step": step,
+        "samples": 8,
+        "loss": 1 / step + rank,
+        "mean_loss": 1 / step,
+        "start_us": start_us(rank, step),
+        **parts,
+        "step_us": STEP_US,
+        "laps": [list(lap) for lap in LAPS],
+        "waits": [[end - waits, end]] if waits else [],
+    }
+
+
+def bucket_records(
+    rank: int, step: int, late: int | None, hooks: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
+    """Two buckets, ready 3 and 5 ms into the step; 3 ms later on the late rank."""
+    for bucket, params in enumerate((["3.weight", "3.bias"], ["1.weight", "1.bias"])):
+        ready = start_us(rank, step) + 3000 + 2000 * bucket + (3000 if rank == late and bucket else 0)
+        all_ready = start_us(rank, step) + 3000 + 2000 * bucket + (3000 if late is not None and bucket else 0)
+        done = all_ready + 400
+        yield {
+            "v": 1,
+            "rank": rank,
+            "stage": 0,
+            "step": step,
+            "kind": "gradient",
+            "bucket": bucket,
+            "params": params,
+            "dtype": "float32",
+            "numel": 500,
+            "bytes": 2000,
+            "wire_bytes": 2000,
+            "between_hosts_bytes": 0,
+            "hooks": list(hooks),
+            "ready_us": ready,
+            "all_ready_us": all_ready,
+            "launch_us": ready + 10,
+            "done_us": done,
+            "encode_us": 10,
+            "decode_us": 20,
+            "legs": [
+                {
+                    "op": "all_reduce",
+                    "group": "world.0",
+                    "dtype": "float32",
+                    "bytes": 2000,
+                    "wire_bytes": 2000,
+                    "start_us": ready + 10,
+                    "done_us": done - 20,
+                }
+            ],
+        }
+
+
+def episode(late: int, steps: int) -> dict[str, Any]:
+    """The one in which a rank was late."""
+    return {
+        "rank": late,
+        "cause": "backward",
+        "bucket": 1,
+        "params": ["1.weight", "1.bias"],
+        "late_us": 3000.0,
+        "step_us": float(STEP_US),
+        "first_step": 1,
+        "last_step": steps,
+    }
+
+
+def events(ranks: int, steps: int, late: int | None, name: str) -> list[dict[str, Any]]:
+    """What rank 0 told."""
+
+    def event(name_: str, at: int, **facts: Any) -> dict[str, Any]:
+        return {
+            "event": name_,
+            "rank": 0,
+            "level": "info",
+            "time": "2026-01-01T00:00:00Z",
+            "monotonic_us": at,
+            **facts,
+        }
+
+    offsets = [float(offset_us(rank)) for rank in range(ranks)]
+    told = [
+        event("clock_offsets", 1_000_000, offset_us=offsets, error_us=[50.0] * ranks),
+        event(
+            "started",
+            1_000_100,
+            pipeline=name,
+            world_size=ranks,
+            hosts=["a"] * ranks,
+            device="cpu",
+            backend="gloo",
+            buckets=[],
+        ),
+        event("buffers", 1_000_200, verdict="the model has no buffers: nothing is sent"),
+        event("stage_started", 1_000_300, stage=0, kind="train", sync="every_step", hooks=[]),
+        event("checkpoint_written", 1_150_000, step=10, seconds=0.02, bytes=1000, folder="x"),
+    ]
+    if late is not None:
+        facts = episode(late, steps) | {"straggler": late}
+        del facts["rank"]
+        told.append(event("straggler", 1_200_000, step=20, **facts))
+    return told

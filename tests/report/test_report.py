@@ -1,0 +1,300 @@
+"""The page about one run or several."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddprun.cli import main
+from ddprun.report.digest import digest
+from ddprun.report.findings import sentences
+from ddprun.report.report import report
+from ddprun.report.runs import Run
+from tests.engine.running import run_pipeline
+from tests.report.made_up import make
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """What a page is made of; every element is closed where it should be."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.ids: list[str] = []
+        self.anchors: list[str] = []
+        self.text: list[str] = []
+        self.charts: list[dict[str, str | None]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag != "a":
+            self.addresses += [value for key, value in attrs if key in ("src", "href", "action") and value]
+        elif (target := found.get("href")) is not None and target.startswith("#"):
+            self.anchors.append(target[1:])
+        if (name := found.get("id")) is not None:
+            self.ids.append(name)
+        if found.get("class") == "chart":
+            self.charts.append(found)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "script" not in self.open and "style" not in self.open:
+            self.text.append(data)
+
+
+def charts_in(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    charts: dict[str, Any] = json.loads(found[1])
+    return charts
+
+
+def words(page: str) -> str:
+    return " ".join(" ".join(Page(page).text).split())
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+    """No address but its own parts; every chart has a label, and can be reached without a mouse."""
+    text = report([digest(Run(make(tmp_path / "run", late=1)))])
+    page = Page(text)
+    assert page.addresses == ["data:,"]
+    assert "default-src 'none'" in text
+    assert len(set(page.ids)) == len(page.ids)
+    assert set(page.anchors) <= set(page.ids)
+    charts = charts_in(text)
+    assert {chart["id"] for chart in page.charts} == set(charts)
+    assert all(chart["tabindex"] == "0" and chart["aria-label"] for chart in page.charts)
+    drawn = [one for chart in charts.values() for one in chart.get("choices", {"": chart}).values()]
+    assert all(one["data"] for one in drawn)
+    assert len(text) < 10e6
+
+
+def test_three_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> None:
+    """On made-up runs: one with a late rank, one without."""
+    late = sentences(digest(Run(make(tmp_path / "late", ranks=4, late=1))))
+    assert late == [
+        "A step took 10.0 ms in the mean: 68% was forward, backward and optimizer, 22% was communication "
+        "that training could not hide (0% the wire, 22% waiting for the last rank, 0% hooks), 5% was what "
+        "lies between steps, and 5% was loading data.",
+        "Rank 1 was late by 3.0 ms in backward, before bucket 1 (1.weight, 1.bias), in steps 1 to 20, and "
+        "the others waited.",
+        "Try a look at the layers of that bucket, and at what else runs on that rank's cores or GPU.",
+    ]
+    assert sentences(digest(Run(make(tmp_path / "even"))))[1:] == [
+        "No rank was late for long.",
+        "Communication is hidden or small; to go faster, try `precision: bf16`, a larger "
+        "`loader.batch_size`, or more ranks.",
+    ]
+    assert sentences(digest(Run(make(tmp_path / "alone", ranks=1))))[1] == (
+        "There was one rank, which waits for nobody."
+    )
+
+
+def test_spells_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
+    """In words and in a table, the single ones behind it; one that cost little is not what to try first."""
+    run = make(tmp_path / "run", ranks=4, late=1)
+    summary = json.loads((run / "summary.json").read_text())
+    (whole,) = summary["stragglers"]
+
+    def told(*episodes: dict[str, Any]) -> tuple[list[str], str]:
+        (run / "summary.json").write_text(json.dumps({**summary, "stragglers": episodes}))
+        found = digest(Run(run))
+        return sentences(found), words(report([found]))
+
+    parts = [{**whole, "first_step": first, "last_step": first + 3} for first in (1, 11)]
+    other = {**whole, "rank": 0, "cause": "data", "bucket": None, "params": []}
+    some, page = told(*parts, {**other, "last_step": 2})
+    assert some[1] == (
+        "Rank 1 was late by 3.0 ms in backward, before bucket 1 (1.weight, 1.bias), in 8 steps (2 episodes), "
+        "and the others waited; 1 more episode of a late rank below."
+    )
+    assert some[2].startswith("Try a look at the layers of that bucket")
+    assert (
+        "rank late by, ms of a step cause bucket parameters steps from step to step 1 3 30% backward" in page
+    )
+    assert "1.weight, 1.bias 8 1 14 0 3 30% data" in page
+    assert "Each of 3 episodes" in page
+    assert "Each of" not in told(whole, other)[1], "there is nothing to sum up"
+    assert told({**whole, "last_step": 4})[0][2].startswith("Try to synchronise less often"), (
+        "one step in five"
+    )
+
+
+def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
+    """Means over ranks and steps, bytes by stack, the steps whose timeline is shown."""
+    found = digest(Run(make(tmp_path / "run", late=1, hooks=("fp16",), steps=50, every=5)))
+    assert found.recorded == list(range(5, 51, 5))
+    assert found.step_us == 10_000
+    assert found.parts_us[0]["exposed_wait_us"] == 3000
+    assert found.parts_us[1]["exposed_wait_us"] == 0
+    assert found.loss.steps[0] == 5
+    assert found.loss.means[0] == pytest.approx(1 / 5)
+    (sent,) = found.sent
+    assert (sent.kind, sent.hooks, sent.payloads, sent.wire_bytes) == ("gradient", ("fp16",), 40, 80_000)
+    assert sent.steps == found.bucket_steps == 10
+    assert {one["step"] for one in found.timelines} >= {5, 50}
+    first = found.timelines[0]["ranks"]
+    assert [one["start_us"] for one in first] == [0, 0], "clocks are aligned"
+    assert first[0]["waits"] == [[5500, 3000]]
+    assert first[0]["buckets"][1]["all_ready_us"] - first[0]["buckets"][1]["ready_us"] == 3000
+
+
+def test_a_long_run_is_thinned_and_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves reach from the first step to the last, in few points; what is sent is drawn from all steps."""
+    monkeypatch.setattr("ddprun.report.digest._BUCKET_LINES", 2000)
+    found = digest(Run(make(tmp_path / "run", steps=5000)))
+    assert len(found.loss.steps) <= 400
+    assert found.loss.steps[0] < 10
+    assert found.loss.steps[-1] > 4990
+    assert found.loss.highest[0] == 1.0
+    assert 400 < found.bucket_steps < 600
+    (sent,) = found.sent
+    assert sent.payloads == 4 * sent.steps == 4 * found.bucket_steps
+    assert len(report([found])) < 10e6
+
+
+def test_runs_stand_side_by_side_under_names_that_tell_them_apart(tmp_path: Path) -> None:
+    """And nothing of a run's own words is taken for HTML."""
+    odd = "</script><b>&amp;"
+    runs = [Run(make(tmp_path / "x" / "one", name=odd)), Run(make(tmp_path / "y" / "one", late=0))]
+    text = report([digest(run) for run in runs])
+    told = words(text)
+    assert "x/one" in told
+    assert "y/one" in told
+    assert odd in told
+    assert "<b>" not in text.partition("<script>")[0]
+    loss = charts_in(text)["chart-0"]
+    assert {trace["name"] for trace in loss["data"] if "name" in trace} == {"x/one", "y/one"}
+
+
+def test_a_run_without_records_has_a_page(tmp_path: Path) -> None:
+    """One that ended before its first step."""
+    folder = make(tmp_path / "run", steps=0)
+    (folder / "summary.json").unlink()
+    told = words(report([digest(Run(folder))]))
+    assert "The run has no step records" in told
+    assert "has not ended, or was killed" in told
+
+
+def test_a_run_that_goes_on_meanwhile_has_a_page(tmp_path: Path) -> None:
+    """Lines come while they are read; those of later steps are left for the next page."""
+    run = Run(make(tmp_path / "run", late=1))
+    run.__dict__["recorded"] = range(1, 13)  # as it was when the reading began
+    assert digest(run).recorded == list(range(1, 13))
+    assert "<main" in report([digest(run)])
+
+
+def test_a_real_run_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command writes the page and the trace, and says where."""
+    text = """
+model: {cnn: {channels: [4]}}
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.05}}
+hooks: [int8]
+timings: {fidelity_every: 2}
+stages:
+  - train: {steps: 6}
+  - train: {steps: 6, sync: {local_sgd: {every: 3}}}
+  - evaluate: {metrics: [accuracy]}
+"""
+    folder = run_pipeline(tmp_path, text, 2)
+    capsys.readouterr()
+    assert main(["report", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{folder / 'report.html'}\n"
+    assert err == f"{folder / 'trace.json'}: 12 of 12 steps\n"
+    told = words((folder / "report.html").read_text())
+    for word in (
+        "gradient",
+        "delta",
+        "int8",
+        "held-out accuracy",
+        "cosine",
+        "running_mean",
+        "Started 1 time",
+    ):
+        assert word.lower() in told.lower(), word
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere is no run's folder: it does not exist"),
+        (["run", "--steps", "9:3"], '"9:3" is no range of steps such as 100:200'),
+        (
+            ["run", "--output", "no/such/page.html"],
+            "cannot write no/such/page.html: No such file or directory",
+        ),
+        ([], "missing argument 'RUN...'"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    """Exit code 2, no traceback."""
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "run")
+    assert main(["report", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome here")
+@pytest.mark.parametrize("runs", [1, 3])
+def test_a_browser_draws_every_chart_and_asks_for_nothing(tmp_path: Path, runs: int) -> None:
+    """Nothing on the console; each chart has its shapes."""
+    digests = [digest(Run(make(tmp_path / f"run-{n}", late=n % 2, hooks=("fp16",)))) for n in range(runs)]
+    file = tmp_path / "page.html"
+    file.write_text(report(digests))
+    assert BROWSER is not None
+    done = subprocess.run(
+        [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=10000",
+            "--enable-logging=stderr",
+            "--dump-dom",
+            file.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert console == []
+    assert 'data-drawn="yes"' in done.stdout
+    pieces = re.split(r'<div class="chart', done.stdout)[1:]
+    assert len(pieces) == len(charts_in(file.read_text()))
+    for piece in pieces:
+        assert "main-svg" in piece
+        assert re.search(r'class="(scatterlayer|barlayer)[^"]*">\s*<g', piece) is not None

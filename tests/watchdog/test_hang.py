@@ -1,0 +1,66 @@
+"""What a rank says of a hang: which of the collectives that it waits for stands on top."""
+
+import pytest
+import torch
+
+from ddprun.watchdog.hang import RunContext, find_out
+from ddprun.watchdog.rank_watchdog import CollectiveSequence, Overdue, RankWatchdog
+from ddprun.watchdog.status_page import Seen
+from ddprun_hooks.payload import ParamSlice, Payload
+
+AROUND = RunContext(
+    rank=0,
+    size=3,
+    host="here",
+    peers=dict,
+    holds_store=lambda: False,
+    first=lambda: True,
+    log=lambda: None,
+    speak=lambda _: None,
+)
+BUCKET = Payload(torch.zeros(4), (ParamSlice("only.weight", (4,), 0, 4),), "delta", 2)
+
+
+def page(rank: int, issued: tuple[int, ...], *overdue: Overdue) -> Seen:
+    return Seen(
+        rank=rank,
+        pid=100 + rank,
+        state="S",
+        beat_age_s=0.1,
+        stage="stages[0].train",
+        step=3,
+        phase="forward",
+        phase_age_s=8.0,
+        issued=issued,
+        waits=tuple(one.plain() for one in overdue),
+        at="",
+        told=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("word_s", "delta_s", "ranks", "shown"),
+    [
+        (8.0, 7.9, (0, 1, 2), "all_reduce 1 of deltas"),
+        (8.0, 3.0, (0, 1, 2), "all_gather 1 of control"),  # as a slow link may take
+        (8.0, 7.9, (0, 2), "all_gather 1 of control"),  # the rank whose fault it is has no part in it
+    ],
+)
+def test_parameters_say_more_than_a_control_word(
+    word_s: float, delta_s: float, ranks: tuple[int, ...], shown: str
+) -> None:
+    """Though it was issued before them, if both are overdue and keep waiting for the same rank."""
+    watchdog = RankWatchdog(0, 8.0, None, lambda _: None)
+    control, deltas = (
+        CollectiveSequence(watchdog, 0, "control", (0, 1, 2)),
+        CollectiveSequence(watchdog, 1, "deltas", ranks),
+    )
+    word = Overdue(control, control.issue("all_gather", what="the control message"), word_s)
+    delta = Overdue(deltas, deltas.issue("all_reduce", BUCKET), delta_s)
+    seen = {0: page(0, (1, 1), word, delta), 1: page(1, (0, 0)), 2: page(2, (1, 1), word)}
+    report = find_out(AROUND, 8.0, [word, delta], seen, {})
+    assert "rank 1 did not arrive within 8 s" in report.message
+    first, _, rest = report.message.partition("also waits for")
+    assert shown in first
+    assert {"all_gather 1 of control", "all_reduce 1 of deltas"} == {shown, rest.strip().partition(",")[0]}
+    assert report.facts["params"] == (["only.weight"] if "deltas" in shown else [])

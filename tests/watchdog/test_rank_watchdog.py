@@ -1,0 +1,238 @@
+"""Boards, the watchdog of one rank, and asking another host."""
+
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddprun.watchdog.rank_watchdog import HANG, Overdue, RankWatchdog
+from ddprun.watchdog.status_page import Seen, StatusPage, read, read_all, seen_from
+from ddprun.watchdog.status_server import StatusServer, ask, ask_all
+from ddprun_hooks.comm.observer import waiting
+from ddprun_hooks.payload import ParamSlice, Payload
+
+
+def watchdog(
+    folder: Path | None, timeout_s: float = 0.4
+) -> tuple[RankWatchdog, list[list[Overdue]], threading.Event]:
+    """A watch of rank 0, what its alarm was called with, and whether it was."""
+    calls: list[list[Overdue]] = []
+    rung = threading.Event()
+
+    def handler(waits: list[Overdue]) -> None:
+        calls.append(waits)
+        rung.set()
+
+    return RankWatchdog(0, timeout_s, folder, handler), calls, rung
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_a_board_says_what_its_rank_is_at(tmp_path: Path, in_folder: bool) -> None:
+    """To anyone of this host who knows its path, and after JSON to other hosts."""
+    it, _, _ = watchdog(tmp_path if in_folder else None)
+    it.stage("stages[1].train")
+    it.step(12)
+    it.turn(b"backward")
+    line = it.sequence("world.0", [0, 1])
+    line.issue("all_reduce", what="one").done()
+    line.issue("all_reduce", what="two")
+    looking = threading.Thread(target=lambda: it.note(it.overdue(0)))
+    looking.start()
+    looking.join()
+    found = read(it.page.path)
+    assert found is not None
+    assert (found.pid, found.stage, found.step, found.phase) == (
+        os.getpid(),
+        "stages[1].train",
+        12,
+        "backward",
+    )
+    assert found.issued == (2,)
+    assert [(wait.number, wait.what, wait.ranks) for wait in found.waits] == [(2, "two", (0, 1))]
+    assert found.at.endswith("in test_a_board_says_what_its_rank_is_at")
+    assert not found.lifeless
+    assert seen_from(json.loads(json.dumps(found.plain()))) == found
+    assert list(read_all(tmp_path)) == ([0] if in_folder else [])
+    it.page.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_board_of_a_stopped_process_says_so(tmp_path: Path) -> None:
+    """Though it cannot write any more."""
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        page = StatusPage(3, tmp_path)
+        data = bytearray(Path(page.path).read_bytes())
+        data[8:16] = sleeper.pid.to_bytes(8, "little")
+        Path(page.path).write_bytes(data)
+        sleeper.send_signal(signal.SIGSTOP)
+        end = time.monotonic() + 5
+        while not (found := read_all(tmp_path)[3]).stopped and time.monotonic() < end:
+            time.sleep(0.01)
+        assert found.stopped
+        assert found.lifeless
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def test_what_is_no_board_is_none(tmp_path: Path) -> None:
+    """Absent, empty, half made, of something else."""
+    for content in (b"", b"ddprun1\0", b"\0" * 40000, b"x" * 40000):
+        (tmp_path / "rank-00000.status").write_bytes(content)
+        assert read(tmp_path / "rank-00000.status") is None
+    assert read(tmp_path / "nowhere") is None
+
+
+def test_a_collective_that_takes_too_long_rings_the_alarm_with_its_bucket(tmp_path: Path) -> None:
+    """One that has ended in time, by its future or by what was asked, does not."""
+    it, calls, rung = watchdog(tmp_path)
+    line = it.sequence("world.0", [0, 1])
+    it.start()
+    line.issue("all_reduce", what="ends").done()
+    line.issue("all_reduce", what="has ended").done_when(lambda: True)
+    assert not rung.wait(0.8)
+    payload = Payload(torch.zeros(2), (ParamSlice("w", (2,), 0, 2),), "gradient", 7)
+    line.issue("all_reduce", payload).done_when(lambda: False)
+    assert rung.wait(5)
+    ((one, *others),) = calls
+    assert (one.pending.bucket, one.pending.params[0].name, one.pending.number) == (7, "w", 3)
+    assert one.pending.described == "bucket 7 of gradients"
+    assert 0.4 < one.age_s < 4
+    assert not others
+
+
+def test_a_collective_that_failed_is_still_what_this_rank_waits_for(tmp_path: Path) -> None:
+    """Ranks that end over a hang break the others' collectives. It does not ring by growing older."""
+    it, _, _ = watchdog(tmp_path, timeout_s=30)
+    line = it.sequence("world.0", [0, 1])
+    ended = threading.Event()
+    line.issue("all_reduce", what="one").done()
+    two = line.issue("all_reduce", what="two")
+    two.done_when(ended.is_set)
+    ended.set()
+    assert it.overdue(0) == []  # over, as far as one can see
+    with pytest.raises(ConnectionError), waiting(line, "broadcast", "three"):
+        raise ConnectionError
+    two.failed()
+    first = {one.pending.what: one.age_s for one in it.overdue(0)}
+    time.sleep(0.05)
+    assert {one.pending.what: one.age_s for one in it.overdue(0)} == first
+    assert first.keys() == {"two", "three"}
+
+
+def test_another_ranks_alarm_is_heard(tmp_path: Path) -> None:
+    """The file that the first rank of a host makes."""
+    it, calls, rung = watchdog(tmp_path, timeout_s=600)
+    it.start()
+    (tmp_path / HANG).touch()
+    assert rung.wait(5)
+    assert calls == [[]]
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) -> None:
+    """Ctrl-Z and fg: the collective is old, but nobody has waited for it."""
+    it, _, rung = watchdog(tmp_path, timeout_s=2.0)
+    it.sequence("world.0", [0, 1]).issue("all_reduce")
+    it.lost_us += 60_000_000
+    assert it.overdue(0.0) == []
+    it.lost_us -= 60_000_000
+    assert len(it.overdue(0.0)) == 1
+    assert not rung.is_set()
+
+
+def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path) -> None:
+    """And takes word of a hang from them; others get nothing."""
+    page = StatusPage(5, tmp_path)
+    called: list[bool] = []
+
+    def look() -> dict[int, Seen]:
+        return read_all(tmp_path)
+
+    with StatusServer("127.0.0.1", "opensesame", look, lambda: called.append(True)) as server:
+        server.open()
+        found = ask(server.name, hang=False)
+        assert found is not None
+        assert found[5].pid == os.getpid()
+        assert not called
+        assert list(ask_all([server.name], hang=True)) == [5]
+        assert called == [True]
+        assert ask(server.name.replace("sesame", "barley"), hang=True) is None
+        assert called == [True]
+        name = server.name
+        server.shutdown()
+    assert ask(name, hang=True) is None
+    page.remove()
+
+
+def test_asking_takes_no_longer_than_one_answer_may(tmp_path: Path) -> None:
+    """Hosts that take the connection and say nothing are asked at the same time."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        servers = [f"127.0.0.1:{server.getsockname()[1]}/secret" for server in (one, other)]
+        since = time.monotonic()
+        assert ask_all(servers, hang=True) == {}
+        assert time.monotonic() - since < 2.5
+
+
+def test_a_board_has_room_for_lines_of_many_ranks(tmp_path: Path) -> None:
+    """A rank whose status page cannot say what it waits for would be taken for one that waits for nobody."""
+    it, _, _ = watchdog(tmp_path)
+    lines = (range(10_000), range(3, 9_003, 8), range(16, 24), [5], [2, 9])
+    for ranks in lines[1:]:
+        it.sequence("some", ranks).issue("all_reduce")
+    it.sequence("world.0", lines[0]).issue("all_reduce")
+    it.note(it.overdue(0))
+    found = read(it.page.path)
+    assert found is not None
+    assert [wait.ranks for wait in found.waits] == [tuple(ranks) for ranks in lines[1:]]
+    for ranks in lines:
+        it.sequence("again", ranks).issue("all_reduce")
+        it.note(it.overdue(0)[-1:])
+        found = read(it.page.path)
+        assert found is not None
+        assert found.waits[0].ranks == tuple(ranks)
+        assert seen_from(json.loads(json.dumps(found.plain()))) == found
+
+
+def test_a_look_that_fails_is_told_once_and_the_next_ones_find_the_hang(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The thread ended without a word, and the rank was watched by nobody."""
+    it, calls, rung = watchdog(tmp_path)
+    it.page._map = mmap.mmap(-1, 4096)  # too small: every note fails from here on
+    asked = threading.Semaphore(0)
+
+    def ended() -> bool:
+        asked.release()
+        raise KeyError("nobody knows")
+
+    line = it.sequence("world.0", [0, 1])
+    line.issue("all_reduce", what="strange").done_when(ended)
+    it.start()
+    try:
+        assert asked.acquire(timeout=30)
+        line.issue("all_reduce", what="the one that hangs")
+        assert rung.wait(30)
+    finally:
+        it.close()
+    assert [one.pending.what for one in calls[0]] == ["the one that hangs"]
+    told = capsys.readouterr().err
+    assert told.count("the watchdog of rank 0: a look has failed, and it goes on looking") == 1
+
+
+@pytest.mark.parametrize("note", ["[]", "3", '{"waits": 1}', '{"waits": [{}]}', '{"waits": [[]]}', '{"wa'])
+def test_a_board_with_half_a_note_is_none_yet(tmp_path: Path, note: str) -> None:
+    page = StatusPage(0, tmp_path)
+    place = page._map.find(b"{}", 4000)
+    page._map[place : place + len(note)] = note.encode()
+    struct.pack_into("<q", page._map, place - 8, len(note))
+    assert read(page.path) is None
