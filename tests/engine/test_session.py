@@ -11,13 +11,13 @@ import pytest
 
 from ddprun.checkpoint.folder import Checkpoint
 from ddprun.config import load
+from ddprun.engine.loop import synchronize, train_step
 from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.session import Session
 from ddprun.engine.setup import open_session
-from ddprun.engine.stage_run import StageRun, open_course, synchronise
+from ddprun.engine.stage_run import StageRun, begin_stage
 from ddprun.engine.state import bring_back, state_of
 from ddprun.engine.stop import StopRequest
-from ddprun.engine.train import compute
 from ddprun.host.device import place_of
 from tests.hooks.test_stacks import assert_same
 from tests.ranks import as_processes
@@ -48,22 +48,22 @@ def open_here(folder: Path, name: str) -> Session:
 
 def go(course: StageRun, steps: int) -> None:
     session = course.session
-    session.model.train()
-    for batches in islice(session.feed.steps(course.settings.accumulate), steps):
-        session.recorder.start(session.step + 1, 0)
-        compute(course, batches, session.step + 1)
-        synchronised = synchronise(course, session.step + 1)
-        session.step += 1
-        session.recorder.end(stop=False, compare_clocks=False, synchronised=synchronised)
+    session.runtime.model.train()
+    for batches in islice(session.runtime.feed.steps(course.settings.accumulate), steps):
+        session.runtime.recorder.start(session.state.step + 1, 0)
+        train_step(course, batches, session.state.step + 1)
+        synchronised = synchronize(course, session.state.step + 1)
+        session.state.step += 1
+        session.runtime.recorder.end(stop=False, compare_clocks=False, synchronised=synchronised)
 
 
 def begin(session: Session) -> StageRun:
-    stage: Any = session.loaded.pipeline.stages[0]
-    return open_course(session, stage)
+    stage: Any = session.runtime.loaded.pipeline.stages[0]
+    return begin_stage(session, stage)
 
 
 def bits(session: Session) -> list[bytes]:
-    return [value.numpy().tobytes() for value in session.model.state_dict().values()]
+    return [value.numpy().tobytes() for value in session.runtime.model.state_dict().values()]
 
 
 def unbroken(folder: Path) -> list[bytes]:
@@ -77,7 +77,7 @@ def first_part(folder: Path) -> None:
 
     session = open_here(folder, "first")
     go(begin(session), 6)
-    session.recorder.drain()
+    session.runtime.recorder.drain()
     torch.save(state_of(session), folder / f"state-{os.environ['RANK']}")
 
 
@@ -87,10 +87,10 @@ def second_part(folder: Path) -> list[bytes]:
     session = open_here(folder, "second")
     state = torch.load(folder / f"state-{os.environ['RANK']}", weights_only=True)
     bring_back(session, state)
-    found = Checkpoint(folder, step=6, world_size=session.ranks.size, files={})
-    session.mid_stage = {**state, "new_rates": False, "checkpoint": found}
+    found = Checkpoint(folder, step=6, world_size=session.runtime.ranks.size, files={})
+    session.state.mid_stage = {**state, "new_rates": False, "checkpoint": found}
     course = begin(session)
-    assert session.step == 6
+    assert session.state.step == 6
     go(course, 5)
     return bits(session)
 
@@ -142,17 +142,17 @@ def skipped(folder: Path) -> tuple[int, bool, bool]:
     session = open_here(folder, "skipped")
     course = begin(session)
     go(course, 3)
-    before, weights = copy.deepcopy(session.stacks.first.state_dict()), bits(session)
-    assert session.precision.scaler is not None
-    state = session.precision.scaler.state_dict()
-    session.precision.scaler.load_state_dict({**state, "scale": 2.0**100})
+    before, weights = copy.deepcopy(session.runtime.stacks.first.state_dict()), bits(session)
+    assert session.runtime.precision.scaler is not None
+    state = session.runtime.precision.scaler.state_dict()
+    session.runtime.precision.scaler.load_state_dict({**state, "scale": 2.0**100})
     go(course, 1)
     same_weights = bits(session) == weights
     try:
-        assert_same(session.stacks.first.state_dict(), before)
+        assert_same(session.runtime.stacks.first.state_dict(), before)
     except AssertionError:
-        return session.step, same_weights, False
-    return session.step, same_weights, True
+        return session.state.step, same_weights, False
+    return session.state.step, same_weights, True
 
 
 @pytest.mark.parametrize("hooks", ["[int8]", "[{powersgd: {rank: 2}}, fp16]"])

@@ -68,7 +68,7 @@ def _stage(stage: StageExplained, explained: Explained, known: dict[tuple[str, s
         yield from tables(_at(stage, "backward"), stage.ranks)
     yield from _after_steps(stage, settings)
     yield from _end(stage)
-    yield from said("Control message", _control_word(stage))
+    yield from said("Control", _control_word(stage))
     yield from said("Loss", _loss(settings))
     yield from _sums(stage)
 

@@ -81,7 +81,7 @@ class Checkpoints:
                 check(state_of(session))
             except UnstorableError as error:
                 text, way_out = f"no checkpoint can be taken: {error}", "`checkpoint: {keep: 0}` takes none"
-                raise PipelineError([session.loaded.fault("checkpoint", text, way_out)]) from None
+                raise PipelineError([session.runtime.loaded.fault("checkpoint", text, way_out)]) from None
 
     def due(self, step: int) -> bool:
         """Whether one is taken after so many steps of the run; the same on all ranks."""
@@ -95,30 +95,31 @@ class Checkpoints:
             at_end: nothing comes after it, so it is waited for.
             wished: somebody has asked for it by a signal, and is told.
         """
+        runtime, reporter = session.runtime, session.reporter
         if wished:
             what = "no checkpoint is taken, because of checkpoint.keep: 0"
-            session.screen.note(
-                f"SIGUSR1: {what if self._writer is None else f'checkpoint of step {session.step}'}"
+            reporter.note(
+                f"SIGUSR1: {what if self._writer is None else f'checkpoint of step {session.state.step}'}"
             )
         if self._writer is None:
             return
         started = time.monotonic()
-        step, cursor = session.step, session.cursor
+        step, cursor = session.state.step, session.state.cursor
         if cursor.mid_stage:
             cursor.elapsed_s()
         cursor.run_elapsed_s()
         if at_end:  # ranks that never meet have stopped each after a step of its own
-            known = session.exchange.control.all_gather([float(step), float(self._writer.count)])
+            known = runtime.exchange.control.all_gather([float(step), float(self._writer.count)])
             step = int(known[:, 0].max())
             self._writer.leave_out(int(known[:, 1].max()))
         state, shared = state_of(session), shared_keys(session)
         own = {key: value for key, value in state.items() if key not in shared}
-        parts = {rank_name(session.ranks.rank): Apart.of(own)}
-        if session.ranks.rank == 0:
+        parts = {rank_name(runtime.ranks.rank): Apart.of(own)}
+        if runtime.ranks.rank == 0:
             parts["shared"] = Apart.of({**{key: state[key] for key in sorted(shared)}, **_about(session)})
-        if self._away and (session.policy is None or not session.policy.never):
-            session.records.collect()
-        session.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
+        if self._away and (session.state.policy is None or not session.state.policy.never):
+            runtime.records.collect()
+        reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
         self._writer.put(step, parts, wait=at_end)
         self.tell(session)
         if at_end and self._failed:
@@ -138,9 +139,10 @@ class Checkpoints:
             self.tell(session)
 
     def _tell(self, session: "Session", outcome: Outcome) -> None:
+        reporter = session.reporter
         seconds = round(outcome.seconds, 3)
         if outcome.written is not None:
-            session.events.info(
+            reporter.events.info(
                 "checkpoint_written",
                 step=outcome.step,
                 seconds=seconds,
@@ -150,11 +152,11 @@ class Checkpoints:
             )
             self._failed = False
             return
-        session.events.warning(
+        reporter.events.warning(
             "checkpoint_left_out", step=outcome.step, seconds=seconds, reason=outcome.problem
         )
         if not self._failed:  # once, until one is written again
-            session.screen.note(
+            reporter.note(
                 f"the checkpoint of step {outcome.step} is left out, and older ones stay: {outcome.problem}"
             )
         self._failed, self._reason = True, outcome.problem
@@ -162,17 +164,19 @@ class Checkpoints:
 
 def layout_of(session: "Session") -> str:
     """By what the ranks' shares of what hooks keep are cut."""
-    cap_mb, hooks = session.loaded.pipeline.ddp.bucket_cap_mb, sorted(session.stacks.used)
-    ranks = session.ranks
+    runtime = session.runtime
+    cap_mb, hooks = runtime.loaded.pipeline.ddp.bucket_cap_mb, sorted(runtime.stacks.used)
+    ranks = runtime.ranks
     hosts = Placement(ranks.rank, ranks.hosts, ranks.local_sizes).launched()
     return repr((cap_mb, hosts, hooks))
 
 
 def _about(session: "Session") -> dict[str, object]:
     """What a checkpoint says of its run."""
+    runtime = session.runtime
     return {
-        "pipeline": session.loaded.plain(),
-        "world_size": session.ranks.size,
+        "pipeline": runtime.loaded.plain(),
+        "world_size": runtime.ranks.size,
         "layout": layout_of(session),
         "ddprun": __version__,
     }

@@ -30,36 +30,37 @@ def close_run(session: Session, *, status: Status, seconds: float) -> list[str]:
     Returns:
         What is lost of that for which it is, the same on all ranks: the last checkpoint, the summary.
     """
-    ranks, records = session.ranks, session.records
+    runtime, state, reporter = session.runtime, session.state, session.reporter
+    ranks, records = runtime.ranks, runtime.records
     records.writer.flush()
     _tell_records(session, ranks.gather("records", records.writer.failure or ""))
-    found = summarise(session, status=status, seconds=seconds, stages=session.cursor.entries)
+    found = summarise(session, status=status, seconds=seconds, stages=state.cursor.entries)
     if status == "failed":
-        told = failure(session, session.run_dir / CHECKPOINTS) if ranks.rank == 0 else ""
-        assert session.nonfinite is not None
-        found["error"] = {"rank": session.nonfinite.rank, "message": told}
-    summary = {**session.loaded.secrets.redact_all(found), "run_dir": found["run_dir"]}
-    lost = [session.checkpoints.lost] if session.checkpoints.lost is not None else []
+        told = failure(session, runtime.run_dir / CHECKPOINTS) if ranks.rank == 0 else ""
+        assert runtime.finite.found is not None
+        found["error"] = {"rank": runtime.finite.found.rank, "message": told}
+    summary = {**runtime.loaded.secrets.redact_all(found), "run_dir": found["run_dir"]}
+    lost = [runtime.checkpoints.lost] if runtime.checkpoints.lost is not None else []
     if ranks.rank == 0:
-        session.events.info("finished", status=status, step=session.step)
+        reporter.events.info("finished", status=status, step=state.step)
         try:
-            write_summary(session.run_dir, summary)
+            write_summary(runtime.run_dir, summary)
         except OSError as error:
             lost.append(f"summary.json is lost: {error.strerror or error}")
-    if late := session.trackers.close(summary):
-        session.screen.note(f"{', '.join(late)}: does not come to its end, and the run does not wait for it")
+    if late := reporter.trackers.close(summary):
+        reporter.note(f"{', '.join(late)}: does not come to its end, and the run does not wait for it")
     records.close()
     if ranks.rank == 0:
-        session.screen.closing(summary)
+        reporter.screen.closing(summary)
         if status == "failed":
-            session.screen.note(f"ddprun: the run failed ({session.where}): {summary['error']['message']}")
+            reporter.note(f"ddprun: the run failed ({reporter.where}): {summary['error']['message']}")
         if lost:
             screen.say(
                 f"ddprun: the run {_ENDED[status]}, and not all of it could be written: {'; '.join(lost)}"
             )
-        elif status == "interrupted" and session.loaded.pipeline.checkpoint.keep:
-            session.screen.note(f"go on: {resume_command(session.run_dir)}")
-        screen.show(str(session.run_dir))
+        elif status == "interrupted" and runtime.loaded.pipeline.checkpoint.keep:
+            reporter.note(f"go on: {resume_command(runtime.run_dir)}")
+        screen.show(str(runtime.run_dir))
     everywhere: list[str] = json.loads(ranks.tell_all("lost", lambda: json.dumps(lost)))
     return everywhere
 
@@ -70,4 +71,4 @@ def _tell_records(session: Session, failures: list[str]) -> None:
     if failed:
         first, why = next(iter(failed.items()))
         more = f", nor are those of {len(failed) - 1} more" if len(failed) > 1 else ""
-        session.screen.note(f"the records of rank {first} are not whole{more}: {why}")
+        session.reporter.note(f"the records of rank {first} are not whole{more}: {why}")

@@ -43,16 +43,17 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
     may call collectives itself. Sums are kept in fp64 and added over ranks in rank order; accuracy is a
     quotient of whole numbers.
     """
-    session.where = stage.path
+    runtime, state, reporter = session.runtime, session.state, session.reporter
+    reporter.where = stage.path
     make_buffers_equal(session, stage)
     metrics = _metrics(session, stage)
-    sums = torch.zeros((len(metrics), 2), dtype=torch.float64, device=session.place.device)
+    sums = torch.zeros((len(metrics), 2), dtype=torch.float64, device=runtime.device)
     counted = 0
-    session.model.eval()
+    runtime.model.eval()
     with torch.no_grad():
         for content, samples in _batches(session):
-            with session.precision.computing():
-                outcome = session.objective(session.model, session.precision.admit(content))
+            with runtime.precision.computing():
+                outcome = runtime.objective(runtime.model, runtime.precision.admit(content))
             if not samples:
                 continue
             counted += samples
@@ -61,25 +62,26 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
                 sums[place, 0] += value
                 sums[place, 1] += count
     mine = [*sums.flatten().tolist(), counted]
-    *words, samples = session.exchange.control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
+    *words, samples = runtime.exchange.control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
     found = {
         name: metric.finish(words[2 * place] / words[2 * place + 1]) if words[2 * place + 1] else math.nan
         for place, (name, metric) in enumerate(metrics.items())
     }
-    session.metrics = found
-    session.trackers.metrics(session.step, found)
-    session.events.info("evaluated", stage=stage.index, step=session.step, **found)
+    state.metrics = found
+    reporter.trackers.metrics(state.step, found)
+    reporter.events.info("evaluated", stage=stage.index, step=state.step, **found)
     told = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-    session.screen.note(f"{stage.name}: held-out {told}")
+    reporter.note(f"{stage.name}: held-out {told}")
     return {"metrics": found, "samples": int(samples)}
 
 
 def _metrics(session: Session, stage: Evaluate) -> dict[str, Metric]:
-    objective = session.objective
+    runtime = session.runtime
+    objective = runtime.objective
     found = {"loss": Metric(_summed_loss if objective.summed else _mean_loss(session))}
     for place, (name, choice) in enumerate(zip(names_of(stage.metrics), stage.metrics, strict=True)):
         if choice.source != "built-in":
-            metric = build.build_metric(session.loaded, f"{stage.path}.metrics[{place}]", choice)
+            metric = build.build_metric(runtime.loaded, f"{stage.path}.metrics[{place}]", choice)
             found[name] = Metric(_dotted(metric))
         elif choice.name == "accuracy":
             found[name] = Metric(_accuracy(session))
@@ -106,7 +108,7 @@ def _summed_loss(outcome: Outcome, samples: int) -> tuple[Tensor | float, Tensor
 
 def _mean_loss(session: Session) -> Measure:
     """Of a cross-entropy, the mean over the targets that count; of another loss, over samples."""
-    objective = session.objective
+    objective = session.runtime.objective
 
     def measure(outcome: Outcome, samples: int) -> tuple[Tensor | float, Tensor | float]:
         loss, count = outcome.loss.double(), objective.weight_of_mean(outcome, samples)
@@ -122,7 +124,7 @@ def _mean_loss(session: Session) -> Measure:
 
 def _accuracy(session: Session) -> Measure:
     """Classes lie on dimension 1 of the output, as for torch's cross_entropy."""
-    ignored = session.objective.ignore_index
+    ignored = session.runtime.objective.ignore_index
 
     def measure(outcome: Outcome, samples: int) -> tuple[Tensor | float, Tensor | float]:
         target = outcome.target
@@ -148,7 +150,7 @@ def _batches(session: Session) -> Iterator[tuple[Any, int]]:
     """This rank's share as (collated batch, samples): sample i goes to rank i modulo ranks, or each rank has
     its own if the data shards itself. A rank that has none left for a call computes along on a batch of 0.
     """
-    made = _picked(session) if not is_iterable(session.held_out) else _streamed(session)
+    made = _picked(session) if not is_iterable(session.runtime.held_out.dataset) else _streamed(session)
     for content, samples in made:
         if isinstance(content, BatchError):
             raise _refused(session, content.problem, content.allowed)
@@ -157,8 +159,13 @@ def _batches(session: Session) -> Iterator[tuple[Any, int]]:
 
 def _picked(session: Session) -> Iterator[tuple[Any, int]]:
     """Of map-style data: all ranks know all lengths from the start."""
-    loader, rank, ranks = session.loaded.pipeline.loader, session.ranks.rank, session.ranks.size
-    dataset = session.held_out
+    runtime = session.runtime
+    loader, rank, ranks = (
+        runtime.loaded.pipeline.loader,
+        runtime.ranks.rank,
+        runtime.ranks.size,
+    )
+    dataset = runtime.held_out.dataset
     lengths = _of_all(session, len(dataset))
     mine: Sequence[int] = range(len(dataset))
     odd = next((one for one, length in enumerate(lengths) if length != lengths[0]), None)
@@ -197,8 +204,13 @@ def _picked(session: Session) -> Iterator[tuple[Any, int]]:
 
 def _streamed(session: Session) -> Iterator[tuple[Any, int]]:
     """Of iterable data: a batch of every rank at a time."""
-    size, rank, ranks = session.loaded.pipeline.loader.batch_size, session.ranks.rank, session.ranks.size
-    row, at = iter(session.held_out), 0
+    runtime = session.runtime
+    size, rank, ranks = (
+        runtime.loaded.pipeline.loader.batch_size,
+        runtime.ranks.rank,
+        runtime.ranks.size,
+    )
+    row, at = iter(runtime.held_out.dataset), 0
     first = list(islice(row, size * ranks))
     # If not all ranks read alike, they find out together.
     _refuse_nothing(session, _of_all(session, len(first)))
@@ -244,7 +256,7 @@ def call_sizes(held: Sequence[int], most: int) -> list[int]:
 
 def _of_all(session: Session, number: int) -> list[int]:
     """Every rank's number."""
-    told = session.exchange.control.all_gather([float(number)], "samples to evaluate on")
+    told = session.runtime.exchange.control.all_gather([float(number)], "samples to evaluate on")
     return [int(one) for one in told[:, 0].tolist()]
 
 
@@ -254,33 +266,34 @@ def _sharded(session: Session, first: Callable[[], Sequence[Any]]) -> bool:
     Ranks compare their first samples once in a run. Data that is said to shard itself, and that all ranks
     have alike, is one set. Said once: that, or that ranks read different samples though they share them.
     """
-    if session.held_out_sharded is not None:
-        return session.held_out_sharded
-    session.held_out_sharded = _may_be_sharded(session)
-    with seeding.generators_kept(session.place.device):
-        seeding.seed_everything(session.loaded.pipeline.seed)
+    runtime, reporter = session.runtime, session.reporter
+    if runtime.held_out.sharded is not None:
+        return runtime.held_out.sharded
+    runtime.held_out.sharded = _may_be_sharded(session)
+    with seeding.generators_kept(runtime.device):
+        seeding.seed_everything(runtime.loaded.pipeline.seed)
         digest = digest_of(first())
-    told = session.exchange.control.all_gather_bytes(digest, "a digest of the held-out samples")
+    told = runtime.exchange.control.all_gather_bytes(digest, "a digest of the held-out samples")
     odd = [rank for rank, theirs in enumerate(told) if theirs != told[0]]
-    if session.held_out_sharded:
-        session.held_out_sharded = bool(odd)
-        if not odd and session.ranks.size > 1:
-            session.events.info("data_not_sharded", held_out=True)
-            session.screen.note(
+    if runtime.held_out.sharded:
+        runtime.held_out.sharded = bool(odd)
+        if not odd and runtime.ranks.size > 1:
+            reporter.events.info("data_not_sharded", held_out=True)
+            reporter.note(
                 "held-out data: all ranks read the same samples, so each counts once, loader.sharded or not"
             )
     elif odd:
-        how = shards_itself(session.held_out)
-        session.events.warning("data_differs", ranks=odd, sharded_by=how, held_out=True)
-        told_before = session.feed.odd_ranks == odd and shards_itself(session.feed.dataset) == how
-        text = "the same holds as for data" if told_before else differing(odd, session.ranks.size, how)
-        session.screen.note(f"held-out data: {text}")
-    return session.held_out_sharded
+        how = shards_itself(runtime.held_out.dataset)
+        reporter.events.warning("data_differs", ranks=odd, sharded_by=how, held_out=True)
+        told_before = runtime.feed.odd_ranks == odd and shards_itself(runtime.feed.dataset) == how
+        text = "the same holds as for data" if told_before else differing(odd, runtime.ranks.size, how)
+        reporter.note(f"held-out data: {text}")
+    return runtime.held_out.sharded
 
 
 def _may_be_sharded(session: Session) -> bool:
     """Whether the file says that data shards itself; a built-in never does."""
-    return session.loaded.pipeline.loader.sharded and _choice(session)[1].source != "built-in"
+    return session.runtime.loaded.pipeline.loader.sharded and _choice(session)[1].source != "built-in"
 
 
 def _refuse_nothing(session: Session, held: Sequence[int]) -> None:
@@ -297,12 +310,12 @@ def _refuse_nothing(session: Session, held: Sequence[int]) -> None:
 
 def _refused(session: Session, problem: str, allowed: str) -> PipelineError:
     path, choice = _choice(session)
-    return PipelineError([session.loaded.fault(path, f'"{choice.name}": {problem}', allowed)])
+    return PipelineError([session.runtime.loaded.fault(path, f'"{choice.name}": {problem}', allowed)])
 
 
 def _choice(session: Session) -> tuple[str, Choice]:
     """The key of the held-out data, and what is chosen there."""
-    data = session.loaded.pipeline.data
+    data = session.runtime.loaded.pipeline.data
     if isinstance(data, Choice):
         return "data", data
     assert data.evaluate is not None, "check refuses an evaluate stage without data"

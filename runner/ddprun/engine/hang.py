@@ -62,13 +62,13 @@ def open_watchdog(
     def speak(report: Report) -> None:
         session = known.session
         if session is not None:
-            session.screen.end()
+            session.reporter.screen.end()
         say(report.message)
         _keep(report, known, environment.rank)
 
     def leave() -> None:
         if known.session is not None:
-            known.session.trackers.fail(_TRACKERS_END_S)
+            known.session.reporter.trackers.fail(_TRACKERS_END_S)
 
     handler = HangHandler(
         RunContext(
@@ -106,14 +106,14 @@ def _keep(report: Report, known: Known, rank: int) -> None:
     run_dir, session = known.run_dir, known.session
     if run_dir is None or not run_dir.is_dir():
         return
-    step = session.step if session is not None else 0
+    step = session.state.step if session is not None else 0
     failure = {"rank": rank, "message": report.headline, "hang": report.facts}
     with suppress(OSError):
         write_summary(run_dir, {"status": "failed", "steps": step, "error": failure})
     # Rank 0's own writer may be what hangs.
     writer = Writer(run_dir)
-    redact = session.loaded.secrets.redact_all if session is not None else dict
+    redact = session.runtime.loaded.secrets.redact_all if session is not None else dict
     event_log(writer, redact, rank=rank).error("hang", **report.facts)
     writer.close()
     if session is not None:
-        session.records.writer.flush()
+        session.runtime.records.writer.flush()

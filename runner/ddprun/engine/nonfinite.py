@@ -65,6 +65,14 @@ class FiniteCheck:
             name: param for name, param in named.items() if name not in at_first
         }
         self.infinite_at_first = frozenset(at_first)
+        self.found: Nonfinite | None = None
+        """The first loss or parameter of the run that was not finite."""
+
+        self.lost_parameter: str | None = None
+        """A parameter that was not finite when it was looked at last."""
+
+        self.failed = False
+        """The run ends here because weights are not finite any more."""
 
     def first(self) -> int:
         """The place of the first, from 1, which `name` names; 0: all are finite. Waits for the device."""
@@ -91,7 +99,7 @@ def stops(session: "Session", words: Iterable[GlobalStep], on_nan: Literal["cont
         words: what ranks newly know alike.
         on_nan: of the stage.
     """
-    if not any(word.nonfinite for word in words) or (session.nonfinite and on_nan == "continue"):
+    if not any(word.nonfinite for word in words) or (session.runtime.finite.found and on_nan == "continue"):
         return False
     return _compare(session, on_nan)
 
@@ -104,36 +112,39 @@ def stops_at_end(session: "Session", places: Sequence[int], on_nan: Literal["con
         places: `FiniteCheck.first` of every rank.
         on_nan: of the stage.
     """
+    runtime = session.runtime
     rank = next((rank for rank, place in enumerate(places) if place), None)
     if rank is None:
         return False
-    if session.nonfinite is None:
-        _tell(session, Nonfinite(session.step, rank, None, session.finite.name(places[rank])))
-    session.lost_weights = session.finite.name(places[rank])
+    if runtime.finite.found is None:
+        _tell(session, Nonfinite(session.state.step, rank, None, runtime.finite.name(places[rank])))
+    runtime.finite.lost_parameter = runtime.finite.name(places[rank])
     return on_nan == "stop"
 
 
 def _compare(session: "Session", on_nan: Literal["continue", "stop"]) -> bool:
-    step, loss = session.recorder.nonfinite or (0, 0.0)
-    told = session.exchange.control.all_gather(
-        [step, loss, session.finite.first()], "losses that are not finite"
+    runtime = session.runtime
+    step, loss = runtime.recorder.nonfinite or (0, 0.0)
+    told = runtime.exchange.control.all_gather(
+        [step, loss, runtime.finite.first()], "losses that are not finite"
     ).tolist()
     places = [int(row[2]) for row in told]
     lost = next(filter(None, places), 0)
-    if session.nonfinite is None:
+    if runtime.finite.found is None:
         own = [(int(row[0]), rank) for rank, row in enumerate(told) if row[0]]
         # A resumed run may have got a sum of losses from the checkpoint, of which no rank knows the step.
-        first, rank = min(own, default=(session.step, 0))
+        first, rank = min(own, default=(session.state.step, 0))
         value = str(told[rank][1]) if own else "nan"
-        _tell(session, Nonfinite(first, rank, value, session.finite.name(places[rank] or lost)))
-    session.lost_weights = session.finite.name(lost)
+        _tell(session, Nonfinite(first, rank, value, runtime.finite.name(places[rank] or lost)))
+    runtime.finite.lost_parameter = runtime.finite.name(lost)
     return bool(lost) and on_nan == "stop"
 
 
 def _tell(session: "Session", found: Nonfinite) -> None:
-    session.nonfinite = found
-    session.events.warning("nonfinite", **asdict(found))
-    session.screen.note(found.words())
+    reporter = session.reporter
+    session.runtime.finite.found = found
+    reporter.events.warning("nonfinite", **asdict(found))
+    reporter.note(found.words())
 
 
 def in_state(state: Apart, infinite_at_first: frozenset[str] = frozenset()) -> str | None:
@@ -161,12 +172,13 @@ def failure(session: "Session", root: Path) -> str:
         session: of the run.
         root: the folder of its checkpoints.
     """
-    assert session.nonfinite is not None
+    runtime = session.runtime
+    assert runtime.finite.found is not None
     step = folder.last_finite(root)
-    resume = resume_command(session.run_dir)
-    lines = [f"{session.lost_weights} is not finite any more, and on_nan is stop"]
-    if session.nonfinite.value is not None:
-        at = session.nonfinite
+    resume = resume_command(runtime.run_dir)
+    lines = [f"{runtime.finite.lost_parameter} is not finite any more, and on_nan is stop"]
+    if runtime.finite.found.value is not None:
+        at = runtime.finite.found
         lines.append(f"  first     the loss of rank {at.rank} was {at.value} at step {at.step}")
     if step is None:
         lines.append("  go on     no finite checkpoint is left: start anew with a smaller learning rate,")

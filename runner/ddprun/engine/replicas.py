@@ -14,43 +14,46 @@ from ddprun_hooks.comm.groups import Placement
 
 def average(session: Session, stage: AverageStage) -> dict[str, Any]:
     """Run an average stage; gives its entry in the summary."""
-    session.where = stage.path
-    make_equal(session)
+    session.reporter.where = stage.path
+    average_parameters(session)
     return _told(session, stage.index, stage.name, "every rank holds the mean of all ranks' parameters")
 
 
 def broadcast(session: Session, stage: BroadcastStage) -> dict[str, Any]:
     """Run a broadcast stage; gives its entry in the summary."""
-    session.where = stage.path
-    buckets = ParameterBuckets(dict(session.model.named_parameters()), session.exchanger.cap_bytes)
+    runtime = session.runtime
+    session.reporter.where = stage.path
+    buckets = ParameterBuckets(dict(runtime.model.named_parameters()), runtime.exchanger.cap_bytes)
     with torch.no_grad():
-        session.exchanger.broadcast(buckets, "parameters", stage.source)
-    session.together = "common"
+        runtime.exchanger.broadcast(buckets, "parameters", stage.source)
+    session.state.replicas.parameters = "common"
     return _told(session, stage.index, stage.name, f"every rank holds the parameters of rank {stage.source}")
 
 
-def make_equal(session: Session) -> None:
+def average_parameters(session: Session) -> None:
     """Every rank's parameters become their mean, exactly: there is no common base, and no hook is used."""
-    buckets = ParameterBuckets(averaged_parameters(session.model), session.exchanger.cap_bytes)
+    runtime = session.runtime
+    buckets = ParameterBuckets(averaged_parameters(runtime.model), runtime.exchanger.cap_bytes)
     with torch.no_grad():
-        session.exchanger.average(buckets, "parameters")
-    session.together = "common"
+        runtime.exchanger.average(buckets, "parameters")
+    session.state.replicas.parameters = "common"
 
 
 def make_buffers_equal(session: Session, stage: Evaluate | Save) -> None:
     """What the stage reads or writes is to be the same on all ranks, unless the file says `never`."""
-    names = session.buffers.before_reading()
-    session.recorder.write_aside(stage.index, session.step)
+    runtime, state, reporter = session.runtime, session.state, session.reporter
+    names = runtime.buffers.before_reading()
+    runtime.recorder.write_aside(stage.index, state.step)
     if not names:
         return
-    if session.buffers.setting.when == "never":
+    if runtime.buffers.setting.when == "never":
         whose = "each rank measures with its own" if isinstance(stage, Evaluate) else "rank 0's are saved"
-        session.screen.note(f"{stage.name}: buffers differ between ranks (buffers: never): {whose}")
+        reporter.note(f"{stage.name}: buffers differ between ranks (buffers: never): {whose}")
     else:
-        session.events.info("buffers_sent", stage=stage.index, step=session.step, names=list(names))
+        reporter.events.info("buffers_sent", stage=stage.index, step=state.step, names=list(names))
 
 
-def look(session: Session, where: str, step: int, *, at_end: bool = False) -> Finding:
+def audit_parameters(session: Session, where: str, step: int, *, at_end: bool = False) -> Finding:
     """Audit the parameters, and tell.
 
     Args:
@@ -62,24 +65,27 @@ def look(session: Session, where: str, step: int, *, at_end: bool = False) -> Fi
     Raises:
         DriftError: ranks that have to be equal are not.
     """
-    layout = Placement(session.ranks.rank, session.ranks.hosts, session.ranks.local_sizes)
+    runtime, state, reporter = session.runtime, session.state, session.reporter
+    layout = Placement(runtime.ranks.rank, runtime.ranks.hosts, runtime.ranks.local_sizes)
     groups: list[list[int]] | None = None
-    if session.together == "host":
-        groups = layout.blocks(session.host_count)
-    finding = audit(session.model, session.exchange, groups)
-    session.events.info(
+    if state.replicas.parameters == "host":
+        groups = layout.blocks(state.replicas.hosts)
+    finding = audit(runtime.model, runtime.exchange, groups)
+    reporter.events.info(
         "audit",
         step=step,
         where=where,
-        expected=session.together,
+        expected=state.replicas.parameters,
         equal=not finding.farthest,
         largest_distance=finding.largest_distance,
         farthest=finding.farthest or None,
         differing=len(finding.differing),
     )
-    if finding.differing and session.together != "apart":
+    if finding.differing and state.replicas.parameters != "apart":
         raise DriftError(_drift(finding, where))
-    session.audited(finding, step, at_end=at_end)
+    state.last_audit = finding
+    state.farthest_apart = max(state.farthest_apart, finding.largest_distance)
+    reporter.audited(finding, step, at_end=at_end)
     return finding
 
 
@@ -95,9 +101,10 @@ def _drift(finding: Finding, where: str) -> str:
 
 
 def _told(session: Session, index: int, name: str, result: str) -> dict[str, Any]:
-    session.recorder.write_aside(index, session.step)
-    session.events.info(name, stage=index, step=session.step)
-    session.screen.note(f"{name}: {result}")
-    if session.loaded.pipeline.audit.every:
-        look(session, f"after stages[{index}].{name}", session.step, at_end=True)
-    return {"step": session.step}
+    runtime, state, reporter = session.runtime, session.state, session.reporter
+    runtime.recorder.write_aside(index, state.step)
+    reporter.events.info(name, stage=index, step=state.step)
+    reporter.note(f"{name}: {result}")
+    if runtime.loaded.pipeline.audit.every:
+        audit_parameters(session, f"after stages[{index}].{name}", state.step, at_end=True)
+    return {"step": state.step}

@@ -44,42 +44,43 @@ def resume(session: Session) -> Checkpoint | None:
         PipelineError: the pipeline was changed in a way that cannot go on from there.
         RunFolderError: no checkpoint can be read, though there are some.
     """
-    root = session.run_dir / FOLDER
+    runtime, reporter = session.runtime, session.reporter
+    root = runtime.run_dir / FOLDER
     found = _newest_whole(session, root)
-    if session.ranks.rank == 0:
+    if runtime.ranks.rank == 0:
         try:
-            truncate_records(session.run_dir, 0 if found is None else found.step)
+            truncate_records(runtime.run_dir, 0 if found is None else found.step)
         except OSError as error:
             raise RunFolderError(
-                f"cannot go on in the run folder {session.run_dir}: {error.strerror}"
+                f"cannot go on in the run folder {runtime.run_dir}: {error.strerror}"
             ) from None
     if found is None:
-        session.screen.note("there is no whole checkpoint: the run starts anew")
+        reporter.note("there is no whole checkpoint: the run starts anew")
         return None
     with TemporaryDirectory(prefix="ddprun-") as scratch, agreed(session, found, "state"):
         state = _state(session, found, Path(scratch))
         before, cursor = state["pipeline"], state["position"]
         with reading("pipeline"):
             _reopen(session, before, cursor)
-    notes = changes(session.loaded, before, next_stage=cursor["next"], begun=cursor["stage"])
+    notes = changes(runtime.loaded, before, next_stage=cursor["next"], begun=cursor["stage"])
     with agreed(session, found, "session"):
         bring_back(session, state)
-    if session.cursor.mid_stage:
-        new_rates = schedule_changed(session.loaded, before, cursor["next"])
-        session.mid_stage = {**state, "new_rates": new_rates, "checkpoint": found}
+    if session.state.cursor.mid_stage:
+        new_rates = schedule_changed(runtime.loaded, before, cursor["next"])
+        session.state.mid_stage = {**state, "new_rates": new_rates, "checkpoint": found}
     for note in notes:
-        session.screen.note(note)
-    session.events.info(
+        reporter.note(note)
+    reporter.events.info(
         "resumed",
-        step=session.step,
-        stage=session.cursor.next,
+        step=session.state.step,
+        stage=session.state.cursor.next,
         checkpoint=str(found.path),
         world_size_before=found.world_size,
         changed=notes,
     )
-    nothing = session.cursor.next >= len(session.loaded.pipeline.stages)
+    nothing = session.state.cursor.next >= len(runtime.loaded.pipeline.stages)
     left = "; nothing is left to do: every stage is done" if nothing else ""
-    session.screen.note(f"goes on after step {session.step}, from {found.path}{left}")
+    reporter.note(f"goes on after step {session.state.step}, from {found.path}{left}")
     return found
 
 
@@ -96,6 +97,7 @@ def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
         PipelineError: the state does not fit the model.
         RunFolderError: it is no state.
     """
+    runtime = session.runtime
     problem = ["", ""]
     try:
         yield
@@ -103,10 +105,10 @@ def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
         problem = ["unfit", str(error)]
     except DamagedError as error:
         problem = ["damaged", str(error)]
-    told = map(json.loads, session.ranks.gather(f"resume/{part}", json.dumps(problem)))
+    told = map(json.loads, runtime.ranks.gather(f"resume/{part}", json.dumps(problem)))
     kind, text = next((one for one in told if one[0]), problem)
     if kind == "unfit":
-        raise PipelineError([session.loaded.fault("model", f"{text} ({found.path})")])
+        raise PipelineError([runtime.loaded.fault("model", f"{text} ({found.path})")])
     if kind:
         raise RunFolderError(f"the checkpoint of step {found.step} is damaged: {text} ({found.path})")
 
@@ -118,7 +120,7 @@ def _reopen(session: Session, before: Mapping[str, Any], cursor: dict[str, Any])
     last = cursor["stage"]
     if last is None or last >= cursor["next"]:
         return
-    stages = session.loaded.pipeline.stages
+    stages = session.runtime.loaded.pipeline.stages
     since = stages[last + 1 : cursor["next"]]
     stage = stages[last] if last < len(stages) else None
     if isinstance(stage, StepStage) and not any(isinstance(s, AverageStage | BroadcastStage) for s in since):
@@ -138,7 +140,7 @@ def _newest_whole(session: Session, root: Path) -> Checkpoint | None:
     Raises:
         RunFolderError: there are some, which can only not be read, here or now.
     """
-    ranks = session.ranks
+    ranks = session.runtime.ranks
     steps = _listed(session, root)
     passed: list[tuple[int, str, str]] = []
     for step in steps:
@@ -166,14 +168,14 @@ def _lost(session: Session, root: Path, step: int) -> str:
     if name in (None, folder.LOSS):
         return ""
     if _on_nan(session, _outline(found, 0)["position"]) == "continue":
-        session.screen.note(f"the checkpoint of step {step} is used though {name} is not finite in it")
+        session.reporter.note(f"the checkpoint of step {step} is used though {name} is not finite in it")
         return ""
     return str(name)
 
 
 def _on_nan(session: Session, cursor: Mapping[str, Any]) -> str:
     """What the resumed file says of the stage that comes next, or else of the last one that took steps."""
-    pipeline = session.loaded.pipeline
+    pipeline = session.runtime.loaded.pipeline
     for place in (cursor["next"], cursor["stage"]):
         stage = pipeline.stages[place] if place is not None and place < len(pipeline.stages) else None
         if isinstance(stage, StepStage):
@@ -189,7 +191,7 @@ def _outline(found: Checkpoint, rank: int) -> dict[str, Any]:
 
 def _listed(session: Session, root: Path) -> list[int]:
     """The steps of the checkpoints that rank 0 sees."""
-    ranks = session.ranks
+    ranks = session.runtime.ranks
     if ranks.rank == 0:
         folder.clear_unfinished(root)
     seen = [json.loads(text) for text in ranks.gather("resume/steps", json.dumps(folder.steps_in(root)))]
@@ -205,8 +207,9 @@ def _listed(session: Session, root: Path) -> list[int]:
 
 def _problem(session: Session, root: Path, step: int) -> str | None:
     """Why not all ranks can use a checkpoint; None if they can."""
-    ranks = session.ranks
-    looking = [rank for rank in range(ranks.size) if rank not in session.records.away]
+    runtime = session.runtime
+    ranks = runtime.ranks
+    looking = [rank for rank in range(ranks.size) if rank not in runtime.records.away]
     problem = ""
     if ranks.rank in looking:
         try:
@@ -252,7 +255,8 @@ def _why(root: Path, step: int) -> str:
 
 def _pass_by(session: Session, root: Path, step: int, why: str, reason: str) -> None:
     """On rank 0: tell that a checkpoint is not gone on from, and see that it is not counted any more."""
-    session.events.warning("checkpoint_passed_by", step=step, why=why, reason=reason)
+    reporter = session.reporter
+    reporter.events.warning("checkpoint_passed_by", step=step, why=why, reason=reason)
     told = {
         "damaged": "is damaged and",
         "nonfinite": "is not finite and",
@@ -262,7 +266,7 @@ def _pass_by(session: Session, root: Path, step: int, why: str, reason: str) -> 
         now = f"and now {root.name}/{folder.set_aside(root, step, why).name}"
     except OSError as error:
         now = f"and stays where it is ({error.strerror})"
-    session.screen.note(f"the checkpoint of step {step} {told} not used, {now}: {reason}")
+    reporter.note(f"the checkpoint of step {step} {told} not used, {now}: {reason}")
 
 
 def _told(ranks: Ranks, root: Path, step: int) -> Checkpoint:
@@ -278,12 +282,13 @@ def _told(ranks: Ranks, root: Path, step: int) -> Checkpoint:
 
 def _state(session: Session, found: Checkpoint, scratch: Path) -> dict[str, Any]:
     """This rank's state: what all had alike, and its own."""
-    rank, ranks = session.ranks.rank, session.ranks.size
+    runtime = session.runtime
+    rank, ranks = runtime.ranks.rank, runtime.ranks.size
     merging = found.world_size != ranks or _is_laid_out_anew(session, found)
     everybody = list(range(found.world_size))
     wanted = {
         reader: ["shared", *map(rank_name, everybody if merging else [reader])]
-        for reader in [*session.records.away, rank]
+        for reader in [*runtime.records.away, rank]
     }
     source = _fetch(session, found, wanted, scratch)
     shared = folder.read(source, "shared")
@@ -293,7 +298,7 @@ def _state(session: Session, found: Checkpoint, scratch: Path) -> dict[str, Any]
         state = {**shared, **mine}
         if merging:
             with reading("hooks"):
-                state["hooks"] = session.stacks.merge([one["hooks"] for one in own])
+                state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
         return state
     with reading("state of other ranks"):
         return _for_another_world(session, shared, own)
@@ -301,7 +306,7 @@ def _state(session: Session, found: Checkpoint, scratch: Path) -> dict[str, Any]
 
 def _is_laid_out_anew(session: Session, found: Checkpoint) -> bool:
     """Whether buckets, hosts or hooks are others than before, so that what hooks keep moves between ranks."""
-    tree = session.ranks.tell_all(
+    tree = session.runtime.ranks.tell_all(
         "resume/layout", lambda: json.dumps(folder.read_json(found, found.path / "shared.json")["layout"])
     )
     return bool(json.loads(tree) != layout_of(session))
@@ -311,8 +316,9 @@ def _fetch(
     session: Session, found: Checkpoint, wanted: Mapping[int, Sequence[str]], scratch: Path
 ) -> Checkpoint:
     """Where this rank can read its files: from rank 0 if it does not see the run's folder."""
-    control, rank = session.exchange.control, session.ranks.rank
-    for reader in session.records.away:
+    runtime = session.runtime
+    control, rank = runtime.exchange.control, runtime.ranks.rank
+    for reader in runtime.records.away:
         names = [path.name for name in wanted.get(reader, ()) for path in folder.paths(found.path, name)]
         if rank == 0:
             for name in names:
@@ -327,7 +333,7 @@ def _fetch(
                         data = control.receive_bytes(0)
                         file.write(data)
                         left -= len(data)
-    if rank not in session.records.away:
+    if rank not in runtime.records.away:
         return found
     return Checkpoint(scratch, found.step, found.world_size, found.files, own=True)
 
@@ -343,7 +349,8 @@ def _for_another_world(
     Ranks that were apart become equal, as in a synchronisation. What hooks kept is divided among the ranks:
     its sum stays. Random generators start from a seed of the rank and the step.
     """
-    rank, ranks = session.ranks.rank, session.ranks.size
+    runtime = session.runtime
+    rank, ranks = runtime.ranks.rank, runtime.ranks.size
     state = {**shared, **own[0]}
     _refuse_replicas(session, state["position"])
     _refuse_shards(session, state["feed"])
@@ -351,31 +358,33 @@ def _for_another_world(
         state["parameters"] = _mean_parameters([one["parameters"] for one in own])
     if "optimizer" not in shared:
         state["optimizer"] = mean_state([one["optimizer"] for one in own])
-    state["hooks"] = session.stacks.merge([one["hooks"] for one in own])
+    state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
     state["sync_of_ranks"] = [one["sync"] for one in own if one["sync"]] or [{}]
     state["together"] = ["common", "common", None, state["together"][3]]
     state["telemetry"] = _divided([one["telemetry"] for one in own], rank, ranks)
-    seeding.seed_everything(session.loaded.pipeline.seed + rank + ranks * (1 + state["step"]))
-    state["generators"] = seeding.generator_state(session.place.device)
+    seeding.seed_everything(runtime.loaded.pipeline.seed + rank + ranks * (1 + state["step"]))
+    state["generators"] = seeding.generator_state(runtime.device)
     return state
 
 
 def _refuse_replicas(session: Session, cursor: Mapping[str, Any]) -> None:
     """A stage that keeps ranks apart on purpose has as many replicas as it had ranks."""
-    stages = session.loaded.pipeline.stages
+    runtime = session.runtime
+    stages = runtime.loaded.pipeline.stages
     begun = cursor["stage"] == cursor["next"] < len(stages)
     stage = stages[cursor["next"]] if begun else None
-    if isinstance(stage, StepStage) and stage.effective(session.loaded.pipeline).sync.name == "independent":
+    if isinstance(stage, StepStage) and stage.effective(runtime.loaded.pipeline).sync.name == "independent":
         text = "its ranks train independently, so another number of ranks cannot go on with it"
-        raise PipelineError([session.loaded.fault(stage.path, text, "resume on as many ranks as before")])
+        raise PipelineError([runtime.loaded.fault(stage.path, text, "resume on as many ranks as before")])
 
 
 def _refuse_shards(session: Session, feed: Mapping[str, Any]) -> None:
     """Data that shards itself is cut otherwise for another number of ranks."""
-    if session.loaded.pipeline.loader.sharded and feed["samples"]:
+    runtime = session.runtime
+    if runtime.loaded.pipeline.loader.sharded and feed["samples"]:
         text = "the data set shards itself by rank, so another number of ranks cannot go on in mid-epoch"
         raise PipelineError(
-            [session.loaded.fault("loader.sharded", text, "resume on as many ranks as before")]
+            [runtime.loaded.fault("loader.sharded", text, "resume on as many ranks as before")]
         )
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,17 @@ def _add(found: Any, sample: Any) -> None:
     elif isinstance(sample, bool | int | float | complex | str | bytes) or sample is None:
         found.update(repr(sample).encode())
     found.update(b"\1")
+
+
+@dataclass(slots=True)
+class HeldOut:
+    """The data to evaluate on."""
+
+    dataset: Any
+    """None: there is none."""
+
+    sharded: bool | None = None
+    """Each rank has samples of its own; None: ranks have not compared what they read."""
 
 
 def shards_itself(dataset: Any) -> str | None:

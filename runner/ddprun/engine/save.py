@@ -36,21 +36,22 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
         PipelineError: the file cannot be written there.
         LostError: the disk is full, or fails.
     """
-    session.where = stage.path
+    runtime, reporter = session.runtime, session.reporter
+    reporter.where = stage.path
     make_buffers_equal(session, stage)
-    target = session.run_dir / as_path(session.loaded.filled(f"{stage.path}.to", stage.to))
-    if session.ranks.rank == 0:
+    target = runtime.run_dir / as_path(runtime.loaded.filled(f"{stage.path}.to", stage.to))
+    if runtime.ranks.rank == 0:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with _Replacing(target) as unfinished:
-                save_model(session.model, str(unfinished), {"format": "pt", "ddprun": __version__})
+                save_model(runtime.model, str(unfinished), {"format": "pt", "ddprun": __version__})
                 order_metadata(unfinished)
             beside = pipeline_beside(target)
             with _Replacing(beside) as unfinished:
-                unfinished.write_text(MADE + session.loaded.resolved(), encoding="utf-8")
+                unfinished.write_text(MADE + runtime.loaded.resolved(), encoding="utf-8")
             if beside != target.with_suffix(".yaml"):
                 other = target.with_suffix(".yaml")
-                session.screen.note(
+                reporter.note(
                     f"{stage.name}: {other} is not save's own and stays; the pipeline is in {beside}"
                 )
         except SafetensorError as error:
@@ -59,10 +60,10 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
             told = f"cannot write {target}: {error.strerror or error}"
             if error.errno in _DISK:
                 raise LostError(f"{stage.path}: {told}") from None
-            raise PipelineError([session.loaded.fault(f"{stage.path}.to", told)]) from None
-    session.exchange.control.barrier("rank 0's file")
-    session.events.info("saved", stage=stage.index, step=session.step, file=str(target))
-    session.screen.note(f"{stage.name}: {target}")
+            raise PipelineError([runtime.loaded.fault(f"{stage.path}.to", told)]) from None
+    runtime.exchange.control.barrier("rank 0's file")
+    reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
+    reporter.note(f"{stage.name}: {target}")
     return {"file": str(target)}
 
 

@@ -12,21 +12,24 @@ from torch.utils._pytree import tree_leaves
 from ddprun.config import DataPair, Loaded, PipelineError, StepStage
 from ddprun.engine import build, policies, seeding
 from ddprun.engine.checkpoints import Checkpoints
+from ddprun.engine.clocks import ClockOffsets
 from ddprun.engine.data import Feed
-from ddprun.engine.layout import freeze_layout, look_at_buffers, wrap
 from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective
 from ddprun.engine.precision import Precision
 from ddprun.engine.ranks import Ranks
+from ddprun.engine.reporter import Reporter
 from ddprun.engine.run_folder import RunFolderError
-from ddprun.engine.samples import differing, shards_itself
-from ddprun.engine.session import Session
+from ddprun.engine.samples import HeldOut, differing, shards_itself
+from ddprun.engine.session import RunState, Runtime, Session
 from ddprun.engine.stacks import Stacks, open_stacks
 from ddprun.engine.stop import StopRequest
 from ddprun.engine.tracking import check_trackers, fail_when_ended, open_trackers, pass_on
+from ddprun.engine.warmup import freeze_layout, look_at_buffers
 from ddprun.host import shared_memory
 from ddprun.host.device import Place
 from ddprun.host.import_path import make_folder_importable
+from ddprun.parallel.ddp import DdpReplica
 from ddprun.screen import say
 from ddprun.sync.buffers import BufferSync, agree
 from ddprun.sync.exchanger import ParameterExchanger
@@ -41,7 +44,6 @@ from ddprun.telemetry.stragglers import Stragglers
 from ddprun_hooks.comm.control import Control, open_control
 from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.groups import combine
-from ddprun_hooks.dispatcher import Dispatcher
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.hook import GroupRequirement
 
@@ -116,60 +118,53 @@ def open_session(
     _compare_data(feed, control, screen, events)
     verdict = look_at_buffers(model, objective, precision, feed, automatic=automatic)
     buffers = BufferSync(model, exchanger, agree(verdict, model, control), pipeline.buffers)
-    ddp = dispatcher = None
+    replica = None
     if any(stage.effective(pipeline).gradients for stage in pipeline.train_stages()):
-        ddp = wrap(model, pipeline.ddp, device)
-        dispatcher = Dispatcher(ddp, exchange.gradients, stacks.first)
-        freeze_layout(
-            ddp,
-            dispatcher,
-            objective,
-            precision,
-            feed,
-            static_graph=pipeline.ddp.static_graph,
-            meet=lambda: control.barrier("freezing the bucket layout"),
-        )
+        replica = DdpReplica(model, pipeline.ddp, device, exchange.gradients, stacks.first)
+        meet = partial(control.barrier, "freezing the bucket layout")
+        freeze_layout(replica, objective, precision, feed, meet)
         if not clock.lag:  # else marks of the step before would have to be waited for
-            dispatcher.meanwhile = recorder.deferred.do_some
+            replica.dispatcher.meanwhile = recorder.deferred.do_some
     _check_room(loaded, feed, ranks, place.backend)
     seeding.seed_everything(pipeline.seed + ranks.rank)
     finite = FiniteCheck(model)
-    session = Session(
+    clock_offsets = ClockOffsets(clock, control, recorder, events)
+    reporter = Reporter(screen, events, recorder)
+    runtime = Runtime(
         loaded=loaded,
         run_dir=run_dir,
         ranks=ranks,
-        place=place,
-        host_count=None,
+        device=device,
+        backend=place.backend,
         stop=stop,
         exchange=exchange,
+        exchanger=exchanger,
         records=records,
         clock=clock,
+        clock_offsets=clock_offsets,
         recorder=recorder,
-        screen=screen,
-        events=events,
         model=model,
-        ddp=ddp,
-        dispatcher=dispatcher,
+        replica=replica,
         stacks=stacks,
-        exchanger=exchanger,
         buffers=buffers,
         optimizer=optimizer,
         optimizer_settings=optimizer_settings,
         precision=precision,
         objective=objective,
         feed=feed,
-        held_out=data.evaluate,
+        held_out=HeldOut(data.evaluate),
         checkpoints=Checkpoints(loaded, run_dir, ranks, records, token, finite.infinite_at_first),
         finite=finite,
         gradients=GradientTimes(model, clock.mark) if timings.gradients else None,
         profiler=Profiler(timings.profile, records.writer, ranks.rank) if timings.profile else None,
     )
-    session.checkpoints.check(session)
-    session.compare_clocks()
+    session = Session(runtime, RunState(), reporter)
+    runtime.checkpoints.check(session)
+    clock_offsets.measure()
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
-        session.trackers = open_trackers(loaded, run_dir, screen, events)
-        fail_when_ended(session.trackers)
-        recorder.observe = partial(pass_on, session.trackers)
+        reporter.trackers = open_trackers(loaded, run_dir, screen, events)
+        fail_when_ended(reporter.trackers)
+        recorder.observe = partial(pass_on, reporter.trackers)
     return session
 
 

@@ -33,27 +33,28 @@ class StateError(ValueError):
 
 def state_of(session: "Session") -> dict[str, Any]:
     """All of it, of this rank. Tensors are those that training goes on with, not copies."""
+    runtime, state = session.runtime, session.state
     # First, because it waits for what is under way: until then hooks may still change what they keep.
-    sync = session.policy.state_dict() if session.policy is not None else {}
-    model = session.model
+    sync = state.policy.state_dict() if state.policy is not None else {}
+    model = runtime.model
     return {
-        "step": session.step,
-        "position": session.cursor.state_dict(),
-        "schedule": session.schedule.state_dict() if session.schedule is not None else None,
+        "step": state.step,
+        "position": state.cursor.state_dict(),
+        "schedule": state.schedule.state_dict() if state.schedule is not None else None,
         "parameters": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),
         "extra": _extra(model),
-        "optimizer": session.optimizer.state_dict(),
-        "precision": session.precision.state_dict(),
-        "feed": session.feed.state_dict(),
-        "hooks": session.stacks.state_dict(),
+        "optimizer": runtime.optimizer.state_dict(),
+        "precision": runtime.precision.state_dict(),
+        "feed": runtime.feed.state_dict(),
+        "hooks": runtime.stacks.state_dict(),
         "sync": sync,
-        "together": [session.together, session.state_together, session.state_hosts, session.mutated_at],
-        "outer_momentum": dict(session.outer_momentum),
-        "buffers_seen": session.buffers.state_dict(),
-        "telemetry": session.recorder.state_dict(),
+        "together": state.replicas.state_list(),
+        "outer_momentum": dict(state.outer_momentum),
+        "buffers_seen": runtime.buffers.state_dict(),
+        "telemetry": runtime.recorder.state_dict(),
         "told": _told(session),
-        "generators": seeding.generator_state(session.place.device),
+        "generators": seeding.generator_state(runtime.device),
     }
 
 
@@ -177,9 +178,10 @@ def reading(what: str) -> Iterator[None]:
 
 def shared_keys(session: "Session") -> frozenset[str]:
     """What all ranks have alike at this moment."""
-    if session.together != "common":
+    state = session.state
+    if state.replicas.parameters != "common":
         return frozenset()
-    return frozenset(["parameters", "optimizer"] if session.state_together == "common" else ["parameters"])
+    return frozenset(["parameters", "optimizer"] if state.replicas.optimizer == "common" else ["parameters"])
 
 
 def bring_back(session: "Session", state: Mapping[str, Any]) -> None:
@@ -189,31 +191,32 @@ def bring_back(session: "Session", state: Mapping[str, Any]) -> None:
         DamagedError: it is no state.
         StateError: it does not fit the model.
     """
-    session.step = state["step"]
+    runtime = session.runtime
+    session.state.step = state["step"]
     with reading("position"):
-        session.cursor.load_state_dict(state["position"])
+        session.state.cursor.load_state_dict(state["position"])
     with reading("parameters"):
-        _copy(dict(session.model.named_parameters()), state["parameters"], "parameter")
+        _copy(dict(runtime.model.named_parameters()), state["parameters"], "parameter")
     with reading("buffers"):
-        _copy(dict(session.model.named_buffers()), state["buffers"], "buffer")
+        _copy(dict(runtime.model.named_buffers()), state["buffers"], "buffer")
     with reading("extra"):
         if state["extra"]:
-            session.model.load_state_dict(state["extra"], strict=False)
+            runtime.model.load_state_dict(state["extra"], strict=False)
     _load_optimizer(session, state)
     with reading("precision"):
-        session.precision.load_state_dict(state["precision"])
+        runtime.precision.load_state_dict(state["precision"])
     with reading("feed"):
-        session.feed.load_state_dict(state["feed"])
+        runtime.feed.load_state_dict(state["feed"])
     with reading("hooks"):
-        session.stacks.load_state_dict(state["hooks"])
+        runtime.stacks.load_state_dict(state["hooks"])
     with reading("together"):
-        session.together, session.state_together, session.state_hosts, session.mutated_at = state["together"]
-    session.outer_momentum.clear()
-    session.outer_momentum.update(state["outer_momentum"])
+        session.state.replicas.load_state_list(state["together"])
+    session.state.outer_momentum.clear()
+    session.state.outer_momentum.update(state["outer_momentum"])
     with reading("buffers_seen"):
-        session.buffers.load_state_dict(state["buffers_seen"])
+        runtime.buffers.load_state_dict(state["buffers_seen"])
     with reading("telemetry"):
-        session.recorder.load_state_dict(state["telemetry"])
+        runtime.recorder.load_state_dict(state["telemetry"])
     with reading("told"):
         _bring_back_told(session, state["told"])
     bring_back_generators(session, state)
@@ -221,16 +224,19 @@ def bring_back(session: "Session", state: Mapping[str, Any]) -> None:
 
 def _load_optimizer(session: "Session", state: Mapping[str, Any]) -> None:
     """Optimizers take over whatever they are given, and fail in their next step."""
+    runtime = session.runtime
     with reading("optimizer"):
         groups = zip(
-            session.optimizer.state_dict()["param_groups"], state["optimizer"]["param_groups"], strict=True
+            runtime.optimizer.state_dict()["param_groups"],
+            state["optimizer"]["param_groups"],
+            strict=True,
         )
         for place, (now, then) in enumerate(groups):
             _check_numbers(now, then, f"param_groups[{place}]", needed="lr")
         for of_param in state["optimizer"]["state"].values():
             if not isinstance(of_param, dict):
                 raise TypeError(f"the state of a parameter is a {type(of_param).__name__}")
-        session.optimizer.load_state_dict(state["optimizer"])
+        runtime.optimizer.load_state_dict(state["optimizer"])
 
 
 def _check_numbers(now: Mapping[str, Any], then: Mapping[str, Any], where: str, *, needed: str) -> None:
@@ -259,19 +265,21 @@ def bring_back_stage(session: "Session", state: Mapping[str, Any], *, new_rates:
     Raises:
         DamagedError: it is no state.
     """
-    assert session.policy is not None
+    assert session.state.policy is not None
     with reading("sync"):
-        sync = session.policy.merge(state["sync_of_ranks"]) if "sync_of_ranks" in state else state["sync"]
+        sync = (
+            session.state.policy.merge(state["sync_of_ranks"]) if "sync_of_ranks" in state else state["sync"]
+        )
         if sync:
-            session.policy.load_state_dict(sync)
+            session.state.policy.load_state_dict(sync)
     if new_rates:
         _replay(session, (state["schedule"] or {}).get("last_epoch", 0))
     else:
-        if session.schedule is not None:
+        if session.state.schedule is not None:
             with reading("schedule"):
-                now = session.schedule.state_dict()
+                now = session.state.schedule.state_dict()
                 _check_numbers(now, state["schedule"], "schedule", needed="last_epoch")
-                session.schedule.load_state_dict(state["schedule"])
+                session.state.schedule.load_state_dict(state["schedule"])
         # The schedule, when it was built, has set the learning rates of a first step.
         _load_optimizer(session, state)
     bring_back_generators(session, state)
@@ -279,17 +287,18 @@ def bring_back_stage(session: "Session", state: Mapping[str, Any], *, new_rates:
 
 def _replay(session: "Session", steps: int) -> None:
     """Follow a schedule that is another than in the checkpoint from the stage's start to here."""
-    if session.schedule is not None:
+    state = session.state
+    if state.schedule is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
             for _ in range(steps):
-                session.schedule.step()
+                state.schedule.step()
 
 
 def bring_back_generators(session: "Session", state: Mapping[str, Any]) -> None:
     """What is drawn next is what would have been drawn."""
     with reading("generators"):
-        seeding.restore_generators(state["generators"], session.place.device)
+        seeding.restore_generators(state["generators"], session.runtime.device)
 
 
 def _extra(model: nn.Module) -> dict[str, Any]:
@@ -314,22 +323,24 @@ def _copy(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], what: str
 
 def _told(session: "Session") -> dict[str, Any]:
     """What the summary and the screen know."""
+    runtime, state = session.runtime, session.state
     return {
-        "loss": session.loss,
-        "metrics": session.metrics,
-        "audit": asdict(session.last_audit) if session.last_audit is not None else None,
-        "farthest_apart": session.farthest_apart,
-        "told_apart": session.told_apart,
-        "nonfinite": asdict(session.nonfinite) if session.nonfinite is not None else None,
+        "loss": state.loss,
+        "metrics": state.metrics,
+        "audit": asdict(state.last_audit) if state.last_audit is not None else None,
+        "farthest_apart": state.farthest_apart,
+        "told_apart": session.reporter.apart_reported,
+        "nonfinite": asdict(runtime.finite.found) if runtime.finite.found is not None else None,
     }
 
 
 def _bring_back_told(session: "Session", told: Mapping[str, Any]) -> None:
-    session.loss, session.metrics = told["loss"], told["metrics"]
-    session.last_audit = _finding(told)
-    session.farthest_apart, session.told_apart = told["farthest_apart"], told["told_apart"]
+    state = session.state
+    state.loss, state.metrics = told["loss"], told["metrics"]
+    state.last_audit = _finding(told)
+    state.farthest_apart, session.reporter.apart_reported = told["farthest_apart"], told["told_apart"]
     if (nonfinite := _nonfinite(told)) is not None:
-        session.nonfinite = nonfinite
+        session.runtime.finite.found = nonfinite
 
 
 def _finding(told: Mapping[str, Any]) -> Finding | None:

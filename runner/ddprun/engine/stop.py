@@ -2,10 +2,15 @@
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType
 
 from ddprun import LAUNCHED
+from ddprun.engine.ranks import Ranks
 from ddprun.host.signals import handle
+
+_STOP, _ASK_EVERY_S = "stop", 1.0
 
 
 class StopRequest:
@@ -20,6 +25,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.wanted = False
         self._checkpoint_wanted = False
+        self._asked_s = 0.0
         if LAUNCHED in os.environ:
             signal.signal(signal.SIGINT, self._note)
         else:
@@ -32,6 +38,25 @@ class StopRequest:
         """Whether a checkpoint was asked for since this was asked last."""
         wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
         return wanted
+
+    def known_to_all(self, ranks: Ranks, failed: Callable[[], bool]) -> bool:
+        """Whether this rank is to stop, or has heard within the last second that another one is: for ranks
+        that exchange nothing else.
+
+        Args:
+            ranks: whose store tells it.
+            failed: another reason for this rank to stop.
+        """
+        if not self.wanted:
+            if time.monotonic() - self._asked_s < _ASK_EVERY_S:
+                return False
+            self._asked_s = time.monotonic()
+            if not failed():
+                with ranks.asking():
+                    return bool(ranks.store.check([_STOP]))
+        with ranks.asking():
+            ranks.store.set(_STOP, "")
+        return True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.wanted = True

@@ -22,7 +22,8 @@ def summarise(
     session: Session, *, status: str, seconds: float, stages: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Add up all ranks; called by all of them. Times are means over ranks, in seconds."""
-    words = session.exchange.control.all_gather(session.recorder.totals.numbers(), "totals for the summary")
+    runtime, state = session.runtime, session.state
+    words = runtime.exchange.control.all_gather(runtime.recorder.totals.numbers(), "totals for the summary")
     totals = [Totals.of(word) for word in words.tolist()]
 
     def mean_s(*parts: str) -> float:
@@ -33,33 +34,35 @@ def summarise(
     return {
         "v": VERSION,
         "status": status,
-        "steps": session.step,
+        "steps": state.step,
         "samples": sum(total.samples for total in totals),
-        "loss": session.loss,
-        "metrics": session.metrics or {},
-        "nonfinite": None if session.nonfinite is None else asdict(session.nonfinite),
+        "loss": state.loss,
+        "metrics": state.metrics or {},
+        "nonfinite": None if runtime.finite.found is None else asdict(runtime.finite.found),
         "seconds": seconds,
         "seconds_in_steps": seconds_in_steps,
-        "steps_per_s": session.step / train_s if train_s else 0.0,
+        "steps_per_s": state.step / train_s if train_s else 0.0,
         "data_s": mean_s("data_us"),
         "compute_s": mean_s("forward_us", "backward_us", "optimizer_us"),
         "communication_s": sum(total.communication_us for total in totals) / len(totals) / 1e6,
         "exposed_communication_s": mean_s(*_EXPOSED),
         "straggler_wait_s": [total.parts_us["exposed_wait_us"] / 1e6 for total in totals],
-        "trackers_dropped": {name: count for name, count in session.trackers.dropped.items() if count},
-        "stragglers": [] if session.recorder.stragglers is None else session.recorder.stragglers.state_dict(),
+        "trackers_dropped": {
+            name: count for name, count in session.reporter.trackers.dropped.items() if count
+        },
+        "stragglers": [] if runtime.recorder.stragglers is None else runtime.recorder.stragglers.state_dict(),
         "wire_bytes": sum(total.wire_bytes for total in totals),
-        "world_size": session.ranks.size,
-        "backend": session.place.backend,
-        "device": session.place.device.type,
+        "world_size": runtime.ranks.size,
+        "backend": runtime.backend,
+        "device": runtime.device.type,
         "versions": {
             "ddprun": __version__,
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
-        "records_dropped": session.records.writer.dropped,
-        "records_failure": session.records.writer.failure,
-        "run_dir": str(session.run_dir),
+        "records_dropped": runtime.records.writer.dropped,
+        "records_failure": runtime.records.writer.failure,
+        "run_dir": str(runtime.run_dir),
         "audit": _audit(session),
         "stages": list(stages),
     }
@@ -67,12 +70,13 @@ def summarise(
 
 def _audit(session: Session) -> dict[str, Any] | None:
     """What the parameter audits came to; None without any."""
-    if session.last_audit is None:
+    state = session.state
+    if state.last_audit is None:
         return None
     return {
-        "equal": not session.last_audit.farthest,
-        "largest_distance": session.last_audit.largest_distance,
-        "largest_distance_ever": session.farthest_apart,
+        "equal": not state.last_audit.farthest,
+        "largest_distance": state.last_audit.largest_distance,
+        "largest_distance_ever": state.farthest_apart,
     }
 
 

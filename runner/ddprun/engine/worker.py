@@ -28,6 +28,7 @@ from ddprun.engine.closing import LostError, Status, close_run
 from ddprun.engine.evaluate import evaluate
 from ddprun.engine.forward import forward
 from ddprun.engine.hang import note_failure, open_watchdog, prepare_nccl
+from ddprun.engine.loop import train
 from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.replicas import average, broadcast
 from ddprun.engine.resume import resume
@@ -38,7 +39,6 @@ from ddprun.engine.setup import open_session
 from ddprun.engine.stop import StopRequest
 from ddprun.engine.summary import write_summary
 from ddprun.engine.time_slices import TimeSliceClient
-from ddprun.engine.train import train
 from ddprun.host import rank_files
 from ddprun.host.device import place_of
 from ddprun.host.network import NetworkError
@@ -155,14 +155,14 @@ def _run(
     _greet(session)
     if folder.goes_on:
         resume(session)
-    session.turns = TimeSliceClient.of(ranks.rank, ranks.size)
+    session.runtime.time_slices = TimeSliceClient.of(ranks.rank, ranks.size)
     _set_aside()
-    session.cursor.start_run_clock()
+    session.state.cursor.start_run_clock()
     status = _run_stages(session)
-    seconds = session.cursor.run_elapsed_s()
-    session.checkpoints.close(session)
+    seconds = session.state.cursor.run_elapsed_s()
+    session.runtime.checkpoints.close(session)
     lost = close_run(session, status=status, seconds=seconds)
-    session.exchange.control.barrier("the end of the run")
+    session.runtime.exchange.control.barrier("the end of the run")
     return FAILED if lost and status == "done" else _CODES[status]
 
 
@@ -180,23 +180,24 @@ def _set_aside() -> None:
 
 def _run_stages(session: Session) -> Literal["done", "interrupted", "failed"]:
     """Run the stages that are left."""
-    cursor = session.cursor
-    while cursor.next < len(session.loaded.pipeline.stages):
-        stage = session.loaded.pipeline.stages[cursor.next]
+    runtime = session.runtime
+    cursor = session.state.cursor
+    while cursor.next < len(runtime.loaded.pipeline.stages):
+        stage = runtime.loaded.pipeline.stages[cursor.next]
         entry = {"kind": stage.name, "index": stage.index, **_run_stage(session, stage)}
-        entry = session.loaded.secrets.redact_all(entry)  # checkpoints hold it
-        session.ranks.watchdog.turn(b"collecting records")
-        session.records.collect()
+        entry = runtime.loaded.secrets.redact_all(entry)  # checkpoints hold it
+        runtime.ranks.watchdog.turn(b"collecting records")
+        runtime.records.collect()
         if entry.get("interrupted"):
             cursor.entries.append(entry)
-            return "failed" if session.failed else "interrupted"
+            return "failed" if runtime.finite.failed else "interrupted"
         cursor.end(entry)
-    session.checkpoints.take(session, at_end=True)
+    runtime.checkpoints.take(session, at_end=True)
     return "done"
 
 
 def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
-    watchdog = session.ranks.watchdog
+    watchdog = session.runtime.ranks.watchdog
     watchdog.stage(stage.path)
     watchdog.step(0)
     watchdog.turn(stage.name.encode())
@@ -217,41 +218,42 @@ def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
 
 
 def _greet(session: Session) -> None:
-    launch, environment = session.loaded.pipeline.launch, session.ranks.environment
-    world = session.ranks.size
-    session.screen.note(
-        f"ddprun {__version__}: {session.loaded.pipeline.name}, {world} rank{'s' if world > 1 else ''} on "
-        f"{session.place.device.type} over {session.place.backend}, in {session.run_dir}"
+    runtime, reporter = session.runtime, session.reporter
+    launch, environment = runtime.loaded.pipeline.launch, runtime.ranks.environment
+    world = runtime.ranks.size
+    reporter.note(
+        f"ddprun {__version__}: {runtime.loaded.pipeline.name}, {world} rank{'s' if world > 1 else ''} on "
+        f"{runtime.device.type} over {runtime.backend}, in {runtime.run_dir}"
     )
     if launch.nproc_per_node not in (None, environment.local_world_size):
-        session.screen.note(
+        reporter.note(
             f"launched with {environment.local_world_size} ranks per host; "
             f"the file's launch.nproc_per_node: {launch.nproc_per_node} is not used"
         )
     least, most = launch.hosts
     if not least <= environment.hosts <= most:
-        session.screen.note(
+        reporter.note(
             f"launched on {environment.hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used"
         )
-    queues = session.exchange.gradients, session.exchange.deltas
+    queues = runtime.exchange.gradients, runtime.exchange.deltas
     as_launched = [queue.world.splits[None] for queue in queues if None in queue.world.splits]
     if any(across.size == 1 for _, across in as_launched):
-        session.screen.note(
+        reporter.note(
             "hierarchical: all ranks are on one host, so nothing goes between hosts; "
             "hosts: n splits one machine for trials"
         )
-    session.events.info(
+    reporter.events.info(
         "started",
         version=__version__,
-        pipeline=session.loaded.pipeline.name,
-        digest=session.loaded.digest(),
+        pipeline=runtime.loaded.pipeline.name,
+        digest=runtime.loaded.digest(),
         world_size=world,
-        hosts=list(session.ranks.hosts),
-        device=session.place.device.type,
-        backend=session.place.backend,
+        hosts=list(runtime.ranks.hosts),
+        device=runtime.device.type,
+        backend=runtime.backend,
         buckets=[
             {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
-            for b in (session.dispatcher.layout if session.dispatcher is not None else ())
+            for b in (runtime.replica.layout if runtime.replica is not None else ())
         ],
     )
     _tell_verdict(session)
@@ -259,11 +261,12 @@ def _greet(session: Session) -> None:
 
 def _tell_verdict(session: Session) -> None:
     """What the model's buffers do, and what follows from that under the file's settings."""
-    verdict = session.buffers.verdict
-    pipeline = session.loaded.pipeline
+    runtime, reporter = session.runtime, session.reporter
+    verdict = runtime.buffers.verdict
+    pipeline = runtime.loaded.pipeline
     settings = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
     automatic = any(setting.when == "auto" for setting in settings)
-    session.events.info(
+    reporter.events.info(
         "buffers",
         found=automatic,
         changing=list(verdict.changing),
@@ -274,7 +277,7 @@ def _tell_verdict(session: Session) -> None:
         verdict=verdict.words() if automatic else None,
     )
     if automatic and (verdict.changing or verdict.constant):
-        session.screen.note(f"buffers: {verdict.words()}")
+        reporter.note(f"buffers: {verdict.words()}")
 
 
 def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) -> int:
@@ -286,8 +289,8 @@ def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) 
         time.sleep(_LAUNCHER_NOTICES_S)
     first, code = ranks.first_to_fail(BAD_INPUT if bad_input else FAILED)
     if known.session is not None:
-        known.session.screen.end()
-        known.session.trackers.hold()  # what has failed is told first
+        known.session.reporter.screen.end()
+        known.session.reporter.trackers.hold()  # what has failed is told first
     if not first:
         note_failure(known.run_dir, ranks.rank, f"after another rank had failed: {_headline(error, secrets)}")
         _end_trackers(known)
@@ -301,7 +304,7 @@ def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) 
         told = str(error) if isinstance(error, PipelineError) else secrets.redact(f"ddprun: {error}")
         screen.say(told)
     else:
-        where = known.session.where if known.session else "before the first stage"
+        where = known.session.reporter.where if known.session else "before the first stage"
         head = f"ddprun: rank {ranks.rank} failed ({where}): {_headline(error, secrets)}"
         if isinstance(error, DriftError | DisagreementError):
             detail = str(error)  # all ranks found it together; where in the code says nothing
@@ -323,18 +326,18 @@ def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) 
 
 def _end_trackers(known: _Work) -> None:
     if known.session is not None:
-        known.session.trackers.fail()
+        known.session.reporter.trackers.fail()
 
 
 def _leave_trace(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) -> None:
     """Keep what failed with the run, as far as this host sees its folder."""
     if known.session is not None:
         with suppress(Exception):  # what has failed may have left a step that cannot be read
-            known.session.recorder.salvage()
-        known.session.records.writer.flush()
+            known.session.runtime.recorder.salvage()
+        known.session.runtime.records.writer.flush()
     if known.run_dir is not None and known.run_dir.is_dir():
         failure = {"rank": ranks.rank, "message": _headline(error, secrets)}
-        step = known.session.step if known.session else 0
+        step = known.session.state.step if known.session else 0
         try:
             write_summary(known.run_dir, {"status": "failed", "steps": step, "error": failure})
         except OSError:

@@ -25,16 +25,15 @@ from ddprun.config import (
     Train,
     TrainSettings,
 )
-from ddprun.engine import replicas, stage_run
-from ddprun.engine.cursor import Cursor
-from ddprun.engine.session import Session
+from ddprun.engine import loop, replicas, stage_run
+from ddprun.engine.reporter import Reporter
+from ddprun.engine.session import RunState, Runtime, Session
 from ddprun.engine.stacks import Stacks
 from ddprun.explain.model_probe import ModelProbe, ModelShapes
 from ddprun.explain.traffic import Hooks, QueueName, Route, Simulations
 from ddprun.sync.buffers import BufferSync, BufferUse, counters_of
 from ddprun.sync.exchanger import ParameterExchanger, PendingExchange
 from ddprun.telemetry.events import event_log
-from ddprun.telemetry.progress import Silent
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun_hooks.buckets import BucketLayout, ParameterBuckets
 from ddprun_hooks.comm.control import Control
@@ -117,36 +116,25 @@ class _DryRun:
         # What the engine's stages touch of a session beside computing. Parameters have no values to audit.
         unaudited = self._pipeline.model_copy(update={"audit": Audit(), "schedule": None})
         settings = [dict[str, Any]()] * len(self._optimizer.param_groups)
-        parts = SimpleNamespace(
+        runtime = SimpleNamespace(
             loaded=replace(loaded, pipeline=unaudited),
             model=self._model,
             optimizer=self._optimizer,
             optimizer_settings={stage.index: settings for stage in self._pipeline.stages},
-            outer_momentum={},
             stacks=stacks,
             exchanger=self._exchanger,
             exchange=exchange,
             buffers=self._buffers,
-            dispatcher=None,
+            replica=None,
             feed=SimpleNamespace(epoch=0),
             recorder=SimpleNamespace(
                 lap=lambda part: None,
                 write_aside=lambda stage, step: None,
                 begin_stage=lambda params: None,
             ),
-            events=event_log(None, dict),
-            screen=Silent(),
-            step=0,
-            cursor=Cursor(),
-            mid_stage=None,
-            schedule=None,
-            policy=None,
-            host_count=None,
-            mutated_at=-1,
-            together="common",
-            state_together="common",
         )
-        self._session = cast(Session, parts)
+        reporter = SimpleNamespace(events=event_log(None, dict), note=lambda text: None)
+        self._session = Session(cast(Runtime, runtime), RunState(), cast(Reporter, reporter))
 
     def plans(self) -> Iterator[Plan]:
         for stage in self._pipeline.stages:
@@ -169,11 +157,11 @@ class _DryRun:
         length = cycle if steps is None else steps if steps <= cycle else cycle + steps % cycle
         shortened = _without_user_code(stage, length)
         self._exchanger.stacks = (
-            self._session.stacks.all_ranks[stage.index],
-            self._session.stacks.within_hosts[stage.index],
+            self._session.runtime.stacks.all_ranks[stage.index],
+            self._session.runtime.stacks.within_hosts[stage.index],
         )
         self._exchanger.moment = "begin"
-        ours = stage_run.open_course(self._session, shortened)
+        ours = stage_run.begin_stage(self._session, shortened)
         begin = self._exchanger.taken()
         if isinstance(stage, Train) or settings.update is not None:
             self._optimizer.state.update(self._probe.optimizer_state)
@@ -185,9 +173,9 @@ class _DryRun:
             for _ in range(settings.accumulate):
                 self._buffers.before_forward()
             self._exchanger.moment = "after_step"
-            stage_run.synchronise(ours, step)
+            loop.synchronize(ours, step)
             by_step.append(self._exchanger.taken())
-        end = self._sent("end", partial(stage_run.close_course, ours))
+        end = self._sent("end", partial(stage_run.end_stage, ours))
         return Plan(
             stage,
             settings,
@@ -197,7 +185,7 @@ class _DryRun:
             tuple(by_step[:cycle]),
             tuple(_control_words(ours, steps, cycle)),
             None if steps is None and cycle > 1 else end,
-            left_apart=self._session.together != "common",
+            left_apart=self._session.state.replicas.parameters != "common",
         )
 
     def _length(self, settings: TrainSettings) -> int | None:
@@ -347,7 +335,7 @@ def _control_words(ours: stage_run.StageRun, steps: int | None, cycle: int) -> I
     """An exchange that goes on beside training may be applied, for the first time, in the second cycle."""
     known: set[int] = set()
     for step in range(1, min(2 * cycle, steps or 2 * cycle) + 1):
-        if stage_run.meets(ours, step) and step % cycle not in known:
+        if ours.synchronizes(step) and step % cycle not in known:
             known.add(step % cycle)
             yield step
 

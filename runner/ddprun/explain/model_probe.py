@@ -16,17 +16,17 @@ from torch.optim import Optimizer
 from ddprun.config import Choice, Loaded, PipelineError
 from ddprun.engine import build, seeding
 from ddprun.engine.data import Feed
-from ddprun.engine.layout import freeze_layout, look_at_buffers, wrap
 from ddprun.engine.objective import Objective
 from ddprun.engine.policies import check_policies
 from ddprun.engine.precision import Precision
+from ddprun.engine.warmup import freeze_layout, look_at_buffers
 from ddprun.host.device import gpu_count
 from ddprun.host.import_path import make_folder_importable
+from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.buffers import BufferUse
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import Placement, RankGroup
 from ddprun_hooks.comm.queue import HostQueue
-from ddprun_hooks.dispatcher import Dispatcher
 from ddprun_hooks.stack import Stack
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -215,21 +215,12 @@ def _buckets(
     loaded: Loaded, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
 ) -> tuple[BucketLayout, ...]:
     """DDP's buckets as they stay: what it makes of the gradients' order after throw-away backward passes."""
-    settings = loaded.pipeline.ddp
     with _one_rank():
-        ddp = wrap(model, settings, precision.device)
-        dispatcher = Dispatcher(ddp, HostQueue(RankGroup("world", 0, ("here",))), Stack([]))
-        freeze_layout(
-            ddp,
-            dispatcher,
-            objective,
-            precision,
-            feed,
-            static_graph=settings.static_graph,
-            meet=lambda: None,
-        )
-        layout = dispatcher.layout
-        del ddp, dispatcher
+        queue = HostQueue(RankGroup("world", 0, ("here",)))
+        replica = DdpReplica(model, loaded.pipeline.ddp, precision.device, queue, Stack([]))
+        freeze_layout(replica, objective, precision, feed, meet=lambda: None)
+        layout = replica.layout
+        del replica
         gc.collect()  # before the group ends, on which DDP still has a hand
     return layout
 

@@ -33,6 +33,74 @@ def after(together: Together, effect: Effect) -> Together:
             return effect
 
 
+@dataclass(slots=True)
+class ReplicaConsistency:
+    """Which ranks hold the same parameters, and the same optimizer state."""
+
+    parameters: Together = "common"
+    optimizer: Together = "common"
+    optimizer_hosts: int | None = None
+    """Into how many hosts the ranks were split where those of each host hold the same state."""
+
+    mutated_at: int = -1
+    """After how many steps of the run weights were mutated last."""
+
+    hosts: int | None = None
+    """Into how many hosts the running stage splits the ranks; None: as they were launched."""
+
+    def note(
+        self,
+        effect: Effect,
+        *,
+        gradients: Literal["all", "host"] | None,
+        hosts: int | None,
+        averages_state: bool,
+        noop: bool,
+    ) -> None:
+        """A step is over, or a stage.
+
+        Args:
+            effect: on the ranks' parameters, as the policy says.
+            gradients: among which ranks backward averages gradients; None: none.
+            hosts: into how many hosts the policy splits the ranks.
+            averages_state: the policy averages the optimizer's state where it makes parameters equal.
+            noop: the policy's exchanges go through the hook `noop`: each rank gets its own values back.
+        """
+        self.parameters = after(self.parameters, effect)
+        if noop and effect != "nothing":
+            self.parameters = "apart"
+        if noop and gradients:
+            self.parameters = self.optimizer = "apart"
+        elif effect == "common" and averages_state and not noop:
+            self.optimizer = "common"
+        elif gradients and self.parameters == "apart":
+            self.optimizer = "apart"  # weight decay makes momentum of weights
+        elif gradients == "host":
+            self.optimizer = after(self.optimizer, "hosts_apart")
+            self.optimizer_hosts = hosts
+        elif gradients is None:
+            self.optimizer = "apart"
+
+    def needs_equal_state(self, gradients: Literal["all", "host"] | None, hosts: int | None) -> bool:
+        """Whether the optimizer's state must be averaged before ranks exchange gradients.
+
+        Args:
+            gradients: among which ranks; None: none.
+            hosts: into how many hosts the stage splits the ranks.
+        """
+        if gradients is None or self.optimizer == "common":
+            return False
+        return not (gradients == "host" and self.optimizer == "host" and self.optimizer_hosts == hosts)
+
+    def state_list(self) -> list[Any]:
+        """As a checkpoint holds it."""
+        return [self.parameters, self.optimizer, self.optimizer_hosts, self.mutated_at]
+
+    def load_state_list(self, state: Sequence[Any]) -> None:
+        """Bring it back."""
+        self.parameters, self.optimizer, self.optimizer_hosts, self.mutated_at = state
+
+
 def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Parameters that have a mean, by name; whole numbers (quantised weights) have none, and do not train."""
     return {

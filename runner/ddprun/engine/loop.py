@@ -1,0 +1,365 @@
+"""The training loop: every step of a train or forward stage, and everything that happens between two steps.
+
+```
+for each step:
+    pause_before_step     time slice of a comparison, profiler          no step's time
+    next batch                                                          data_us
+    step_function         train_step, or forward_step (forward.py):
+                            buffers, if forward passes want them        sync_us
+                            forward, loss                               forward_us
+                            backward; hooks reduce buckets as they fill backward_us, exposed_*_us
+                            clip, optimizer, schedule                   optimizer_us
+    synchronize           sync policy, buffers, mutate, audit           sync_us, exposed_*_us
+    exchange_control      loss, stop?, checkpoint?: to all ranks
+    between_steps         what all ranks know now: progress, stop,
+                          checkpoint, clocks                            sync_us of the next step
+end_of_steps              what is still under way; did anyone want to stop?
+```
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ddprun.config import StepStage, Train
+from ddprun.engine import nonfinite
+from ddprun.engine.data import StepBatches
+from ddprun.engine.replicas import audit_parameters
+from ddprun.engine.session import Session
+from ddprun.engine.stage_run import StageRun, begin_stage, end_stage
+from ddprun.telemetry.global_step import GlobalStep
+
+StepFunction = Callable[[StageRun, StepBatches, int], None]
+"""A step's own work, up to the optimizer's step; the number counts from 1 in the stage."""
+
+
+def train(session: Session, stage: Train) -> dict[str, Any]:
+    """Run a train stage; gives its entry in the summary."""
+    return run_stage(session, stage, train_step)
+
+
+def run_stage(session: Session, stage: StepStage, step_function: StepFunction) -> dict[str, Any]:
+    """Run a stage that takes steps; gives its entry in the summary.
+
+    If any rank was asked to stop, all stop after the same step and the entry's `interrupted` is true; so they
+    do where weights are not finite any more, and then the run has failed. Ranks that never synchronise stop
+    each for itself.
+    """
+    runtime, state, reporter = session.runtime, session.state, session.reporter
+    run = begin_stage(session, stage)
+    reporter.begin_stage(stage.name, run.steps, first=state.cursor.first_step, step=state.step)
+    runtime.model.train()
+    state.cursor.start_clock()
+    try:
+        interrupted = run_steps(run, step_function)
+    finally:
+        reporter.end_stage()
+    if runtime.profiler is not None:
+        runtime.profiler.stop(state.step)  # what lies between stages is no step's
+    if interrupted:
+        if not runtime.finite.failed:
+            runtime.checkpoints.take(session, at_end=True)
+        run.policy.finish(reconcile=False)  # nothing may be under way when the process groups go
+    else:
+        end_stage(run)
+    runtime.recorder.write_aside(stage.index, state.step)
+    state.policy = None
+    return {
+        "steps": state.step - state.cursor.first_step,
+        "seconds": state.cursor.elapsed_s(),
+        "sync": run.settings.sync.plain(),
+        "hooks": list(runtime.stacks.all_ranks[stage.index].names),
+        "loss": state.loss,
+        "interrupted": interrupted,
+    }
+
+
+def run_steps(run: StageRun, step_function: StepFunction) -> bool:
+    """Take the stage's steps; whether they were interrupted, on which all ranks agree."""
+    state, reporter = run.session.state, run.session.reporter
+    recorder, watchdog = run.session.runtime.recorder, run.session.runtime.ranks.watchdog
+    batches_of_steps = run.batches()
+    while True:
+        pause_before_step(run)
+        number = state.step + 1
+        step = number - state.cursor.first_step
+        reporter.where = f"{run.stage.path}, step {number}"
+        watchdog.step(number)
+        watchdog.turn(b"data")
+        recorder.start(number, run.stage.index)
+        batches = next(batches_of_steps, None)
+        if batches is None:
+            recorder.cancel()
+            return end_of_steps(run)
+        step_function(run, batches, step)
+        watchdog.turn(b"sync")
+        synchronized = synchronize(run, step)
+        state.step = number
+        known = exchange_control(run, synchronized)
+        match between_steps(run, known, step, synchronized):
+            case "interrupted":
+                return True
+            case "stop alone":
+                return end_of_steps(run)
+
+
+# One step.
+
+
+def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
+    """Forward and backward passes of all micro-batches, and the optimizer's step.
+
+    A stage whose gradients stay on their rank never enters DDP: it calls the bare model.
+    """
+    runtime = run.session.runtime
+    recorder, precision, watchdog = runtime.recorder, runtime.precision, runtime.ranks.watchdog
+    replica = runtime.replica if run.settings.gradients else None
+    model = runtime.model if replica is None else replica.ddp
+    scale = precision.loss_scale()
+    measure_fidelity = replica is not None and run.measures_fidelity(recorder.current.number)
+    if replica is not None:
+        replica.dispatcher.begin_step(scale, fidelity=measure_fidelity)
+    for place, micro in enumerate(batches.micro_batches, start=1):
+        last = place == batches.count
+        content = precision.admit(micro.content)
+        recorder.lap("data_us")
+        if runtime.buffers.before_forward():
+            recorder.lap("sync_us")
+        watchdog.turn(b"forward")
+        with nullcontext() if last or replica is None else replica.ddp.no_sync():
+            with precision.computing():
+                loss = runtime.objective(model, content).loss
+            weighted = loss * weight(run.session, micro.samples, batches.total)
+            if scale is not None:
+                weighted = weighted * scale
+            recorder.lap("forward_us")
+            watchdog.turn(b"backward")
+            if replica is None:
+                weighted.backward()  # type: ignore[no-untyped-call]
+            elif missing := replica.backward(weighted, recorder.traces, exchange=last):
+                where = f"the loss of rank {runtime.ranks.rank} in step {run.session.state.step + 1}"
+                raise runtime.objective.unused(missing, where)
+        watchdog.turn(b"data")
+        if last and runtime.gradients is not None:
+            recorder.current.gradients = runtime.gradients.take()
+        if last and replica is not None:
+            recorder.end_backward()
+        else:
+            recorder.lap("backward_us")
+        recorder.note_loss(mean_loss(run.session, loss.detach(), micro.samples), micro.samples)
+    if replica is None:
+        precision.unscale(runtime.model.parameters())
+    elif measure_fidelity:
+        replica.dispatcher.measure_fidelity(runtime.exchange.exact_sum)
+        recorder.lap("sync_us")
+    watchdog.turn(b"optimizer")
+    applied = optimizer_step(run, step)
+    if replica is not None:
+        replica.dispatcher.end_step(applied=applied)
+    recorder.lap("optimizer_us")
+
+
+def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> bool:
+    """Clip, step, follow the schedule; whether the step was taken.
+
+    Args:
+        run: the stage.
+        step: counts from 1 in the stage.
+        from_backward: gradients come from a backward pass, whose loss may have been scaled.
+    """
+    runtime, settings = run.session.runtime, run.settings
+    precision, optimizer, model = runtime.precision, runtime.optimizer, runtime.model
+    if from_backward:
+        precision.check_gradients(optimizer)
+    if settings.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+    with warmed_up(optimizer, step - 1, settings.warmup_steps):
+        if from_backward:
+            applied = precision.step(optimizer)
+        else:
+            applied = precision.scaler is None or _gradients_are_finite(model)
+            if applied:
+                optimizer.step()
+    if applied:
+        follow_schedule(run)
+    else:
+        run.session.reporter.events.warning(
+            "step_skipped",
+            step=run.session.state.step + 1,
+            reason="a gradient is not finite",
+            rank=runtime.ranks.rank,
+        )
+    optimizer.zero_grad(set_to_none=True)
+    return applied
+
+
+def follow_schedule(run: StageRun) -> None:
+    """The learning rate schedule's next step."""
+    if run.session.state.schedule is not None:
+        run.session.state.schedule.step()
+
+
+def weight(session: Session, samples: int, total: int) -> float:
+    """What a micro-batch's mean loss counts, so that the mean over ranks is the mean over samples.
+
+    1 where all ranks hold equally many samples and there is one micro-batch.
+    """
+    if session.runtime.objective.summed:
+        return 1.0 if samples else 0.0
+    return samples * session.runtime.ranks.size / total
+
+
+def mean_loss(session: Session, loss: Tensor, samples: int) -> Tensor:
+    """The mean over samples of a loss, shape ()."""
+    return loss / samples if session.runtime.objective.summed and samples else loss
+
+
+@contextmanager
+def warmed_up(optimizer: torch.optim.Optimizer, index: int, warmup_steps: int) -> Iterator[None]:
+    """Inside, learning rates are (index + 1) / warmup_steps of what the schedule says, for the first steps.
+
+    The schedule runs from the stage's first step on all the same, and never sees the lowered rates.
+    """
+    if index >= warmup_steps:
+        yield
+        return
+    scheduled = [group["lr"] for group in optimizer.param_groups]
+    for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
+        group["lr"] = lr * (index + 1) / warmup_steps
+    yield
+    for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
+        group["lr"] = lr
+
+
+def _gradients_are_finite(model: nn.Module) -> bool:
+    """In half precision a score overflows sooner than a loss that is scaled."""
+    gradients = [param.grad for param in model.parameters() if param.grad is not None]
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+# After a step.
+
+
+def synchronize(run: StageRun, step: int) -> bool:
+    """Exchange what the sync policy, the buffers and the audit want after this step; whether all ranks
+    exchanged something in it.
+    """
+    session, policy = run.session, run.policy
+    run.note_effect(policy.after_step(step))
+    met = policy.synchronises(step)
+    session.runtime.buffers.after_step(step, synchronised=met)
+    if run.audits(step):
+        number = session.state.step + 1
+        audit_parameters(session, f"after step {number} of {run.stage.path}", number)
+    if met and not policy.never and step != run.steps:
+        run.mutate_weights(session.state.step + 1)
+    session.runtime.recorder.lap("sync_us")
+    return run.synchronizes(step)
+
+
+def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
+    """End the step's time and post this rank's control message about it; gives what all ranks newly know of
+    steps before. Where something comes before the next step that needs all of them, it waits for them.
+    """
+    runtime, state = run.session.runtime, run.session.state
+    known = runtime.recorder.end(
+        stop=runtime.stop.wanted,
+        checkpoint=synchronized and runtime.stop.take_checkpoint_wish(),
+        compare_clocks=runtime.clock_offsets.are_old,
+        synchronised=synchronized,
+    )
+    pauses = _profiler_turns(run) or _slice_is_over(run) or runtime.checkpoints.due(state.step)
+    if pauses or any(one.checkpoint or one.compare_clocks for one in known):
+        known += runtime.recorder.drain()
+    return known
+
+
+def between_steps(
+    run: StageRun, known: Sequence[GlobalStep], step: int, synchronized: bool
+) -> Literal["go on", "interrupted", "stop alone"]:
+    """Do what all ranks agree on, at the same moment: this is the one place for it.
+
+    Args:
+        run: the stage.
+        known: what all ranks newly know alike.
+        step: that is over, from 1 in the stage.
+        synchronized: all ranks exchanged something in it.
+
+    Returns:
+        `interrupted`: all ranks stop here. `stop alone`: they never exchange anything, and this one stops.
+    """
+    session, runtime, on_nan = run.session, run.session.runtime, run.settings.on_nan
+    wished = any(one.checkpoint for one in known)
+    session.learn(known)
+    if nonfinite.stops(session, known, on_nan):
+        runtime.finite.failed = True
+        return "interrupted"
+    if not known and not synchronized:
+        session.reporter.progress_alone(step, session.state.step)
+    if any(one.stop for one in known):
+        session.learn(runtime.recorder.drain())  # a checkpoint holds what was added up since ranks met
+        return "interrupted"
+    if wished or runtime.checkpoints.due(session.state.step):
+        runtime.checkpoints.take(session, wished=wished)
+    runtime.checkpoints.tell(session)
+    if any(one.compare_clocks for one in known):
+        runtime.clock_offsets.measure()
+    if run.never_meets and run.stops_alone():
+        return "stop alone"
+    return "go on"
+
+
+def end_of_steps(run: StageRun) -> bool:
+    """Learn what is still under way; whether some rank wanted to stop or its weights are not finite."""
+    session, runtime, on_nan = run.session, run.session.runtime, run.settings.on_nan
+    known = runtime.recorder.flush()
+    session.learn(known)
+    runtime.finite.failed = nonfinite.stops(session, known, on_nan)
+    if any(one.checkpoint for one in known) and not runtime.finite.failed:
+        runtime.checkpoints.take(session, wished=True)
+    mine = [float(runtime.stop.wanted), float(runtime.finite.first())]
+    wanted, places = runtime.exchange.control.all_gather(mine, "the stage's end").T.tolist()
+    if nonfinite.stops_at_end(session, [int(place) for place in places], on_nan):
+        runtime.finite.failed = True
+    return runtime.finite.failed or any(wanted)
+
+
+# Before a step: what belongs to no step's time.
+
+
+def pause_before_step(run: StageRun) -> None:
+    """Let the other runs of a comparison work, and turn torch's profiler on or off, if it is time."""
+    runtime, state = run.session.runtime, run.session.state
+    if _slice_is_over(run):
+        assert runtime.time_slices is not None
+        _settle(run, b"waiting for its turn")
+        run.skip(runtime.time_slices.wait(state.step))
+    if _profiler_turns(run) and run.steps != state.step - state.cursor.first_step:  # else the stage ends here
+        assert runtime.profiler is not None
+        started = time.monotonic()
+        _settle(run, b"the profiler")
+        runtime.profiler.turn(state.step + 1)
+        run.skip(time.monotonic() - started)
+
+
+def _settle(run: StageRun, phase: bytes) -> None:
+    """Read all marks, and wait for the device."""
+    session = run.session
+    session.learn(session.runtime.recorder.pause())
+    session.runtime.clock.synchronize()
+    session.runtime.ranks.watchdog.turn(phase)
+
+
+def _slice_is_over(run: StageRun) -> bool:
+    slices = run.session.runtime.time_slices
+    return slices is not None and slices.due(run.session.state.step)
+
+
+def _profiler_turns(run: StageRun) -> bool:
+    """Whether torch's profiler starts or stops before the next step."""
+    profiler = run.session.runtime.profiler
+    return profiler is not None and profiler.turns(run.session.state.step + 1)

@@ -1,0 +1,159 @@
+"""DistributedDataParallel around a model: the one place that knows it."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddprun.config import Ddp
+from ddprun_hooks.buckets import BucketLayout
+from ddprun_hooks.comm.groups import RankGroup
+from ddprun_hooks.comm.queue import CommQueue
+from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.dispatcher import Dispatcher
+from ddprun_hooks.stack import Stack
+
+
+class DdpReplica:
+    """This rank's copy of the model under DDP, with the dispatcher as its communication hook.
+
+    Backward passes through `ddp` average gradients over the ranks of `begin_stage`, bucket by bucket, by the
+    hooks of that stage.
+
+    Args:
+        model: its parameters and buffers are the same on all ranks already.
+        settings: `ddp` in the file.
+        device: of the model.
+        queue: where gradient buckets travel.
+        stack: the hooks to start with.
+    """
+
+    def __init__(
+        self, model: nn.Module, settings: Ddp, device: torch.device, queue: CommQueue, stack: Stack
+    ) -> None:
+        self.model = model
+        self.ddp = wrap(model, settings, device)
+        self.dispatcher = Dispatcher(self.ddp, queue, stack)
+        self._settings = settings
+
+    @property
+    def layout(self) -> tuple[BucketLayout, ...]:
+        """The gradient buckets, in the order in which backward fills them."""
+        return self.dispatcher.layout
+
+    def freeze_layout(
+        self,
+        loss: Callable[[], Tensor],
+        *,
+        unused: Callable[[Sequence[str]], Exception],
+        meet: Callable[[], None],
+    ) -> None:
+        """Run backward passes that leave no trace until DDP's buckets are as they stay.
+
+        DDP starts with one layout and rebuilds it after its first backward pass, with `static_graph` one pass
+        later. Were step 1 to run in the first layout, a resumed run would sum its first step in another order
+        than the unbroken run did, and end with other bits.
+
+        Args:
+            loss: of a forward pass through `ddp` on one and the same batch, shape ().
+            unused: the error for parameters that got no gradient, though DDP waits for all.
+            meet: waits for all ranks.
+        """
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        settings = self._settings
+        self.model.train()
+        with self.dispatcher.learning_layout():
+            for _ in range(3 if settings.static_graph else 2):
+                loss().backward()  # type: ignore[no-untyped-call]
+                missing = without_gradient(self.model)
+                if missing and not (settings.find_unused_parameters or settings.static_graph):
+                    raise unused(missing)
+                self.model.zero_grad(set_to_none=True)
+                meet()  # the next pass begins with an exchange of DDP's own, which no watchdog sees
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    def begin_stage(self, stack: Stack, group: RankGroup) -> str:
+        """Average gradients by other hooks, and among other ranks, from now on.
+
+        Args:
+            stack: the hooks.
+            group: the ranks.
+
+        Returns:
+            What all ranks must have alike: the buckets, the hooks, the ranks.
+        """
+        self.dispatcher.stack, self.dispatcher.group = stack, group
+        return self.dispatcher.signature
+
+    def forward_context(self, *, exchange: bool) -> AbstractContextManager[None]:
+        """Around a forward pass. DDP decides there, and not in backward, whether the backward pass exchanges
+        gradients (https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
+
+        Args:
+            exchange: False: this micro-batch's gradients are added up on the rank.
+        """
+        return nullcontext() if exchange else self.ddp.no_sync()
+
+    def backward(self, loss: Tensor, traces: list[BucketTrace[Any]], *, exchange: bool) -> Sequence[str]:
+        """A backward pass.
+
+        Args:
+            loss: shape ().
+            traces: takes a trace of each bucket.
+            exchange: as the forward pass was told.
+
+        Returns:
+            Parameters without a gradient, for which DDP would wait for ever; empty if all is well.
+        """
+        self.dispatcher.traces = traces
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            # DDP passes on no more than the text of what a hook or a collective raised.
+            cause = self.dispatcher.error
+            if cause is not None and cause is not error:
+                raise cause from None
+            raise
+        finally:
+            self.dispatcher.traces = None
+        missing = self.dispatcher.missing if exchange else ()
+        return (
+            [name for name in without_gradient(self.model) if name in missing] or missing if missing else ()
+        )
+
+
+def wrap(model: nn.Module, settings: Ddp, device: torch.device) -> DistributedDataParallel:
+    """DDP around a model whose parameters and buffers are the same on all ranks already.
+
+    DDP sends no buffers: `buffers` in the file says when that is done.
+    """
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    # The older name is deprecated from torch 2.13 on.
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {buffers: False}
+    return DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        init_sync=False,
+        bucket_cap_mb=settings.bucket_cap_mb,
+        gradient_as_bucket_view=settings.gradient_as_bucket_view,
+        static_graph=settings.static_graph,
+        find_unused_parameters=settings.find_unused_parameters,
+        **options,
+    )
+
+
+def without_gradient(model: nn.Module) -> list[str]:
+    """Parameters that a backward pass should have given a gradient, and has not; none that DDP ignores."""
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # as DDP itself reads it
+    return [
+        name
+        for name, param in model.named_parameters()
+        if param.requires_grad and param.grad is None and name not in ignored
+    ]
