@@ -14,33 +14,24 @@ of bytes are the engine's business (`ddprun_hooks.comm.queue`).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements
+from ddprun_hooks.config.grammar import Entry
 from ddprun_hooks.config.options import Role
 
 if TYPE_CHECKING:
     from ddprun_hooks.comm.communicator import Communicator
     from ddprun_hooks.payload import Payload
-    from ddprun_hooks.stack import Stack
 
 
-class GroupRequirement(NamedTuple):
-    """Ranks among which a stack exchanges: process groups are made for them before the first step."""
+class InnerStack(Protocol):
+    """What a stack is to the hook that holds it (`ddprun_hooks.stack.Stack`)."""
 
-    leg: str
-    """`world`: all ranks that the stack reduces over. `within`, `across`: the two legs of `hierarchical`."""
-
-    hosts: int | None = None
-    """Into how many hosts `hierarchical` splits the ranks; None: as they were launched."""
-
-    shared: bool = False
-    """Through shared memory."""
-
-
-GroupRequirements = Mapping[GroupRequirement, int]
-"""How many collectives one payload needs among which ranks."""
+    entries: tuple[Entry, ...]
+    foreign: tuple[tuple[str, Hook], ...]
 
 
 class Hook:
@@ -69,7 +60,7 @@ class Hook:
         """Among which ranks this hook calls collectives itself, and how many for one payload."""
         return {} if self.role == "codec" else {GroupRequirement("world"): self.rounds}
 
-    def legs(self) -> Mapping[str, Stack]:
+    def legs(self) -> Mapping[str, InnerStack]:
         """Stacks inside this hook, by the leg that each serves."""
         return {}
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ddprun_hooks.comm import uncounted
 from ddprun_hooks.comm.communicator import Communicator
+from ddprun_hooks.comm.groups import GroupRequirements
 from ddprun_hooks.config import grammar
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.hook import FunctionHook, GroupRequirements, Hook, not_async
+from ddprun_hooks.hook import FunctionHook, Hook, not_async
 from ddprun_hooks.payload import ParamSlice, Payload
 
 

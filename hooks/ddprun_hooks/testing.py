@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddprun_hooks.comm.groups import GroupFactory, Placement, RankGroup
+from ddprun_hooks.comm.groups import GroupFactory, GroupRequirement, GroupRequirements, Placement, RankGroup
 from ddprun_hooks.comm.queue import HostQueue
 from ddprun_hooks.comm.trace import BucketTrace
-from ddprun_hooks.hook import GroupRequirement, GroupRequirements
 from ddprun_hooks.payload import Kind, ParamSlice, Payload
 from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.shm.progress import ProgressThread

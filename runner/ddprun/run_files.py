@@ -16,6 +16,9 @@ from math import isfinite
 from pathlib import Path
 from typing import IO, Any, Literal, NoReturn
 
+Resuming = Literal["no", "yes", "if begun"]
+"""Whether a folder is that of a run that is to go on."""
+
 Mode = Literal["rb", "r+b", "a+b", "ab", "wb", "xb"]
 """As `open` has them; `a+b` is also for files that are locked."""
 

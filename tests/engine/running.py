@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from ddprun.config import Loaded, load
-from ddprun.engine.run_folder import Resuming
 from ddprun.engine.worker import work
+from ddprun.run_files import Resuming
 from tests.ranks import as_processes
 
 

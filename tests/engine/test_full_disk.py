@@ -103,7 +103,7 @@ def test_a_summary_that_is_lost_is_told_and_the_table_is_shown(disk: Path) -> No
     codes, said = run(disk)
     assert codes == [1]
     assert (
-        "ddprun: the run has come to its end, and not all of it could be written: "
+        "ddprun: the run is done, but not all of it could be written: "
         "summary.json is lost: No space left on device\n"
     ) in said
     assert "mean loss, last step" in said
@@ -116,7 +116,7 @@ def test_a_last_checkpoint_that_is_lost_is_a_failure_of_all_ranks(disk: Path) ->
     """Its launcher would take any rank's word for the run's."""
     codes, said = run(disk, keep=3, ranks=2)
     assert codes == [1, 1]
-    (line,) = [line for line in said.splitlines() if line.startswith("ddprun: the run has come to its end")]
+    (line,) = [line for line in said.splitlines() if line.startswith("ddprun: the run is done")]
     assert "the checkpoint of step 8, the last one, is lost: rank" in line
     assert "No space left on device" in line
 

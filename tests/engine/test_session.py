@@ -2,23 +2,27 @@
 
 import copy
 import os
+from collections.abc import Callable
+from dataclasses import fields
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddprun.checkpoint.folder import Checkpoint
 from ddprun.config import load
 from ddprun.engine.loop import synchronize, train_step
-from ddprun.engine.ranks import Environment, Ranks
-from ddprun.engine.session import Session
+from ddprun.engine.session import RunState, Session
 from ddprun.engine.setup import open_session
 from ddprun.engine.stage_run import StageRun, begin_stage
 from ddprun.engine.state import bring_back, state_of
 from ddprun.engine.stop import StopRequest
 from ddprun.host.device import place_of
+from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.sync.audit import Finding
 from tests.hooks.test_stacks import assert_same
 from tests.ranks import as_processes
 
@@ -73,8 +77,6 @@ def unbroken(folder: Path) -> list[bytes]:
 
 
 def first_part(folder: Path) -> None:
-    import torch
-
     session = open_here(folder, "first")
     go(begin(session), 6)
     session.runtime.recorder.drain()
@@ -82,8 +84,6 @@ def first_part(folder: Path) -> None:
 
 
 def second_part(folder: Path) -> list[bytes]:
-    import torch
-
     session = open_here(folder, "second")
     state = torch.load(folder / f"state-{os.environ['RANK']}", weights_only=True)
     bring_back(session, state)
@@ -93,6 +93,44 @@ def second_part(folder: Path) -> list[bytes]:
     assert session.state.step == 6
     go(course, 5)
     return bits(session)
+
+
+CHANGES: dict[str, Callable[[RunState], object]] = {
+    "step": lambda state: setattr(state, "step", state.step + 1),
+    "loss": lambda state: setattr(state, "loss", 0.5),
+    "metrics": lambda state: setattr(state, "metrics", {"accuracy": 0.5}),
+    "cursor": lambda state: setattr(state.cursor, "first_epoch", 3),
+    "replicas": lambda state: setattr(state.replicas, "mutated_at", 3),
+    "outer_momentum": lambda state: state.outer_momentum.update(weight=torch.ones(2)),
+    "last_audit": lambda state: setattr(state, "last_audit", Finding((), (), 0.0, "")),
+    "farthest_apart": lambda state: setattr(state, "farthest_apart", 0.5),
+    "synchronizer": lambda state: setattr(state, "synchronizer", None),
+    "schedule": lambda state: setattr(state, "schedule", None),
+}
+"""By field of the state: a change of it."""
+
+
+def changed_parts(folder: Path) -> dict[str, list[str]]:
+    """For each change, the parts of a checkpoint that it changes."""
+    session = open_here(folder, "changes")
+    go(begin(session), 1)
+    session.runtime.recorder.drain()
+    found = {}
+    before = copy.deepcopy(state_of(session))
+    for name, change in CHANGES.items():
+        change(session.state)
+        now = copy.deepcopy(state_of(session))
+        found[name] = [part for part in now if repr(now[part]) != repr(before[part])]
+        before = now
+    return found
+
+
+def test_a_checkpoint_holds_every_field_of_the_state(tmp_path: Path) -> None:
+    """A field that is new has to be in it, and has to have a change here that shows it."""
+    prepare(tmp_path, "[]", "{local_sgd: {every: 4}}", "schedule: CosineAnnealingLR")
+    (found,) = as_processes(1, changed_parts, tmp_path)
+    assert {field.name for field in fields(RunState)} == {*CHANGES, "mid_stage"}
+    assert [name for name, parts in found.items() if not parts] == []
 
 
 def prepare(folder: Path, hooks: str, sync: str = "every_step", more: str = "") -> None:

@@ -115,14 +115,14 @@ def test_a_run_finds_the_same(tmp_path: Path) -> None:
     found = {event["event"]: event for event in events(run_pipeline(tmp_path, text, 2))}
     probe = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).probe
     assert probe.gradients is not None
-    assert probe.verdict is not None
+    assert probe.buffer_use is not None
     said = [
         {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
         for b in probe.gradients
     ]
     assert found["started"]["buckets"] == said
     assert len(said) > 1
-    verdict, buffers = probe.verdict, found["buffers"]
+    verdict, buffers = probe.buffer_use, found["buffers"]
     assert buffers["changing"] == list(verdict.changing)
     assert buffers["counters"] == list(verdict.counters)
     assert (buffers["bytes"], buffers["read_in_training"]) == (verdict.bytes, verdict.read)

@@ -10,14 +10,14 @@ from ddprun_hooks.registry import make_stack
 CASES: list[tuple[list[HookSpec], tuple[object, ...], str]] = [
     (["int8", "fp16"], (1,), '"fp16" comes after "int8", which ends the stack'),
     (["topk", "int8"], (1,), '"int8" comes after "topk", which ends the stack'),
-    (["noop", "fp16"], (0,), '"noop" stands alone'),
-    (["fp16", "fp16"], (1,), '"fp16" stands in this stack twice'),
+    (["noop", "fp16"], (0,), '"noop" must be alone'),
+    (["fp16", "fp16"], (1,), '"fp16" is in this stack twice'),
     (["fp16", "bf16"], (1,), '"bf16" comes after "fp16": one cast is enough'),
     (["powersgd", "powersgd"], (1,), "the second has no effect"),
     (
         ["fp16", {"hierarchical": {"across": ["fp16"]}}],
         (1, "hierarchical", "across", 0),
-        '"fp16" stands in this stack twice',
+        '"fp16" is in this stack twice',
     ),
     (
         ["powersgd", {"hierarchical": {"across": ["powersgd"]}}],
@@ -42,7 +42,7 @@ CASES: list[tuple[list[HookSpec], tuple[object, ...], str]] = [
     (
         [{"hierarchical": {"across": ["hierarchical"]}}],
         (0, "hierarchical", "across", 0),
-        "the levels are two",
+        "there are two levels",
     ),
 ]
 

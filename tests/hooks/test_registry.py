@@ -150,7 +150,7 @@ def test_a_hook_class_that_is_not_async_is_refused_when_it_is_made(hook: Any) ->
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        (["noop", "fp16"], '"noop" stands alone'),
+        (["noop", "fp16"], '"noop" must be alone'),
         (["fp16", "fp16"], "twice"),
     ],
 )

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.communicator import Communicator
-from ddprun_hooks.comm.groups import Placement, RankGroup, within_hosts
+from ddprun_hooks.comm.groups import GroupRequirement, Placement, RankGroup, within_hosts
 from ddprun_hooks.comm.queue import HostQueue
 from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_group
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.errors import ExchangeError, HookSetupError
-from ddprun_hooks.hook import GroupRequirement, Hook
+from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack, broadcast_stack

@@ -231,4 +231,4 @@ def test_a_counter_is_a_whole_number_alone(tensor: Tensor, counts: bool) -> None
 
 def test_no_verdict_is_plain_words() -> None:
     """Of an empty model."""
-    assert BufferUse().words() == "the model has no buffers: nothing is sent"
+    assert BufferUse().describe() == "the model has no buffers: nothing is sent"

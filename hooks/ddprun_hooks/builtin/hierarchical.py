@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ddprun_hooks.builtin.cast import DTYPES, note_overflow
 from ddprun_hooks.comm.communicator import Communicator
+from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements
 from ddprun_hooks.config.options import HookSpec
-from ddprun_hooks.hook import GroupRequirement, GroupRequirements, Hook
+from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import ParamSlice, Payload
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack

@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from ddprun_hooks.comm.communicator import Communicator
+from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.hook import GroupRequirement, GroupRequirements, Hook
+from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import Payload
 
 

@@ -2,56 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Awaitable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ddprun_hooks.comm.groups import RankGroup
-    from ddprun_hooks.payload import ParamSlice
-
-Op = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast"]
-
-
-class Collective:
-    """A collective that a hook asks for: `await` it to have it done.
-
-    It is a request: the queue decides on which process group it travels and when it starts, so that all ranks
-    issue collectives in one order.
-    """
-
-    __slots__ = ("group", "maximum", "op", "output", "shared", "sizes", "source", "tensor")
-
-    def __init__(
-        self,
-        group: RankGroup,
-        op: Op,
-        tensor: Tensor,
-        output: Tensor,
-        *,
-        sizes: Sequence[int] | None = None,
-        source: int = 0,
-        shared: bool = False,
-        maximum: bool = False,
-    ) -> None:
-        self.group = group
-        self.op: Op = op
-        self.tensor = tensor
-        self.output = output
-        self.sizes = sizes
-        """Elements of each rank's part, where a tensor is cut into parts; None: equal parts."""
-
-        self.source = source
-        self.shared = shared
-        """Through shared memory."""
-
-        self.maximum = maximum
-        """All-reduce to the largest value instead of the sum."""
-
-    def __await__(self) -> Generator[Collective, Tensor, Tensor]:
-        return (yield self)
+from ddprun_hooks.comm.groups import Collective, RankGroup
+from ddprun_hooks.payload import ParamSlice
 
 
 class Rest(Protocol):

@@ -11,12 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddprun_hooks.buckets import ParameterBuckets
-from ddprun_hooks.comm.communicator import Collective, Communicator
+from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.control import Control
-from ddprun_hooks.comm.groups import GroupFactory, Placement, RankGroup
+from ddprun_hooks.comm.groups import (
+    Collective,
+    GroupFactory,
+    GroupRequirement,
+    GroupRequirements,
+    Placement,
+    RankGroup,
+)
 from ddprun_hooks.comm.observer import UNOBSERVED, Observer, waiting
 from ddprun_hooks.comm.queue import CommQueue, HostQueue, StreamQueue
-from ddprun_hooks.hook import GroupRequirement, GroupRequirements
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import broadcast_stack

@@ -2,21 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.futures import Future
 
-from ddprun_hooks.comm.communicator import Collective
 from ddprun_hooks.comm.observer import UNOBSERVED, CollectiveSequence, Observer, waiting
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.hook import GroupRequirement, GroupRequirements
 from ddprun_hooks.payload import nbytes
 from ddprun_hooks.shm.group import ShmGroup
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.shm.setup import open_shm_groups
+
+
+class GroupRequirement(NamedTuple):
+    """Ranks among which a stack exchanges: process groups are made for them before the first step."""
+
+    leg: str
+    """`world`: all ranks that the stack reduces over. `within`, `across`: the two legs of `hierarchical`.
+    `part`: the groups of a partition, as a sync policy may want them."""
+
+    hosts: int | None = None
+    """Into how many hosts `hierarchical` splits the ranks; None: as they were launched."""
+
+    shared: bool = False
+    """Through shared memory."""
+
+    parts: tuple[tuple[int, ...], ...] = ()
+    """For the leg `part`: the ranks of each group; every rank is in one."""
+
+
+GroupRequirements = Mapping[GroupRequirement, int]
+"""How many collectives one payload needs among which ranks."""
+
+
+Op = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast"]
+
+
+class Collective:
+    """A collective that a hook asks for: `await` it to have it done.
+
+    It is a request: the queue decides on which process group it travels and when it starts, so that all ranks
+    issue collectives in one order.
+    """
+
+    __slots__ = ("group", "maximum", "op", "output", "shared", "sizes", "source", "tensor")
+
+    def __init__(
+        self,
+        group: RankGroup,
+        op: Op,
+        tensor: Tensor,
+        output: Tensor,
+        *,
+        sizes: Sequence[int] | None = None,
+        source: int = 0,
+        shared: bool = False,
+        maximum: bool = False,
+    ) -> None:
+        self.group = group
+        self.op: Op = op
+        self.tensor = tensor
+        self.output = output
+        self.sizes = sizes
+        """Elements of each rank's part, where a tensor is cut into parts; None: equal parts."""
+
+        self.source = source
+        self.shared = shared
+        """Through shared memory."""
+
+        self.maximum = maximum
+        """All-reduce to the largest value instead of the sum."""
+
+    def __await__(self) -> Generator[Collective, Tensor, Tensor]:
+        return (yield self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +104,9 @@ class RankGroup:
     splits: Mapping[int | None, tuple[RankGroup, RankGroup]] = field(default_factory=dict)
     """For each number of hosts that a hook splits this group into (None: as launched): the ranks of this
     rank's host, and the ranks of its place on every host."""
+
+    parts: Mapping[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
+    """For each partition of this group's ranks: the ranks that are in one part with this one."""
 
     sequences: Mapping[bool, Sequence[CollectiveSequence]] = field(default_factory=dict)
     """Observes the collectives of each round: through shared memory (True) and over the network (False)."""
@@ -269,19 +334,29 @@ class GroupFactory:
             HookSetupError: the ranks do not lie as a hook needs them; on all ranks alike.
         """
         splits = {}
-        levels = {one.hosts for one in requirements if one.leg != "world"}
+        before = "" if name == "world" else f"{name} "
+        levels = {one.hosts for one in requirements if one.leg in ("within", "across")}
         for hosts in sorted(levels, key=lambda hosts: hosts or 0):
             blocks = placement.blocks(hosts)
             # In rank order, which torch's process groups have whatever order they are given.
             places = [sorted(ranks) for ranks in zip(*blocks, strict=True)]
-            before, tag = "" if name == "world" else f"{name} ", "" if hosts is None else f"/{hosts}"
+            tag = "" if hosts is None else f"/{hosts}"
             within, across = (
                 self._open(f"{before}{leg}{tag}", placement, parts, _rounds(requirements, leg, hosts))
                 for leg, parts in (("within", blocks), ("across", places))
             )
             splits[hosts] = within, across
+        parts = {}
+        for number, partition in enumerate(sorted({one.parts for one in requirements if one.parts})):
+            if sorted(rank for ranks in partition for rank in ranks) != list(range(placement.size)):
+                text = f"a partition of {placement.size} ranks has each of them once: {partition}"
+                raise HookSetupError(text)
+            rounds = {False: requirements[GroupRequirement("part", parts=partition)]}
+            parts[partition] = self._open(
+                f"{before}part/{number}", placement, [sorted(ranks) for ranks in partition], rounds
+            )
         everybody = [list(range(placement.size))]
-        return self._open(name, placement, everybody, _rounds(requirements, "world"), splits)
+        return self._open(name, placement, everybody, _rounds(requirements, "world"), splits, parts)
 
     def _open(
         self,
@@ -290,6 +365,7 @@ class GroupFactory:
         parts: list[list[int]],
         rounds: dict[bool, int],
         splits: dict[int | None, tuple[RankGroup, RankGroup]] | None = None,
+        of_partitions: dict[tuple[tuple[int, ...], ...], RankGroup] | None = None,
     ) -> RankGroup:
         """This rank's group of those whose ranks `parts` lists."""
         mine = next(ranks for ranks in parts if placement.rank in ranks)
@@ -327,6 +403,7 @@ class GroupFactory:
             shm_groups,
             self.progress if shm_groups else None,
             splits or {},
+            of_partitions or {},
             sequences,
         )
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from ddprun_hooks.comm.communicator import Collective, Communicator
-from ddprun_hooks.comm.groups import RankGroup, ShmWork
+from ddprun_hooks.comm.communicator import Communicator
+from ddprun_hooks.comm.groups import Collective, RankGroup, ShmWork
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span, now_us
 from ddprun_hooks.comm.uncounted import noting
 from ddprun_hooks.errors import ExchangeError

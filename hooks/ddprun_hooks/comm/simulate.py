@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks.buckets import BucketLayout
-from ddprun_hooks.comm.communicator import Collective
-from ddprun_hooks.comm.groups import GroupFactory, Placement, RankGroup, combine
+from ddprun_hooks.comm.groups import (
+    Collective,
+    GroupFactory,
+    GroupRequirements,
+    Placement,
+    RankGroup,
+    combine,
+)
 from ddprun_hooks.comm.queue import new_collective_trace, new_trace, next_collective, start_hooks, write_back
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.errors import ExchangeError, HooksError, HookSetupError
-from ddprun_hooks.hook import GroupRequirement, GroupRequirements
 from ddprun_hooks.payload import Kind, Payload
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import Stack
@@ -31,7 +36,7 @@ def simulated_group(name: str, placement: Placement, requirements: GroupRequirem
         HookSetupError: the ranks do not lie as a hook needs them.
     """
     # Shared memory would be made at once, where a process group is only a name here.
-    unshared = combine({GroupRequirement(one.leg, one.hosts): rounds} for one, rounds in requirements.items())
+    unshared = combine({one._replace(shared=False): rounds} for one, rounds in requirements.items())
     return GroupFactory(_no_group, _no_ranks, 0.0, ProgressThread()).open(name, placement, unshared)
 
 

@@ -63,7 +63,7 @@ def _problems(
             continue
         if hook.role == "alone" and len(stack) > 1:
             yield Problem(
-                here, f'"{name}" stands alone in a stack; remove the other hooks or remove "{name}"'
+                here, f'"{name}" must be alone in its stack; remove the other hooks or remove "{name}"'
             )
         elif reducer is not None:
             yield Problem(
@@ -84,7 +84,7 @@ def _meets(hook: Entry, here: tuple[int | str, ...], before: tuple[str, ...]) ->
     """A hook after the codecs that came before it."""
     name, casts = hook.name, [other for other in before if other in CASTS]
     if name in before and hook.role == "codec":
-        yield Problem(here, f'"{name}" stands in this stack twice; the second has no effect; remove one')
+        yield Problem(here, f'"{name}" is in this stack twice; the second has no effect; remove one')
     elif name in CASTS and casts:
         yield Problem(here, f'"{name}" comes after "{casts[0]}": one cast is enough; remove one')
     elif name == "int8" and casts:
@@ -97,19 +97,20 @@ def _meets(hook: Entry, here: tuple[int | str, ...], before: tuple[str, ...]) ->
 
 
 def _wrong_leg(leg: str, hook: Entry) -> str | None:
-    """Why a hook cannot stand in a leg of `hierarchical`; None if it can."""
+    """Why a hook is not allowed in a leg of `hierarchical`; None if it is."""
     if leg == "within" and hook.name not in WITHIN:
         hint = "remove it" if hook.name == "hierarchical" else 'move it to "across"'
         return (
-            f'"{hook.name}" cannot stand in "within", which takes fp16, bf16 and shared_memory only; {hint}'
+            f'"{hook.name}" is not allowed in "within", which takes fp16, bf16 and shared_memory only; {hint}'
         )
     if leg == "across" and hook.name == "hierarchical":
         return (
-            '"hierarchical" cannot stand in "across": the levels are two, inside hosts and between; remove it'
+            '"hierarchical" is not allowed in "across": there are two levels, inside hosts and between; '
+            "remove it"
         )
     if leg == "across" and hook.name == "shared_memory":
         return (
-            '"shared_memory" cannot stand in "across": ranks of different hosts share no memory; '
+            '"shared_memory" is not allowed in "across": ranks of different hosts share no memory; '
             'move it to "within"'
         )
     return None

@@ -1,4 +1,4 @@
-"""The words in which faults of options are told, the same in a pipeline file and in `register`.
+"""The wording of faults in options, the same for a pipeline file and for `register`.
 
 Nothing here imports torch.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-Told = tuple[str, str | None, str | None]
+Sentence = tuple[str, str | None, str | None]
 """What is wrong, what is allowed, and what was probably meant."""
 
 WANTED = {
@@ -44,7 +44,7 @@ def suggest(word: str, candidates: Iterable[str]) -> str | None:
 
 
 def listing(words: Iterable[str]) -> str:
-    """`allowed: a, b, c`, the one way in which every fault lists what may stand there."""
+    """`allowed: a, b, c`, the one way in which every fault lists what is allowed."""
     return "allowed: " + ", ".join(words)
 
 
@@ -62,7 +62,7 @@ def out_of_bounds(kind: str, context: Mapping[str, Any], got: str) -> str:
     return f"must be {words} {shown}, got {got}"
 
 
-def unknown_option(owner: str, key: str, known: Sequence[str]) -> Told:
+def unknown_option(owner: str, key: str, known: Sequence[str]) -> Sentence:
     """An option that `owner` does not have."""
     if not known:
         return f'{owner} takes no options, got "{key}"', "remove it", None
@@ -99,11 +99,11 @@ def option_fault(item: Mapping[str, Any], models: Mapping[str, type[BaseModel]])
     where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")
     if kind == "extra_forbidden":
         owner = str(place[-2])
-        told = sentence(*unknown_option(owner, str(place[-1]), list(models[owner].model_fields)))
+        text = sentence(*unknown_option(owner, str(place[-1]), list(models[owner].model_fields)))
     elif kind in WANTED:
-        told = f"expected {WANTED[kind]}, got {got}"
+        text = f"expected {WANTED[kind]}, got {got}"
     elif kind in BOUNDS:
-        told = out_of_bounds(kind, context, got)
+        text = out_of_bounds(kind, context, got)
     else:
-        told = item["msg"]
-    return f"{where}: {told}"
+        text = item["msg"]
+    return f"{where}: {text}"

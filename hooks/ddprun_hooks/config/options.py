@@ -133,7 +133,7 @@ class _Leg:
         return {"type": "array", "items": {"definition": "hook"}}
 
 
-CollectiveTrace = Annotated[tuple[HookSpec, ...], _Leg()]
+LegStack = Annotated[tuple[HookSpec, ...], _Leg()]
 """A stack for one leg of `hierarchical`."""
 
 
@@ -187,10 +187,10 @@ class Hierarchical(HookOptions):
     role: ClassVar[Role] = "reducer"
     implementation: ClassVar[str] = "ddprun_hooks.builtin.hierarchical:Hierarchical"
 
-    within: CollectiveTrace = ()
+    within: LegStack = ()
     """Hooks of the leg inside a host: casts and shared_memory."""
 
-    across: CollectiveTrace = ()
+    across: LegStack = ()
     """Hooks of the leg between hosts, on each rank's share of the bucket; none is plain all-reduce."""
 
     hosts: Annotated[int, Field(gt=0)] | None = None

@@ -29,6 +29,9 @@ from ddprun.checkpoint.codec import decode, encode
 from ddprun.checkpoint.tensors import DamagedError, UnreadableError, read_tensors, write_tensors
 from ddprun.run_files import NotPlainError, open_file, read_object
 
+FOLDER = "checkpoints"
+"""In the folder of a run."""
+
 VERSION = 4
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 256 * 1024 * 1024

@@ -19,21 +19,21 @@ RIGHT = "<>>>"
 
 def named(exchange: Exchange, *, numbered: bool = True) -> str:
     """What an exchange is; `numbered`: with its buckets, if it is of some only."""
-    way, ranks = exchange.way, ranks_of(exchange)
+    route, ranks = exchange.route, ranks_of(exchange)
     if exchange.carried is not None and not any(one.legs for one in exchange.carried):
         return "nothing, as noop gives each rank its own back"
-    match way.kind, way.through:
+    match route.kind, route.through:
         case "delta", _:
             which = _numbers(exchange) if numbered else ""
             return f"what parameters have changed by, averaged over {ranks}{which}"
         case "parameters", "broadcast":
-            return f"the parameters of rank {way.source}, as they are, to {ranks}"
+            return f"the parameters of rank {route.source}, as they are, to {ranks}"
         case "parameters", _:
             return f"the parameters as they are, averaged over {ranks}"
         case "optimizer", _:
             return f"the optimizer's state as it is, averaged over {ranks}"
         case "buffers", "broadcast":
-            return f"the buffers of rank {way.source}, to {ranks}"
+            return f"the buffers of rank {route.source}, to {ranks}"
         case "buffers", _:
             return f"the buffers, averaged over {ranks}"
     return f"the gradients, averaged over {ranks}"
@@ -41,13 +41,14 @@ def named(exchange: Exchange, *, numbered: bool = True) -> str:
 
 def ranks_of(exchange: Exchange) -> str:
     """Among which ranks it is."""
-    return _team(exchange.ranks, "host" if exchange.way.inside else "all")
+    return _group(exchange.ranks, exchange.route.among)
 
 
-def _team(ranks: int, among: Among) -> str:
+def _group(ranks: int, among: Among) -> str:
     if among == "all":
         return {1: "the only rank", 2: "both ranks"}.get(ranks, f"all {ranks} ranks")
-    return f"the {count(ranks, 'rank')} of {'each host' if among == 'host' else 'one place on every host'}"
+    of = {"host": "each host", "across": "one place on every host", "part": "each group"}[among]
+    return f"the {count(ranks, 'rank')} of {of}"
 
 
 def _numbers(exchange: Exchange) -> str:
@@ -72,13 +73,13 @@ def tables(exchanges: Sequence[Exchange], ranks: int) -> Iterator[str]:
     """The buckets of exchanges, and how each travels; those together that travel alike."""
     ways: dict[Any, list[Exchange]] = {}
     for exchange in exchanges:
-        if exchange.buckets is None and exchange.way.kind != "gradient":
+        if exchange.buckets is None and exchange.route.kind != "gradient":
             kind = {"delta": "changes", "optimizer": "optimizer's state"}.get(
-                exchange.way.kind, exchange.way.kind
+                exchange.route.kind, exchange.route.kind
             )
             yield from told("", f"The size of the {kind} cannot be known, as {exchange.unknown}.")
-        elif exchange.way.kind != "buffers" and exchange.buckets is not None:
-            ways.setdefault(exchange.way, []).append(exchange)
+        elif exchange.route.kind != "buffers" and exchange.buckets is not None:
+            ways.setdefault(exchange.route, []).append(exchange)
     for alike in ways.values():
         if len(ways) > 1:
             yield from told("", f"{capital(named(alike[0], numbered=False))}:")
@@ -114,7 +115,7 @@ def _legs(carried: Sequence[Carried], unknown: str) -> Iterator[str]:
         legs = []
         for place, (op, dtype, among, ranks) in enumerate(ways):
             together = sum(one.legs[place].bytes for one in buckets)
-            legs.append(f"{op} of {dtype} among {_team(ranks, among)} ({size(together)})")
+            legs.append(f"{op} of {dtype} among {_group(ranks, among)} ({size(together)})")
         if len(legs) <= 1:
             yield from told("", f"{which}: {legs[0] if legs else 'nothing is sent'}.")
             continue

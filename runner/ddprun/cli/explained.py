@@ -96,13 +96,13 @@ def _forward(stage: StageExplained, settings: TrainSettings) -> str:
         )
     if stage.kind == "forward" and settings.update is None:
         return f"{said}Nothing changes them here."
-    if settings.sync.name == "every_step":
+    if settings.plan.period == 1:
         return f"{said}Each rank changes its own, and they are averaged after the step."
     return f"{said}Each rank changes its own until ranks synchronise."
 
 
 def _buffers(stage: StageExplained, setting: Buffers, explained: Explained) -> str:
-    verdict, held = explained.probe.verdict, explained.buffers
+    verdict, held = explained.probe.buffer_use, explained.buffers
     chosen = f"{_shown(setting.plain())}: "
     if held == {}:
         return f"{chosen}the model has none. DDP's own broadcast before each forward pass would send nothing."
@@ -111,7 +111,7 @@ def _buffers(stage: StageExplained, setting: Buffers, explained: Explained) -> s
         reason = unknown.batch or unknown.model
         return f"{chosen}whether any change cannot be known, as {reason}. They are not among the bytes below."
     said = chosen + _found(verdict, len(held))
-    moments = {exchange.moment for exchange in stage.exchanges if exchange.way.kind == "buffers"}
+    moments = {exchange.moment for exchange in stage.exchanges if exchange.route.kind == "buffers"}
     if "before_forward" in moments:
         said += " They are sent before each forward pass."
         said += "" if verdict.read else " Training would come out the same without: before_evaluate would do."
@@ -179,7 +179,7 @@ def _after_steps(stage: StageExplained, settings: TrainSettings) -> Iterator[str
         )
     for place, line in enumerate(thinned(lines)):
         yield from told("" if place else "After a step", capital(line))
-    if overlap := settings.sync.options.get("overlap_steps"):
+    if overlap := max((one.delay for one in settings.plan.transfers), default=0):
         said = f"An exchange goes on beside training, and is applied exactly {count(overlap, 'step')} later."
         yield from told("", said)
     yield from tables(exchanges, stage.ranks)
@@ -193,8 +193,8 @@ def _end(stage: StageExplained) -> Iterator[str]:
     elif stage.end:
         what = ", and ".join(map(named, stage.end))
         yield from told("End", f"The last step leaves ranks apart, so once more: {what}.")
-        shown = {exchange.way for exchange in _at(stage, "after_step")}
-        yield from tables([exchange for exchange in stage.end if exchange.way not in shown], stage.ranks)
+        shown = {exchange.route for exchange in _at(stage, "after_step")}
+        yield from tables([exchange for exchange in stage.end if exchange.route not in shown], stage.ranks)
 
 
 def _control_word(stage: StageExplained) -> str:

@@ -11,10 +11,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from ddprun.config import Choice, DataPair, Loaded, PipelineError, StepStage, length_option, tensor_options
+from ddprun.config import (
+    BroadcastStage,
+    Choice,
+    DataPair,
+    Loaded,
+    PipelineError,
+    StepStage,
+    length_option,
+    tensor_options,
+)
 from ddprun.engine.data import is_iterable
 from ddprun.engine.evolution import evolution_strategies
 from ddprun.sync.noise import noise
+from ddprun.sync.synchronizer import averaged_parameters
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS
 from ddprun_hooks.config.import_path import import_dotted
@@ -308,3 +318,39 @@ def _key(path: str, choice: Choice) -> str:
 
 def _refused(loaded: Loaded, path: str, problem: str, allowed: str | None = None) -> PipelineError:
     return PipelineError([loaded.fault(path, problem, allowed)])
+
+
+def check_sync(loaded: Loaded, model: nn.Module, ranks: int) -> None:
+    """Refuse what only a run can see of sync policies and hooks.
+
+    Args:
+        loaded: the pipeline.
+        model: of this rank.
+        ranks: how many there are.
+
+    Raises:
+        PipelineError: a source that is no rank, more fragments than parameters, hooks on complex gradients.
+    """
+    faults = []
+    count = len(averaged_parameters(model))
+    is_complex = any(param.is_complex() and param.requires_grad for param in model.parameters())
+    for stage in loaded.pipeline.stages:
+        path, sources = stage.path, [stage.source] if isinstance(stage, BroadcastStage) else []
+        if isinstance(stage, StepStage):
+            settings = stage.effective(loaded.pipeline)
+            path = f"{stage.key_path('sync')}.{settings.sync.name}"
+            transfers = settings.plan.transfers
+            sources = [one.source for one in transfers if one.source is not None]
+            fragments = max([0, *(one.fragment[1] for one in transfers)])
+            if fragments > max(1, count):
+                text = f"{fragments} fragments of {count} parameters: each needs at least one"
+                faults.append(loaded.fault(f"{path}.fragments", text, f"at most {count}"))
+            if is_complex and settings.gradients and settings.hooks:
+                text = "the model has complex parameters, and hooks carry gradients of real numbers only"
+                faults.append(loaded.fault(stage.key_path("hooks"), text, "remove the hooks"))
+        for source in sources:
+            if source >= ranks:
+                text = f"there is no rank {source}: the run has {ranks} ranks"
+                faults.append(loaded.fault(f"{path}.source", text, f"0 to {ranks - 1}"))
+    if faults:
+        raise PipelineError(faults)

@@ -6,12 +6,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ddprun.engine.ranks import Environment, Ranks
-from ddprun.engine.summary import write_summary
+from ddprun.engine.finish import write_summary
 from ddprun.host.rank_files import attempt_folder
+from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.screen import say
-from ddprun.telemetry.events import event_log
-from ddprun.telemetry.writer import Writer
+from ddprun.telemetry.writer import Writer, event_log
 from ddprun.watchdog.hang import HangHandler, Report, RunContext, open_log
 from ddprun.watchdog.rank_watchdog import RankWatchdog
 

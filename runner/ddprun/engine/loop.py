@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ddprun.config import StepStage, Train
 from ddprun.engine import nonfinite
+from ddprun.engine.checkpoints import report_checkpoints, take_checkpoint
 from ddprun.engine.data import StepBatches
 from ddprun.engine.replicas import audit_parameters
 from ddprun.engine.session import Session
@@ -62,12 +63,12 @@ def run_stage(session: Session, stage: StepStage, step_function: StepFunction) -
         runtime.profiler.stop(state.step)  # what lies between stages is no step's
     if interrupted:
         if not runtime.finite.failed:
-            runtime.checkpoints.take(session, at_end=True)
-        run.policy.finish(reconcile=False)  # nothing may be under way when the process groups go
+            take_checkpoint(session, at_end=True)
+        run.synchronizer.finish(reconcile=False)  # nothing may be under way when the process groups go
     else:
         end_stage(run)
-    runtime.recorder.write_aside(stage.index, state.step)
-    state.policy = None
+    runtime.recorder.write_between_steps(stage.index, state.step)
+    state.synchronizer = None
     return {
         "steps": state.step - state.cursor.first_step,
         "seconds": state.cursor.elapsed_s(),
@@ -248,14 +249,14 @@ def synchronize(run: StageRun, step: int) -> bool:
     """Exchange what the sync policy, the buffers and the audit want after this step; whether all ranks
     exchanged something in it.
     """
-    session, policy = run.session, run.policy
-    run.note_effect(policy.after_step(step))
-    met = policy.synchronises(step)
-    session.runtime.buffers.after_step(step, synchronised=met)
+    session, plan = run.session, run.settings.plan
+    run.note_effect(run.synchronizer.after_step(step))
+    met = plan.synchronizes(step)
+    session.runtime.buffers.after_step(step, synchronized=met)
     if run.audits(step):
         number = session.state.step + 1
         audit_parameters(session, f"after step {number} of {run.stage.path}", number)
-    if met and not policy.never and step != run.steps:
+    if met and step != run.steps:
         run.mutate_weights(session.state.step + 1)
     session.runtime.recorder.lap("sync_us")
     return run.synchronizes(step)
@@ -304,8 +305,8 @@ def between_steps(
         session.learn(runtime.recorder.drain())  # a checkpoint holds what was added up since ranks met
         return "interrupted"
     if wished or runtime.checkpoints.due(session.state.step):
-        runtime.checkpoints.take(session, wished=wished)
-    runtime.checkpoints.tell(session)
+        take_checkpoint(session, wished=wished)
+    report_checkpoints(session)
     if any(one.compare_clocks for one in known):
         runtime.clock_offsets.measure()
     if run.never_meets and run.stops_alone():
@@ -320,7 +321,7 @@ def end_of_steps(run: StageRun) -> bool:
     session.learn(known)
     runtime.finite.failed = nonfinite.stops(session, known, on_nan)
     if any(one.checkpoint for one in known) and not runtime.finite.failed:
-        runtime.checkpoints.take(session, wished=True)
+        take_checkpoint(session, wished=True)
     mine = [float(runtime.stop.wanted), float(runtime.finite.first())]
     wanted, places = runtime.exchange.control.all_gather(mine, "the stage's end").T.tolist()
     if nonfinite.stops_at_end(session, [int(place) for place in places], on_nan):

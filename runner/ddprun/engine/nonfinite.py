@@ -6,105 +6,32 @@ becomes finite again, so with `on_nan: stop` the run ends there. A loss alone is
 GradScaler skips such a step, and a batch whose targets are all ignored has NaN for a mean and no gradient.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
-from torch import Tensor, nn
+from typing import Literal
 
 from ddprun.checkpoint import folder
-from ddprun.checkpoint.folder import Apart
+from ddprun.engine.finite import Nonfinite
+from ddprun.engine.session import Session
 from ddprun.run_files import resume_command
 from ddprun.telemetry.global_step import GlobalStep
 
-if TYPE_CHECKING:
-    from ddprun.engine.session import Session
 
-
-@dataclass(frozen=True, slots=True)
-class Nonfinite:
-    """What was the first of a run to be not finite."""
-
-    step: int
-    rank: int
-    """Whose loss, or parameter, it was."""
-
-    value: str | None
-    """The loss: "nan", "inf" or "-inf"; None: every loss was finite."""
-
-    parameter: str | None
-    """The first that is not finite either, in the model's order; None: all were finite then."""
-
-    def words(self) -> str:
-        """For the screen."""
-        if self.value is None:
-            return (
-                f"step {self.step}: {self.parameter} is not finite on rank {self.rank}, though every loss was"
-            )
-        then = (
-            "all parameters are still finite"
-            if self.parameter is None
-            else f"{self.parameter} is the first parameter that is not finite"
-        )
-        return f"step {self.step}: the loss of rank {self.rank} is {self.value}; {then}"
-
-
-class FiniteCheck:
-    """Looks for parameters that are trained and not finite; for those that were finite at first.
-
-    Args:
-        model: before its first step.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        at_first = set(_not_finite(named))
-        self._params: Mapping[str, Tensor] = {
-            name: param for name, param in named.items() if name not in at_first
-        }
-        self.infinite_at_first = frozenset(at_first)
-        self.found: Nonfinite | None = None
-        """The first loss or parameter of the run that was not finite."""
-
-        self.lost_parameter: str | None = None
-        """A parameter that was not finite when it was looked at last."""
-
-        self.failed = False
-        """The run ends here because weights are not finite any more."""
-
-    def first(self) -> int:
-        """The place of the first, from 1, which `name` names; 0: all are finite. Waits for the device."""
-        found = set(_not_finite(self._params))
-        return next((place for place, name in enumerate(self._params, 1) if name in found), 0)
-
-    def name(self, place: int) -> str | None:
-        """Of the parameter at a place."""
-        return list(self._params)[place - 1] if place else None
-
-
-def _not_finite(named: Mapping[str, Tensor]) -> list[str]:
-    if not named:
-        return []
-    flags = torch.stack([torch.isfinite(param.detach()).all().cpu() for param in named.values()]).tolist()
-    return [name for name, finite in zip(named, flags, strict=True) if not finite]
-
-
-def stops(session: "Session", words: Iterable[GlobalStep], on_nan: Literal["continue", "stop"]) -> bool:
+def stops(session: Session, known: Iterable[GlobalStep], on_nan: Literal["continue", "stop"]) -> bool:
     """Say the first loss that is not finite; whether the run is to stop. Called by all ranks after one step.
 
     Args:
         session: of the run.
-        words: what ranks newly know alike.
+        known: what all ranks newly know alike.
         on_nan: of the stage.
     """
-    if not any(word.nonfinite for word in words) or (session.runtime.finite.found and on_nan == "continue"):
+    if not any(one.nonfinite for one in known) or (session.runtime.finite.found and on_nan == "continue"):
         return False
     return _compare(session, on_nan)
 
 
-def stops_at_end(session: "Session", places: Sequence[int], on_nan: Literal["continue", "stop"]) -> bool:
+def stops_at_end(session: Session, places: Sequence[int], on_nan: Literal["continue", "stop"]) -> bool:
     """The same at a stage's end, where parameters have been looked at in any case.
 
     Args:
@@ -122,7 +49,7 @@ def stops_at_end(session: "Session", places: Sequence[int], on_nan: Literal["con
     return on_nan == "stop"
 
 
-def _compare(session: "Session", on_nan: Literal["continue", "stop"]) -> bool:
+def _compare(session: Session, on_nan: Literal["continue", "stop"]) -> bool:
     runtime = session.runtime
     step, loss = runtime.recorder.nonfinite or (0, 0.0)
     told = runtime.exchange.control.all_gather(
@@ -140,32 +67,14 @@ def _compare(session: "Session", on_nan: Literal["continue", "stop"]) -> bool:
     return bool(lost) and on_nan == "stop"
 
 
-def _tell(session: "Session", found: Nonfinite) -> None:
+def _tell(session: Session, found: Nonfinite) -> None:
     reporter = session.reporter
     session.runtime.finite.found = found
     reporter.events.warning("nonfinite", **asdict(found))
-    reporter.note(found.words())
+    reporter.note(found.describe())
 
 
-def in_state(state: Apart, infinite_at_first: frozenset[str] = frozenset()) -> str | None:
-    """What of a checkpoint's part is not finite: a parameter, the optimizer's state, `loss`; None: nothing.
-
-    Args:
-        state: taken apart.
-        infinite_at_first: parameters that are meant to be so.
-    """
-    for name, tensor in state.tensors.items():
-        kind, _, rest = name.partition("/")
-        if kind not in ("parameters", "optimizer") or rest in infinite_at_first:
-            continue
-        if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
-            return rest if kind == "parameters" else name
-    # `loss` of what was told: a number that JSON lacks is kept as a mapping.
-    told: Any = state.tree.get("told")
-    return folder.LOSS if isinstance(told, dict) and isinstance(told.get("loss"), dict) else None
-
-
-def failure(session: "Session", root: Path) -> str:
+def failure(session: Session, root: Path) -> str:
     """Why the run has ended, and how to go on; on rank 0.
 
     Args:

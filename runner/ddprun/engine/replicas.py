@@ -7,7 +7,7 @@ import torch
 from ddprun.config import AverageStage, BroadcastStage, Evaluate, Save
 from ddprun.engine.session import Session
 from ddprun.sync.audit import DriftError, Finding, audit
-from ddprun.sync.policy import averaged_parameters
+from ddprun.sync.synchronizer import averaged_parameters
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.groups import Placement
 
@@ -43,10 +43,10 @@ def make_buffers_equal(session: Session, stage: Evaluate | Save) -> None:
     """What the stage reads or writes is to be the same on all ranks, unless the file says `never`."""
     runtime, state, reporter = session.runtime, session.state, session.reporter
     names = runtime.buffers.before_reading()
-    runtime.recorder.write_aside(stage.index, state.step)
+    runtime.recorder.write_between_steps(stage.index, state.step)
     if not names:
         return
-    if runtime.buffers.setting.when == "never":
+    if runtime.buffers.plan.setting.when == "never":
         whose = "each rank measures with its own" if isinstance(stage, Evaluate) else "rank 0's are saved"
         reporter.note(f"{stage.name}: buffers differ between ranks (buffers: never): {whose}")
     else:
@@ -102,7 +102,7 @@ def _drift(finding: Finding, where: str) -> str:
 
 def _told(session: Session, index: int, name: str, result: str) -> dict[str, Any]:
     runtime, state, reporter = session.runtime, session.state, session.reporter
-    runtime.recorder.write_aside(index, state.step)
+    runtime.recorder.write_between_steps(index, state.step)
     reporter.events.info(name, stage=index, step=state.step)
     reporter.note(f"{name}: {result}")
     if runtime.loaded.pipeline.audit.every:

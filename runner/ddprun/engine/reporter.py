@@ -9,8 +9,8 @@ from operator import itemgetter
 from structlog.typing import FilteringBoundLogger
 
 from ddprun.sync.audit import Finding
+from ddprun.telemetry.control_message import Overflow
 from ddprun.telemetry.global_step import GlobalStep
-from ddprun.telemetry.overflow import Overflow
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun.telemetry.stragglers import Straggler
@@ -80,7 +80,7 @@ class Reporter:
             self._newest = one
             reports: list[tuple[int, Callable[[], None]]] = [
                 *((at, partial(self._report_overflow, at, found)) for at, found in one.overflows),
-                *((at, partial(self._report_straggler, at, late)) for at, late in one.news),
+                *((at, partial(self._report_straggler, at, late)) for at, late in one.straggler_changes),
             ]
             for _, report in sorted(reports, key=itemgetter(0)):
                 report()

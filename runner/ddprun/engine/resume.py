@@ -16,21 +16,21 @@ from typing import Any
 from torch import Tensor
 
 from ddprun.checkpoint import folder
-from ddprun.checkpoint.folder import Checkpoint, rank_name
+from ddprun.checkpoint.folder import FOLDER, Checkpoint, rank_name
 from ddprun.checkpoint.tensors import DamagedError, UnreadableError
 from ddprun.config import AverageStage, BroadcastStage, PipelineError, StepStage
 from ddprun.config.changes import changes, schedule_changed
 from ddprun.engine import seeding
-from ddprun.engine.checkpoints import FOLDER, layout_of
-from ddprun.engine.ranks import Ranks
+from ddprun.engine.checkpoints import layout_of
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
 from ddprun.engine.state import StateError, bring_back, check_fields, reading
+from ddprun.parallel.ranks import Ranks
 from ddprun.run_files import open_file
 from ddprun.sync.optimizer_state import has_mean, mean_of, mean_state
-from ddprun.telemetry.accumulator import NOTHING_ADDED
+from ddprun.telemetry.control_message import NOTHING_ADDED
+from ddprun.telemetry.record_files import truncate_records
 from ddprun.telemetry.records import Totals
-from ddprun.telemetry.truncate import truncate_records
 
 _CHUNK_BYTES = 64 << 20
 
@@ -373,7 +373,7 @@ def _refuse_replicas(session: Session, cursor: Mapping[str, Any]) -> None:
     stages = runtime.loaded.pipeline.stages
     begun = cursor["stage"] == cursor["next"] < len(stages)
     stage = stages[cursor["next"]] if begun else None
-    if isinstance(stage, StepStage) and stage.effective(runtime.loaded.pipeline).sync.name == "independent":
+    if isinstance(stage, StepStage) and stage.effective(runtime.loaded.pipeline).plan.keeps_apart:
         text = "its ranks train independently, so another number of ranks cannot go on with it"
         raise PipelineError([runtime.loaded.fault(stage.path, text, "resume on as many ranks as before")])
 

@@ -8,18 +8,13 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 from ddprun import __version__
+from ddprun.checkpoint.folder import FOLDER as CHECKPOINTS
 from ddprun.config import Loaded
-from ddprun.engine.checkpoints import FOLDER as CHECKPOINTS
-from ddprun.engine.ranks import Ranks
-from ddprun.run_files import check_folder, open_file, read_object
-from ddprun.telemetry.gather import FOLDERS
-from ddprun.telemetry.truncate import truncate_torn_event
-
-Resuming = Literal["no", "yes", "if begun"]
-"""Whether a folder is that of a run that is to go on."""
+from ddprun.parallel.ranks import Ranks
+from ddprun.run_files import Resuming, check_folder, open_file, read_object
+from ddprun.telemetry.record_files import FOLDERS, truncate_torn_event
 
 PIPELINE, ABOUT, SUMMARY = "pipeline.yaml", "run.json", "summary.json"
 _LOCK = "run.lock"

@@ -13,7 +13,7 @@ from safetensors.torch import save_model
 from ddprun import __version__
 from ddprun.checkpoint.tensors import order_metadata
 from ddprun.config import PipelineError, Save
-from ddprun.engine.closing import LostError
+from ddprun.engine.finish import LostError
 from ddprun.engine.replicas import make_buffers_equal
 from ddprun.engine.session import Session
 from ddprun.run_files import as_path

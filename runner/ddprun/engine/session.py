@@ -12,30 +12,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddprun.checkpoint.checkpoints import Checkpoints
 from ddprun.config import Loaded
-from ddprun.engine.checkpoints import Checkpoints
 from ddprun.engine.clocks import ClockOffsets
 from ddprun.engine.cursor import Cursor
 from ddprun.engine.data import Feed
-from ddprun.engine.nonfinite import FiniteCheck
+from ddprun.engine.finite import FiniteCheck
 from ddprun.engine.objective import Objective
 from ddprun.engine.precision import Precision
-from ddprun.engine.ranks import Ranks
 from ddprun.engine.reporter import Reporter
 from ddprun.engine.samples import HeldOut
 from ddprun.engine.stacks import Stacks
 from ddprun.engine.stop import StopRequest
 from ddprun.engine.time_slices import TimeSliceClient
 from ddprun.parallel.ddp import DdpReplica
+from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import Finding
 from ddprun.sync.buffers import BufferSync
 from ddprun.sync.exchanger import ParameterExchanger
-from ddprun.sync.policy import Policy, ReplicaConsistency
-from ddprun.telemetry.clock import Clock
-from ddprun.telemetry.gather import Records
+from ddprun.sync.plan import ReplicaConsistency
+from ddprun.sync.synchronizer import Synchronizer
+from ddprun.telemetry.clock import Clock, GradientTimes
 from ddprun.telemetry.global_step import GlobalStep
-from ddprun.telemetry.gradients import GradientTimes
 from ddprun.telemetry.profile import Profiler
+from ddprun.telemetry.record_files import RecordFiles
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun_hooks.comm.exchange import Exchange
 
@@ -54,7 +54,7 @@ class Runtime:
     stop: StopRequest
     exchange: Exchange
     exchanger: ParameterExchanger
-    records: Records
+    records: RecordFiles
     clock: Clock
     clock_offsets: ClockOffsets
     recorder: StepRecorder
@@ -92,7 +92,7 @@ class Runtime:
 @dataclass(slots=True)
 class RunState:
     """What changes while the run goes on. A checkpoint holds all of it (`engine/state.py`), but for what
-    belongs to the stage that is running: that holds its own in `policy` and `schedule`.
+    belongs to the stage that is running: that holds its own in `synchronizer` and `schedule`.
     """
 
     step: int = 0
@@ -113,7 +113,7 @@ class RunState:
     farthest_apart: float = 0.0
     """The largest difference between two ranks in one value that an audit has seen."""
 
-    policy: Policy | None = None
+    synchronizer: Synchronizer | None = None
     """Of the stage that is running."""
 
     schedule: LRScheduler | None = None

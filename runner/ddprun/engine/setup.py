@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ddprun.config import DataPair, Loaded, PipelineError, StepStage
-from ddprun.engine import build, policies, seeding
-from ddprun.engine.checkpoints import Checkpoints
+from ddprun.engine import build, seeding
+from ddprun.engine.checkpoints import check_state, open_checkpoints
 from ddprun.engine.clocks import ClockOffsets
 from ddprun.engine.data import Feed
-from ddprun.engine.nonfinite import FiniteCheck
+from ddprun.engine.finite import FiniteCheck
 from ddprun.engine.objective import Objective
 from ddprun.engine.precision import Precision
-from ddprun.engine.ranks import Ranks
 from ddprun.engine.reporter import Reporter
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import HeldOut, differing, shards_itself
@@ -30,22 +29,21 @@ from ddprun.host import shared_memory
 from ddprun.host.device import Place
 from ddprun.host.import_path import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica
+from ddprun.parallel.ranks import Ranks
 from ddprun.screen import say
 from ddprun.sync.buffers import BufferSync, agree
 from ddprun.sync.exchanger import ParameterExchanger
-from ddprun.telemetry.clock import clock_for
-from ddprun.telemetry.events import event_log
-from ddprun.telemetry.gather import Records
-from ddprun.telemetry.gradients import GradientTimes
+from ddprun.sync.groups import QueueRequirements, requirements
+from ddprun.telemetry.clock import GradientTimes, clock_for
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.progress import Screen, screen_for
+from ddprun.telemetry.record_files import RecordFiles
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun.telemetry.stragglers import Stragglers
+from ddprun.telemetry.writer import event_log
 from ddprun_hooks.comm.control import Control, open_control
 from ddprun_hooks.comm.exchange import Exchange
-from ddprun_hooks.comm.groups import combine
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.hook import GroupRequirement
 
 
 def open_session(
@@ -81,7 +79,7 @@ def open_session(
     }
     stacks = open_stacks(loaded)
     feed = _open_feed(loaded, data.train, ranks, device.type == "cuda")
-    policies.check_policies(loaded, model, ranks.size)
+    build.check_sync(loaded, model, ranks.size)
 
     timeout = ranks.timeout
     control = open_control(timeout, ranks.watchdog)
@@ -93,7 +91,7 @@ def open_session(
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
     try:
-        records = Records(run_dir, control, ranks.tell_all)
+        records = RecordFiles(run_dir, control, ranks.tell_all)
     except OSError as error:
         raise RunFolderError(f"cannot write into the run folder {run_dir}: {error.strerror}") from None
     screen = screen_for(ranks.rank, loaded.secrets.redact)
@@ -153,13 +151,13 @@ def open_session(
         objective=objective,
         feed=feed,
         held_out=HeldOut(data.evaluate),
-        checkpoints=Checkpoints(loaded, run_dir, ranks, records, token, finite.infinite_at_first),
+        checkpoints=open_checkpoints(loaded, run_dir, ranks, records, token, finite.infinite_at_first),
         finite=finite,
         gradients=GradientTimes(model, clock.mark) if timings.gradients else None,
         profiler=Profiler(timings.profile, records.writer, ranks.rank) if timings.profile else None,
     )
     session = Session(runtime, RunState(), reporter)
-    runtime.checkpoints.check(session)
+    check_state(session)
     clock_offsets.measure()
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
         reporter.trackers = open_trackers(loaded, run_dir, screen, events)
@@ -198,10 +196,15 @@ def _open_exchange(
     loaded: Loaded, control: Control, ranks: Ranks, place: Place, stacks: Stacks, timeout: timedelta
 ) -> Exchange:
     """Make the process groups that the stages need."""
-    chosen = [
-        (stage.effective(loaded.pipeline), stacks.all_ranks[stage.index], stacks.within_hosts[stage.index])
+    needed = QueueRequirements.of_stages(
+        requirements(
+            stage.effective(loaded.pipeline).plan,
+            stacks.all_ranks[stage.index],
+            stacks.within_hosts[stage.index],
+            ranks.size,
+        )
         for stage in loaded.pipeline.step_stages()
-    ]
+    )
     try:
         return Exchange.open(
             control=control,
@@ -209,11 +212,9 @@ def _open_exchange(
             backend=place.backend,
             hosts=ranks.hosts,
             local_sizes=ranks.local_sizes,
-            gradients=combine(policies.gradient_needs(*one) for one in chosen),
-            deltas=combine(policies.delta_needs(*one) for one in chosen),
-            plain=combine(
-                [{GroupRequirement("world"): 1}, *(policies.plain_needs(one[0]) for one in chosen)]
-            ),
+            gradients=needed.gradients,
+            deltas=needed.deltas,
+            plain=needed.plain,
             timeout=timeout,
             observer=ranks.watchdog,
         )

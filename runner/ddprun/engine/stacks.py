@@ -6,7 +6,6 @@ from typing import Any
 
 from ddprun.config import Loaded
 from ddprun.engine import build
-from ddprun.engine.policies import key_path
 from ddprun_hooks.stack import Stack
 
 
@@ -75,7 +74,7 @@ def open_stacks(loaded: Loaded) -> Stacks:
     names: dict[tuple[str, bool], str] = {}
     for stage in loaded.pipeline.step_stages():
         hooks = stage.effective(loaded.pipeline).hooks
-        path = key_path(stage, "hooks")
+        path = stage.key_path("hooks")
         for inside, stacks in ((False, found.all_ranks), (True, found.within_hosts)):
             wanted = repr([hook.plain() for hook in hooks]), inside
             if wanted not in names:

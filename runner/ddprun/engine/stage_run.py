@@ -10,13 +10,13 @@ from torch import nn
 from ddprun.config import AverageStage, BroadcastStage, Stage, StepStage, TrainSettings
 from ddprun.engine import build
 from ddprun.engine.data import StepBatches
-from ddprun.engine.policies import build_policy, key_path
 from ddprun.engine.replicas import audit_parameters, average_parameters
 from ddprun.engine.resume import agreed
 from ddprun.engine.session import Session
 from ddprun.engine.state import bring_back_stage
 from ddprun.sync.optimizer_state import average_state
-from ddprun.sync.policy import Effect, Policy, SyncContext
+from ddprun.sync.plan import Effect
+from ddprun.sync.synchronizer import SyncContext, Synchronizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class StageRun:
     session: Session
     stage: StepStage
     settings: TrainSettings
-    policy: Policy
+    synchronizer: Synchronizer
     mutate: Callable[[nn.Module], Any] | None
     steps: int | None
     """How many there will be; None where nobody can know."""
@@ -54,14 +54,14 @@ class StageRun:
     def synchronizes(self, step: int) -> bool:
         """Whether all ranks exchange something in this step of the stage."""
         buffers = self.session.runtime.buffers
-        return self.policy.synchronises(step) or buffers.synchronises(step) or self.audits(step)
+        return self.settings.plan.synchronizes(step) or buffers.plan.synchronizes(step) or self.audits(step)
 
     @property
     def never_meets(self) -> bool:
         """Ranks exchange nothing at all before the stage's end, so that each can stop by itself."""
         runtime = self.session.runtime
         audited = runtime.loaded.pipeline.audit.every > 0
-        return self.policy.never and not audited and not runtime.buffers.goes_by_steps
+        return self.settings.plan.never and not audited and not runtime.buffers.plan.goes_by_steps
 
     def stops_alone(self) -> bool:
         """Whether this rank is to stop, or another one that exchanges nothing with it is known to."""
@@ -75,23 +75,14 @@ class StageRun:
 
     def note_effect(self, effect: Effect) -> None:
         """Note which ranks hold the same after a step, or at the stage's end."""
-        noop = (
-            self.policy.uses_hooks and "noop" in self.session.runtime.stacks.all_ranks[self.stage.index].names
-        )
-        self.session.state.replicas.note(
-            effect,
-            gradients=self.settings.gradients,
-            hosts=self.settings.sync.options.get("hosts"),
-            averages_state=self.policy.averages_state,
-            noop=noop,
-        )
+        hooks = self.session.runtime.stacks.all_ranks[self.stage.index].names
+        self.session.state.replicas.note(effect, self.settings.plan, noop="noop" in hooks)
 
     def mutate_weights(self, step: int) -> None:
         """Change each rank's weights as `mutate` says, after `step` steps of the run."""
         if self.mutate is not None:
             self.mutate(self.session.runtime.model)
-            replicas = self.session.state.replicas
-            replicas.parameters, replicas.mutated_at = "apart", step
+            self.session.state.replicas.mutated(step)
 
     def skip(self, seconds: float) -> None:
         """Time that does not count as the stage's."""
@@ -117,7 +108,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     cursor.steps = steps
     restore_settings(session, stage)
     state.schedule = build.build_schedule(
-        loaded, key_path(stage, "schedule"), settings.schedule, runtime.optimizer, steps
+        loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, steps
     )
     mutate = None
     if settings.mutate is not None:
@@ -126,18 +117,18 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     runtime.stacks.enter(stage.index)
     stack, host_stack = runtime.stacks.all_ranks[stage.index], runtime.stacks.within_hosts[stage.index]
     context = SyncContext(runtime.model, runtime.optimizer, runtime.exchanger, stack, host_stack)
-    policy = state.policy = build_policy(settings, context, state.outer_momentum)
-    state.replicas.hosts = settings.sync.options.get("hosts")
-    runtime.buffers.setting = settings.buffers
-    runtime.buffers.gradients_everywhere = policy.gradients_everywhere
-    runtime.recorder.control_delay_steps = policy.control_delay_steps
-    exchanged = replica.layout if settings.gradients and replica is not None else ()
+    plan = settings.plan
+    synchronizer = state.synchronizer = Synchronizer(plan, context, state.outer_momentum)
+    state.replicas.hosts = plan.hosts
+    runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
+    runtime.recorder.control_delay_steps = plan.control_delay_steps
+    exchanged = replica.layout if plan.gradients and replica is not None else ()
     runtime.recorder.begin_stage([tuple(param.name for param in bucket.params) for bucket in exchanged])
-    signature = f"{policy.describe()}; {stack.described}; {context.buckets().layouts!r}"
-    if settings.gradients and replica is not None:
+    signature = f"{synchronizer.describe()}; {stack.described}"
+    if plan.gradients and replica is not None:
         world = runtime.exchange.gradients.world
-        if settings.gradients == "host":
-            signature += replica.begin_stage(host_stack, world.splits[settings.sync.options["hosts"]][0])
+        if plan.gradients == "host":
+            signature += replica.begin_stage(host_stack, world.splits[plan.hosts][0])
         else:
             signature += replica.begin_stage(stack, world)
     runtime.exchange.control.agree("the buckets, the hooks and the sync policy", signature)
@@ -150,14 +141,14 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         hooks=list(stack.names),
         buffers=settings.buffers.plain(),
     )
-    run = StageRun(session, stage, settings, policy, mutate, steps)
+    run = StageRun(session, stage, settings, synchronizer, mutate, steps)
     if saved is not None:
-        policy.begin()
+        synchronizer.begin()
         with agreed(session, saved["checkpoint"], "stage"):
             bring_back_stage(session, saved, new_rates=saved["new_rates"] or not same_length)
         return run
     _share_optimizer_state(session, stage, settings)
-    policy.begin()
+    synchronizer.begin()
     run.mutate_weights(state.step)
     return run
 
@@ -167,7 +158,7 @@ def end_stage(run: StageRun) -> None:
     session, stage, state = run.session, run.stage, run.session.state
     replicas = state.replicas
     reconcile = not _wants_ranks_apart(session, stage)
-    effect = run.policy.finish(reconcile=reconcile and replicas.parameters != "common")
+    effect = run.synchronizer.finish(reconcile=reconcile and replicas.parameters != "common")
     if effect != "nothing":
         run.note_effect(effect)
     if run.mutate is not None and replicas.mutated_at == state.step:
@@ -197,14 +188,12 @@ def _epochs_left(session: Session, epochs: int) -> int:
 
 
 def _share_optimizer_state(session: Session, stage: StepStage, settings: TrainSettings) -> None:
-    """Equal gradients keep ranks equal only if their optimizers' state is: momentum that ranks have gathered
-    apart is averaged before they exchange gradients again.
-    """
+    """Average momentum that ranks have gathered apart before they exchange gradients again."""
     runtime, state = session.runtime, session.state
-    if not state.replicas.needs_equal_state(settings.gradients, settings.sync.options.get("hosts")):
+    if not state.replicas.needs_equal_state(settings.plan):
         return
     average_state(runtime.optimizer, runtime.exchanger)
-    runtime.recorder.write_aside(stage.index, state.step)
+    runtime.recorder.write_between_steps(stage.index, state.step)
     state.replicas.optimizer = "common"
     session.reporter.events.info("optimizer_state_averaged", stage=stage.index, step=state.step)
 
@@ -214,5 +203,5 @@ def _wants_ranks_apart(session: Session, stage: Stage) -> bool:
     pipeline = session.runtime.loaded.pipeline
     following = next(iter(pipeline.stages[stage.index + 1 :]), None)
     if isinstance(following, StepStage):
-        return following.effective(pipeline).sync.name == "independent"
+        return following.effective(pipeline).plan.keeps_apart
     return isinstance(following, AverageStage | BroadcastStage)

@@ -11,31 +11,29 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddprun.checkpoint.tensors import DamagedError
 from ddprun.engine import seeding
-from ddprun.engine.nonfinite import Nonfinite
+from ddprun.engine.finite import Nonfinite
+from ddprun.engine.session import Session
 from ddprun.sync.audit import Finding
-from ddprun.telemetry.accumulator import Accumulator
+from ddprun.telemetry.control_message import Accumulator
 from ddprun.telemetry.records import Totals
-
-if TYPE_CHECKING:
-    from ddprun.engine.session import Session
 
 
 class StateError(ValueError):
     """State that does not fit the model or the pipeline."""
 
 
-def state_of(session: "Session") -> dict[str, Any]:
+def state_of(session: Session) -> dict[str, Any]:
     """All of it, of this rank. Tensors are those that training goes on with, not copies."""
     runtime, state = session.runtime, session.state
     # First, because it waits for what is under way: until then hooks may still change what they keep.
-    sync = state.policy.state_dict() if state.policy is not None else {}
+    sync = state.synchronizer.state_dict() if state.synchronizer is not None else {}
     model = runtime.model
     return {
         "step": state.step,
@@ -176,7 +174,7 @@ def reading(what: str) -> Iterator[None]:
         raise DamagedError(f"its {what} cannot be read ({text:.200})") from error
 
 
-def shared_keys(session: "Session") -> frozenset[str]:
+def shared_keys(session: Session) -> frozenset[str]:
     """What all ranks have alike at this moment."""
     state = session.state
     if state.replicas.parameters != "common":
@@ -184,7 +182,7 @@ def shared_keys(session: "Session") -> frozenset[str]:
     return frozenset(["parameters", "optimizer"] if state.replicas.optimizer == "common" else ["parameters"])
 
 
-def bring_back(session: "Session", state: Mapping[str, Any]) -> None:
+def bring_back(session: Session, state: Mapping[str, Any]) -> None:
     """Go on from there, except for what belongs to the stage that was running: `bring_back_stage`.
 
     Raises:
@@ -222,7 +220,7 @@ def bring_back(session: "Session", state: Mapping[str, Any]) -> None:
     bring_back_generators(session, state)
 
 
-def _load_optimizer(session: "Session", state: Mapping[str, Any]) -> None:
+def _load_optimizer(session: Session, state: Mapping[str, Any]) -> None:
     """Optimizers take over whatever they are given, and fail in their next step."""
     runtime = session.runtime
     with reading("optimizer"):
@@ -254,7 +252,7 @@ def _check_numbers(now: Mapping[str, Any], then: Mapping[str, Any], where: str, 
             raise TypeError(f"{where}.{key} is {was!r:.40}")
 
 
-def bring_back_stage(session: "Session", state: Mapping[str, Any], *, new_rates: bool) -> None:
+def bring_back_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:
     """Go on in the middle of a stage, whose policy has begun and whose schedule has been built.
 
     Args:
@@ -265,13 +263,13 @@ def bring_back_stage(session: "Session", state: Mapping[str, Any], *, new_rates:
     Raises:
         DamagedError: it is no state.
     """
-    assert session.state.policy is not None
+    synchronizer, sync = session.state.synchronizer, state["sync"]
+    assert synchronizer is not None
     with reading("sync"):
-        sync = (
-            session.state.policy.merge(state["sync_of_ranks"]) if "sync_of_ranks" in state else state["sync"]
-        )
+        if "sync_of_ranks" in state:
+            sync = synchronizer.merge(state["sync_of_ranks"])
         if sync:
-            session.state.policy.load_state_dict(sync)
+            synchronizer.load_state_dict(sync)
     if new_rates:
         _replay(session, (state["schedule"] or {}).get("last_epoch", 0))
     else:
@@ -285,7 +283,7 @@ def bring_back_stage(session: "Session", state: Mapping[str, Any], *, new_rates:
     bring_back_generators(session, state)
 
 
-def _replay(session: "Session", steps: int) -> None:
+def _replay(session: Session, steps: int) -> None:
     """Follow a schedule that is another than in the checkpoint from the stage's start to here."""
     state = session.state
     if state.schedule is not None:
@@ -295,7 +293,7 @@ def _replay(session: "Session", steps: int) -> None:
                 state.schedule.step()
 
 
-def bring_back_generators(session: "Session", state: Mapping[str, Any]) -> None:
+def bring_back_generators(session: Session, state: Mapping[str, Any]) -> None:
     """What is drawn next is what would have been drawn."""
     with reading("generators"):
         seeding.restore_generators(state["generators"], session.runtime.device)
@@ -321,7 +319,7 @@ def _copy(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], what: str
             target.copy_(value)
 
 
-def _told(session: "Session") -> dict[str, Any]:
+def _told(session: Session) -> dict[str, Any]:
     """What the summary and the screen know."""
     runtime, state = session.runtime, session.state
     return {
@@ -334,7 +332,7 @@ def _told(session: "Session") -> dict[str, Any]:
     }
 
 
-def _bring_back_told(session: "Session", told: Mapping[str, Any]) -> None:
+def _bring_back_told(session: Session, told: Mapping[str, Any]) -> None:
     state = session.state
     state.loss, state.metrics = told["loss"], told["metrics"]
     state.last_audit = _finding(told)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import FrameType
 
 from ddprun import LAUNCHED
-from ddprun.engine.ranks import Ranks
 from ddprun.host.signals import handle
+from ddprun.parallel.ranks import Ranks
 
 _STOP, _ASK_EVERY_S = "stop", 1.0
 

@@ -1,4 +1,4 @@
-"""What each rank runs: join the others, build, run the stages, tell what came of it."""
+"""What each rank runs: join the others, build everything, run the stages, report the outcome."""
 
 import gc
 import os
@@ -24,25 +24,26 @@ from ddprun.config import (
     Train,
 )
 from ddprun.config.secrets import Secrets
-from ddprun.engine.closing import LostError, Status, close_run
+from ddprun.engine.checkpoints import close_checkpoints, take_checkpoint
 from ddprun.engine.evaluate import evaluate
+from ddprun.engine.finish import LostError, Status, finish_run, write_summary
 from ddprun.engine.forward import forward
 from ddprun.engine.hang import note_failure, open_watchdog, prepare_nccl
 from ddprun.engine.loop import train
-from ddprun.engine.ranks import Environment, Ranks
 from ddprun.engine.replicas import average, broadcast
 from ddprun.engine.resume import resume
-from ddprun.engine.run_folder import Resuming, RunFolderError, agree_on_folder
+from ddprun.engine.run_folder import RunFolderError, agree_on_folder
 from ddprun.engine.save import save
 from ddprun.engine.session import Session
 from ddprun.engine.setup import open_session
 from ddprun.engine.stop import StopRequest
-from ddprun.engine.summary import write_summary
 from ddprun.engine.time_slices import TimeSliceClient
 from ddprun.host import rank_files
 from ddprun.host.device import place_of
 from ddprun.host.network import NetworkError
 from ddprun.host.orphans import die_with_parent
+from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.run_files import Resuming
 from ddprun.sync.audit import DriftError
 from ddprun.watchdog.rank_watchdog import GROUPS_LATER_S, RankWatchdog
 from ddprun_hooks.errors import DisagreementError
@@ -65,7 +66,7 @@ _LOST_PEER = (
 _NETWORK_ERRORS = (dist.DistBackendError, dist.DistNetworkError)
 _EXCHANGING = (
     "ddprun_hooks.",
-    "ddprun.engine.ranks.",
+    "ddprun.parallel.ranks.",
     "torch.distributed.",
     "torch.futures.",
     "torch.nn.parallel.distributed.",
@@ -78,15 +79,15 @@ _LAUNCHER_NOTICES_S = 3.0
 _OTHERS_LOOK_S = 1.0
 _WATCH_ENDS_S = 10.0
 _DEFAULTS = (700, 2000)
-_YOUNG = 5_000
-"""Objects made and not freed before the youngest are looked through for cycles; Python's default is 700, or
-2000 since 3.13. What telemetry keeps of steps whose words are under way is some thousand.
+_YOUNG_THRESHOLD = 5_000
+"""Allocations before a collection of the youngest generation; Python's default is 700, or 2000 since 3.13.
+Telemetry keeps a few thousand objects for steps whose control messages are under way.
 """
 
 
 @dataclass(slots=True)
-class _Work:
-    """What is there to tell about when something fails."""
+class _Known:
+    """How far the run has come, for messages when something fails."""
 
     run_dir: Path | None = None
     session: Session | None = None
@@ -104,7 +105,7 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> 
     stop = StopRequest()
     rank_files.keep_pid()
     prepare_nccl()
-    known = _Work()
+    known = _Known()
     environment, timeout_s = Environment.read(), loaded.pipeline.launch.timeout_s
     watchdog = open_watchdog(environment, timeout_s, known, lambda: ranks)
     ranks = Ranks(environment, timedelta(seconds=timeout_s + GROUPS_LATER_S), watchdog, watchdog.page.path)
@@ -113,8 +114,8 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> 
         ranks.connect()
         code = _run(loaded, run_dir, ranks, stop, known, resuming=resuming)
     except BaseException as error:
-        _leave_to(watchdog)
-        code = _report(error, ranks, known, loaded.secrets)
+        _wait_for_diagnosis(watchdog)
+        code = _report_failure(error, ranks, known, loaded.secrets)
         screen.flush()
         os._exit(code)  # threads may hang in collectives whose peers are gone
     # Process groups have threads of their own. One that outlives this function would be taken down with the
@@ -129,8 +130,8 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> 
     return rank_files.keep_outcome(code)
 
 
-def _leave_to(watchdog: RankWatchdog) -> None:
-    """A collective that breaks while the run hangs breaks because other ranks end: the watchdog tells why."""
+def _wait_for_diagnosis(watchdog: RankWatchdog) -> None:
+    """If the run hangs, a broken collective only shows that other ranks have ended: the watchdog says why."""
     if watchdog.hang_found:
         time.sleep(_WATCH_ENDS_S)
 
@@ -140,7 +141,7 @@ def _run(
     run_dir: Path | None,
     ranks: Ranks,
     stop: StopRequest,
-    known: _Work,
+    known: _Known,
     *,
     resuming: Resuming,
 ) -> int:
@@ -152,30 +153,30 @@ def _run(
     known.run_dir = folder.path
     rank_files.keep_run_dir(folder.path)
     session = known.session = open_session(loaded, folder.path, ranks, place, stop, folder.token)
-    _greet(session)
+    _announce(session)
     if folder.goes_on:
         resume(session)
     session.runtime.time_slices = TimeSliceClient.of(ranks.rank, ranks.size)
-    _set_aside()
+    _tune_garbage_collector()
     session.state.cursor.start_run_clock()
     status = _run_stages(session)
     seconds = session.state.cursor.run_elapsed_s()
-    session.runtime.checkpoints.close(session)
-    lost = close_run(session, status=status, seconds=seconds)
+    close_checkpoints(session)
+    lost = finish_run(session, status=status, seconds=seconds)
     session.runtime.exchange.control.barrier("the end of the run")
     return FAILED if lost and status == "done" else _CODES[status]
 
 
-def _set_aside() -> None:
-    """Spare the collector what has been imported and built, and stays: to walk that takes a rank 0.2 s, each
-    in another step, and the other ranks wait for it. What steps leave behind is looked through less often, so
-    that cycles are found some steps later; unless the pipeline's own code has set how often.
+def _tune_garbage_collector() -> None:
+    """Keep the garbage collector off what was imported and built: walking it takes a rank 0.2 s, each rank in
+    another step, and all others wait. Collect young objects less often, too, unless the pipeline's own code
+    has set how often.
     """
     gc.collect()
     gc.freeze()
     young, *older = gc.get_threshold()
     if young in _DEFAULTS:
-        gc.set_threshold(_YOUNG, *older)
+        gc.set_threshold(_YOUNG_THRESHOLD, *older)
 
 
 def _run_stages(session: Session) -> Literal["done", "interrupted", "failed"]:
@@ -192,7 +193,7 @@ def _run_stages(session: Session) -> Literal["done", "interrupted", "failed"]:
             cursor.entries.append(entry)
             return "failed" if runtime.finite.failed else "interrupted"
         cursor.end(entry)
-    runtime.checkpoints.take(session, at_end=True)
+    take_checkpoint(session, at_end=True)
     return "done"
 
 
@@ -217,7 +218,7 @@ def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
     raise AssertionError(f"a stage without an engine: {stage!r}")
 
 
-def _greet(session: Session) -> None:
+def _announce(session: Session) -> None:
     runtime, reporter = session.runtime, session.reporter
     launch, environment = runtime.loaded.pipeline.launch, runtime.ranks.environment
     world = runtime.ranks.size
@@ -256,32 +257,32 @@ def _greet(session: Session) -> None:
             for b in (runtime.replica.layout if runtime.replica is not None else ())
         ],
     )
-    _tell_verdict(session)
+    _announce_buffers(session)
 
 
-def _tell_verdict(session: Session) -> None:
+def _announce_buffers(session: Session) -> None:
     """What the model's buffers do, and what follows from that under the file's settings."""
     runtime, reporter = session.runtime, session.reporter
-    verdict = runtime.buffers.verdict
+    use = runtime.buffers.use
     pipeline = runtime.loaded.pipeline
     settings = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
     automatic = any(setting.when == "auto" for setting in settings)
     reporter.events.info(
         "buffers",
         found=automatic,
-        changing=list(verdict.changing),
-        constant=list(verdict.constant),
-        counters=list(verdict.counters),
-        bytes=verdict.bytes,
-        read_in_training=verdict.read,
-        verdict=verdict.words() if automatic else None,
+        changing=list(use.changing),
+        constant=list(use.constant),
+        counters=list(use.counters),
+        bytes=use.bytes,
+        read_in_training=use.read,
+        verdict=use.describe() if automatic else None,
     )
-    if automatic and (verdict.changing or verdict.constant):
-        reporter.note(f"buffers: {verdict.words()}")
+    if automatic and (use.changing or use.constant):
+        reporter.note(f"buffers: {use.describe()}")
 
 
-def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) -> int:
-    """Tell what went wrong, unless another rank was first; gives the exit code."""
+def _report_failure(error: BaseException, ranks: Ranks, known: _Known, secrets: Secrets) -> int:
+    """Say what went wrong, unless another rank failed first; gives the exit code."""
     rank_files.drop_pid()
     bad_input = isinstance(error, PipelineError | RunFolderError | NetworkError)
     if not bad_input and _is_lost_peer(error):
@@ -317,20 +318,20 @@ def _report(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) 
         told = secrets.redact(f"{head}\n{detail}")
         screen.say(told)
         note_failure(known.run_dir, ranks.rank, told)
-    _leave_trace(error, ranks, known, secrets)
+    _keep_failure(error, ranks, known, secrets)
     _end_trackers(known)
     if ranks.holds_store:
         time.sleep(_OTHERS_LOOK_S)  # so that the others can still read whose failure was first
     return code
 
 
-def _end_trackers(known: _Work) -> None:
+def _end_trackers(known: _Known) -> None:
     if known.session is not None:
         known.session.reporter.trackers.fail()
 
 
-def _leave_trace(error: BaseException, ranks: Ranks, known: _Work, secrets: Secrets) -> None:
-    """Keep what failed with the run, as far as this host sees its folder."""
+def _keep_failure(error: BaseException, ranks: Ranks, known: _Known, secrets: Secrets) -> None:
+    """Write the failure into the run's folder, if this host sees it."""
     if known.session is not None:
         with suppress(Exception):  # what has failed may have left a step that cannot be read
             known.session.runtime.recorder.salvage()

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddprun.config import Loaded, StepStage
-from ddprun.explain.dry_run import Moment, Plan, Sent, dry_run
 from ddprun.explain.explained import Exchange, Explained, Pattern, StageExplained
 from ddprun.explain.model_probe import ModelProbe, World, look
+from ddprun.explain.stage_plans import Moment, Sent, StagePlan, stage_plans
 from ddprun.explain.traffic import Amount, Carried, Hooks, Route, Simulations, total
 from ddprun.host.device import default_ranks
 from ddprun_hooks.buckets import BucketLayout, ParameterBuckets
@@ -38,8 +38,7 @@ def explain(
     hooks = Hooks(loaded, importing=importing)
     simulations = Simulations(loaded, world, hooks, probe.device)
     stages = tuple(
-        _Stage(plan, probe, hooks, simulations, world).explained()
-        for plan in dry_run(loaded, probe, hooks, simulations)
+        _Stage(plan, probe, hooks, simulations, world).explained() for plan in stage_plans(loaded, probe)
     )
     return Explained(loaded, world, probe, _start(probe, simulations, world), stages)
 
@@ -48,7 +47,7 @@ class _Stage:
     """Makes patterns of steps."""
 
     def __init__(
-        self, plan: Plan, probe: ModelProbe, hooks: Hooks, simulations: Simulations, world: World
+        self, plan: StagePlan, probe: ModelProbe, hooks: Hooks, simulations: Simulations, world: World
     ) -> None:
         self._plan, self._probe, self._hooks = plan, probe, hooks
         self._simulations, self._world = simulations, world
@@ -74,7 +73,7 @@ class _Stage:
             plan.steps,
             len(plan.by_step),
             tuple(sorted(patterns, key=lambda pattern: len(pattern.steps))),
-            plan.control_words,
+            plan.control_messages,
             begin,
             None if plan.end is None else tuple(self._exchanges(plan.end)),
             plan.left_apart,
@@ -84,40 +83,40 @@ class _Stage:
     def _exchanges(self, sent: Sequence[Sent]) -> Iterator[Exchange]:
         groups: dict[tuple[Moment, Route], list[BucketLayout | None]] = {}
         for one in sent:
-            groups.setdefault((one.moment, one.way), []).append(one.layout)
-        for (moment, way), layouts in groups.items():
+            groups.setdefault((one.moment, one.route), []).append(one.layout)
+        for (moment, route), layouts in groups.items():
             times = Counter(layouts)
-            key = moment, way, tuple(times), times[layouts[0]]
+            key = moment, route, tuple(times), times[layouts[0]]
             if key not in self._known:
-                self._known[key] = self._exchange(moment, way, list(times), times[layouts[0]])
+                self._known[key] = self._exchange(moment, route, list(times), times[layouts[0]])
             yield self._known[key]
 
     def _exchange(
-        self, moment: Moment, way: Route, layouts: list[BucketLayout | None], times: int
+        self, moment: Moment, route: Route, layouts: list[BucketLayout | None], times: int
     ) -> Exchange:
         stage = self._plan.stage if isinstance(self._plan.stage, StepStage) else None
         unknown = ""
-        if stage is not None and way.through in ("hooks", "host_hooks"):
+        if stage is not None and route.through in ("hooks", "host_hooks"):
             unknown = self._hooks.unknown(stage)
         buckets = tuple(layout for layout in layouts if layout is not None)
         carried: list[Carried] | None = []
         if len(buckets) < len(layouts):
             missing = self._probe.unknown
             reasons = {"gradient": missing.batch, "buffers": missing.batch, "optimizer": missing.optimizer}
-            unknown = reasons.get(way.kind) or missing.model
+            unknown = reasons.get(route.kind) or missing.model
             carried = None
         for layout in buckets:
-            one = self._simulations.carry(stage, way, layout)
+            one = self._simulations.carry(stage, route, layout)
             if one is None or carried is None:
                 carried = None
                 break
             carried.append(one)
-        world = self._simulations.groups[0][way.queue]
+        world = self._simulations.groups[0][route.queue]
         return Exchange(
             len(self._known),
             moment,
-            way,
-            (world.splits[way.hosts][0] if way.inside else world).size,
+            route,
+            route.group(world).size,
             times,
             buckets if len(buckets) == len(layouts) else None,
             None if carried is None else tuple(carried),
@@ -131,6 +130,6 @@ def _start(probe: ModelProbe, simulations: Simulations, world: World) -> Amount 
         return None
     held = [*probe.shapes.named_parameters(), *probe.shapes.named_buffers()]
     buckets = ParameterBuckets(dict(held), _MESSAGE_BYTES)
-    way = Route("parameters", "plain", "broadcast")
-    carried = [simulations.carry(None, way, layout) for layout in buckets.layouts]
+    route = Route("parameters", "plain", "broadcast")
+    carried = [simulations.carry(None, route, layout) for layout in buckets.layouts]
     return total([None if one is None else one.amount for one in carried], world.ranks)

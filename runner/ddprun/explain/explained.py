@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ddprun.config import Loaded, TrainSettings
-from ddprun.explain.dry_run import Moment
 from ddprun.explain.model_probe import ModelProbe, World
+from ddprun.explain.stage_plans import Moment
 from ddprun.explain.traffic import Amount, Carried, Route, SentLeg, total
 from ddprun.sync.buffers import BufferUse
 from ddprun_hooks.buckets import BucketLayout
@@ -19,13 +19,13 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Buckets that set out together, in the same way."""
+    """Buckets that set out together, in the same route."""
 
     number: int
     """Within its stage, from 0."""
 
     moment: Moment
-    way: Route
+    route: Route
     ranks: int
     """How many ranks are in each group that exchanges."""
 
@@ -156,7 +156,7 @@ class Explained:
             "ranks": self.world.ranks,
             "hosts": self.world.hosts,
             "model": _held(self.loaded.pipeline.model.name, self.parameters),
-            "buffers": _verdict(self.probe.verdict, self.buffers),
+            "buffers": _verdict(self.probe.buffer_use, self.buffers),
             "unknown": [reason for reason in _reasons(self.probe) if reason],
             "start": sent(self.start),
             "stages": [_stage(stage) for stage in self.stages],
@@ -205,7 +205,7 @@ def _stage(stage: StageExplained) -> dict[str, Any]:
 
 
 def _exchange(exchange: Exchange, ranks: int) -> dict[str, Any]:
-    way, buckets = exchange.way, None
+    route, buckets = exchange.route, None
     if exchange.buckets is not None:
         carried = exchange.carried or [None] * len(exchange.buckets)
         buckets = [_bucket(*one) for one in zip(exchange.buckets, carried, strict=True)]
@@ -213,10 +213,10 @@ def _exchange(exchange: Exchange, ranks: int) -> dict[str, Any]:
         "exchange": exchange.number,
         "when": exchange.moment,
         "times": exchange.times,
-        "kind": way.kind,
-        "through": way.through,
-        "source": way.source if way.through == "broadcast" else None,
-        "among": "host" if way.inside else "all",
+        "kind": route.kind,
+        "through": route.through,
+        "source": route.source if route.through == "broadcast" else None,
+        "among": route.among,
         "ranks": exchange.ranks,
         "unknown": exchange.unknown or None,
         "sent": sent(exchange.amount(ranks)),

@@ -17,7 +17,6 @@ from ddprun.config import Choice, Loaded, PipelineError
 from ddprun.engine import build, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.objective import Objective
-from ddprun.engine.policies import check_policies
 from ddprun.engine.precision import Precision
 from ddprun.engine.warmup import freeze_layout, look_at_buffers
 from ddprun.host.device import gpu_count
@@ -96,7 +95,7 @@ class ModelProbe:
     """Gradient buckets in the order in which backward fills them; None: not known. Empty if no stage sends
     any."""
 
-    verdict: BufferUse | None
+    buffer_use: BufferUse | None
     """What rank 0's first batch does to the buffers; None: not known."""
 
     optimizer: Optimizer | None
@@ -143,7 +142,7 @@ def look(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
         for stage in pipeline.step_stages():
             build.optimizer_settings(loaded, stage, model, optimizer)
     if model is not None:
-        check_policies(loaded, model, world.ranks)
+        build.check_sync(loaded, model, world.ranks)
 
     verdict = None
     gradients: tuple[BucketLayout, ...] | None = None if _any_gradients(loaded) else ()
@@ -207,7 +206,7 @@ def _any_gradients(loaded: Loaded) -> bool:
 def _sends_state(loaded: Loaded) -> bool:
     """Whether a stage may send the optimizer's state: by its policy, or as earlier stages leave it apart."""
     settings = [stage.effective(loaded.pipeline) for stage in loaded.pipeline.step_stages()]
-    chosen = any(one.sync.options.get("optimizer_state") == "average" for one in settings)
+    chosen = any(t.what == "optimizer" for one in settings for t in one.plan.transfers)
     return chosen or (len(settings) > 1 and _any_gradients(loaded))
 
 

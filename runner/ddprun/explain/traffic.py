@@ -11,23 +11,23 @@ import torch
 
 from ddprun.config import Choice, Loaded, PipelineError, StepStage
 from ddprun.engine import build
-from ddprun.engine.policies import delta_needs, gradient_needs, key_path, plain_needs
 from ddprun.explain.model_probe import World, is_foreign
+from ddprun.sync.groups import QueueRequirements, requirements
+from ddprun.sync.plan import Partition
 from ddprun_hooks.buckets import BucketLayout
-from ddprun_hooks.comm.groups import RankGroup, combine
+from ddprun_hooks.comm.groups import GroupRequirements, RankGroup, combine
 from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_group
 from ddprun_hooks.comm.trace import CollectiveTrace
 from ddprun_hooks.config.options import BUILT_IN, parse_spec
 from ddprun_hooks.errors import HooksError, HookSetupError
-from ddprun_hooks.hook import GroupRequirement, GroupRequirements
 from ddprun_hooks.payload import Kind
 from ddprun_hooks.stack import Stack, all_reduce_stack, broadcast_stack
 
 QueueName = Literal["world", "deltas", "plain"]
 """As `ddprun_hooks.comm.exchange.Exchange` calls their groups; `world` is that of gradients."""
 
-Among = Literal["all", "host", "across"]
-"""All ranks, those of each host, or those of one place on every host."""
+Among = Literal["all", "host", "across", "part"]
+"""All ranks, those of each host, those of one place on every host, or those of each part of a partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,20 @@ class Route:
     source: int = 0
     """Whose payload is broadcast."""
 
+    part: Partition | None = None
+    """Among the ranks of each of its groups."""
+
+    @property
+    def among(self) -> Among:
+        """Which ranks are in one of its groups."""
+        return "part" if self.part is not None else "host" if self.inside else "all"
+
+    def group(self, world: RankGroup) -> RankGroup:
+        """The ranks among which it goes, of those of its queue."""
+        if self.part is not None:
+            return world.parts[self.part.parts(world.size)]
+        return world.splits[self.hosts][0] if self.inside else world
+
 
 @dataclass(frozen=True, slots=True)
 class SentLeg:
@@ -148,7 +162,7 @@ class Hooks:
         if self.unknown(stage):
             return Stack([])
         hooks = stage.effective(self._loaded.pipeline).hooks
-        return build.build_stack(self._loaded, key_path(stage, "hooks"), hooks, inside_host=inside_host)
+        return build.build_stack(self._loaded, stage.key_path("hooks"), hooks, inside_host=inside_host)
 
 
 class Simulations:
@@ -166,83 +180,74 @@ class Simulations:
 
     def __init__(self, loaded: Loaded, world: World, hooks: Hooks, device: torch.device) -> None:
         self._loaded, self._world, self._hooks, self._device = loaded, world, hooks, device
-        needs: dict[QueueName, list[GroupRequirements]] = {
-            "world": [],
-            "deltas": [],
-            "plain": [{GroupRequirement("world"): 1}],
-        }
+        needed: list[QueueRequirements] = []
         for stage in loaded.pipeline.step_stages():
             settings = stage.effective(loaded.pipeline)
             stacks = hooks.make(stage), hooks.make(stage, inside_host=True)
-            wanted: dict[QueueName, GroupRequirements] = {
-                "world": gradient_needs(settings, *stacks),
-                "deltas": delta_needs(settings, *stacks),
-                "plain": plain_needs(settings),
-            }
-            self._check(stage, stacks[0], combine(wanted.values()))
-            for queue, of in wanted.items():
-                needs[queue].append(of)
+            needed.append(requirements(settings.plan, *stacks, world.ranks))
+            self._check(stage, stacks[0], combine(needed[-1]))
+        names: tuple[QueueName, ...] = ("world", "deltas", "plain")
+        by_queue = dict(zip(names, QueueRequirements.of_stages(needed), strict=True))
         self.groups: list[dict[QueueName, RankGroup]] = [
-            {queue: simulated_group(queue, world.layout(rank), combine(of)) for queue, of in needs.items()}
+            {queue: simulated_group(queue, world.layout(rank), of) for queue, of in by_queue.items()}
             for rank in range(world.ranks)
         ]
         """Of each rank, those of all ranks, by queue; the others are their splits."""
 
         self._known: dict[tuple[str, Route, BucketLayout], Carried] = {}
 
-    def carry(self, stage: StepStage | None, way: Route, layout: BucketLayout) -> Carried | None:
+    def carry(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Carried | None:
         """What it takes to carry a bucket; None if the hooks that it meets are not known.
 
         Args:
             stage: whose hooks it meets; None if it meets none.
-            way: how it travels.
+            route: how it travels.
             layout: of the bucket.
 
         Raises:
             PipelineError: a hook that would break the run.
         """
-        hooked = way.through in ("hooks", "host_hooks")
+        hooked = route.through in ("hooks", "host_hooks")
         described = ""
         if hooked:
             assert stage is not None, "hooks are a stage's"
             if self._hooks.unknown(stage):
                 return None
             described = self._hooks.make(stage).described
-        key = described, way, layout
+        key = described, route, layout
         if key not in self._known:
             try:
-                self._known[key] = self._carry(stage, way, layout)
+                self._known[key] = self._carry(stage, route, layout)
             except HooksError as error:
-                path = key_path(stage, "hooks") if stage is not None else ""
+                path = stage.key_path("hooks") if stage is not None else ""
                 raise PipelineError([self._loaded.fault(path, str(error))]) from None
         return self._known[key]
 
-    def _carry(self, stage: StepStage | None, way: Route, layout: BucketLayout) -> Carried:
+    def _carry(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Carried:
         traces = []
         # Where no hook looks at values there need not be any.
-        values = bool(self._stack(stage, way).names) and way.through != "broadcast"
-        first = example_payload(layout, way.kind, self._device if values else torch.device("meta"))
+        values = bool(self._stack(stage, route).names) and route.through != "broadcast"
+        first = example_payload(layout, route.kind, self._device if values else torch.device("meta"))
         for groups in self.groups:
-            world = groups[way.queue]
-            group = world.splits[way.hosts][0] if way.inside else world
+            group = route.group(groups[route.queue])
             payload = replace(first, tensor=first.tensor.clone(), findings=[])
-            traces.append(simulate(payload, self._stack(stage, way), group))
+            traces.append(simulate(payload, self._stack(stage, route), group))
         return Carried(
             layout,
-            tuple(_joined([trace.collectives for trace in traces], _places(self.groups[0][way.queue]))),
+            tuple(_joined([trace.collectives for trace in traces], _places(self.groups[0][route.queue]))),
             Amount(
                 tuple(trace.wire_bytes for trace in traces),
                 tuple(trace.between_hosts_bytes for trace in traces),
             ),
         )
 
-    def _stack(self, stage: StepStage | None, way: Route) -> Stack:
-        if way.through == "sum":
+    def _stack(self, stage: StepStage | None, route: Route) -> Stack:
+        if route.through == "sum":
             return all_reduce_stack()
-        if way.through == "broadcast":
-            return broadcast_stack(way.source)
+        if route.through == "broadcast":
+            return broadcast_stack(route.source)
         assert stage is not None, "hooks are a stage's"
-        return self._hooks.make(stage, inside_host=way.through == "host_hooks")
+        return self._hooks.make(stage, inside_host=route.through == "host_hooks")
 
     def _check(self, stage: StepStage, stack: Stack, needs: GroupRequirements) -> None:
         """See whether the ranks lie as a stage needs them, and tell what of it needs them otherwise."""
@@ -254,7 +259,7 @@ class Simulations:
             try:
                 simulated_group("world", layout, of)
             except HookSetupError as error:
-                raise PipelineError([self._loaded.fault(key_path(stage, key), str(error))]) from None
+                raise PipelineError([self._loaded.fault(stage.key_path(key), str(error))]) from None
 
 
 def _places(world: RankGroup) -> dict[str, tuple[Among, int]]:
@@ -263,6 +268,8 @@ def _places(world: RankGroup) -> dict[str, tuple[Among, int]]:
     for host, across in world.splits.values():
         found[host.name] = "host", host.size
         found[across.name] = "across", across.size
+    for part in world.parts.values():
+        found[part.name] = "part", part.size
     return found
 
 

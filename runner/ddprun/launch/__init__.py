@@ -14,7 +14,7 @@ from ddprun.launch.launcher import Launcher, LauncherError, recognise
 from ddprun.screen import say
 
 if TYPE_CHECKING:
-    from ddprun.engine.run_folder import Resuming
+    from ddprun.run_files import Resuming
 
 BAD_INPUT = 2
 

@@ -22,7 +22,6 @@ from torch.distributed.launcher.api import LaunchConfig
 from ddprun import LAUNCHED, ON_USR1, QUEUE_AGAIN
 from ddprun.checkpoint.folder import steps_in
 from ddprun.config import Loaded
-from ddprun.engine.run_folder import Resuming
 from ddprun.host.device import default_ranks, place_of
 from ddprun.host.network import LOOPBACK, address_towards, choose_loopback, host_of, is_address, is_own
 from ddprun.host.orphans import LAUNCHER
@@ -33,7 +32,7 @@ from ddprun.launch.agent import BAD_INPUT, Agent, ended_by_itself, make_agent, p
 from ddprun.launch.agent import run as run_agent
 from ddprun.launch.environment import handed_on
 from ddprun.launch.scratch import scratch
-from ddprun.run_files import resume_command
+from ddprun.run_files import Resuming, resume_command
 from ddprun.screen import say
 from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 

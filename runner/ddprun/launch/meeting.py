@@ -153,13 +153,13 @@ def _parameters(flags: Mapping[str, str | bool], timeout_s: float) -> tuple[Rend
     arguments: Any = torchrun_arguments(given, ["-m", "ddprun"])
     config, _, _ = torchrun.config_from_args(arguments)
     static = config.rdzv_backend == "static"
-    control_delay_steps = str(max(1, round(timeout_s)))
+    join_s = str(max(1, round(timeout_s)))
     meeting: dict[str, Any] = {"timeout": round(timeout_s)}
     if not static:
         # Clocks that are apart would make hosts take each other for dead: that is to be told, not met.
         meeting = {
-            "join_timeout": control_delay_steps,
-            "read_timeout": control_delay_steps,
+            "join_timeout": join_s,
+            "read_timeout": join_s,
             "keep_alive_max_attempt": _LONG_PATIENCE,
         }
     parameters = RendezvousParameters(

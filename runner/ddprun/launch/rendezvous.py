@@ -28,8 +28,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from ddprun.engine.tcp_store import open_store
 from ddprun.host.network import LOOPBACK, is_own
+from ddprun.host.tcp_store import open_store
 from ddprun.launch.endpoint import place_of
 
 _STORE_ANSWERS_S = 60

@@ -33,7 +33,7 @@ class BufferUse:
     bytes: int = 0
     """Size of the changing ones."""
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """In plain words."""
         if not (self.changing or self.constant or self.counters):
             return "the model has no buffers: nothing is sent"
@@ -99,56 +99,89 @@ def agree(verdict: BufferUse, model: nn.Module, control: Control) -> BufferUse:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """Which buffers are sent in the steps of a stage, and when."""
+
+    setting: Buffers
+    use: BufferUse
+    names: tuple[str, ...]
+    """All but counters, in the model's order."""
+
+    gradients_everywhere: bool
+    """Ranks synchronise in every step; where they do not, a forward pass is no time to, either."""
+
+    def before_forward(self) -> tuple[str, ...]:
+        """Before each forward pass: those that it reads, so that all ranks read the same."""
+        when = self.setting.when
+        if when == "auto" and self.use.read and self.gradients_everywhere:
+            return self.use.changing
+        return self.names if when == "every_forward" else ()
+
+    def after_step(self, step: int, *, synchronized: bool) -> tuple[str, ...]:
+        """After a step.
+
+        Args:
+            step: counts from 1 in the stage.
+            synchronized: the sync policy has exchanged something.
+        """
+        setting = self.setting
+        if setting.when == "every" and setting.every is not None and step % setting.every == 0:
+            return self.names
+        if setting.when == "auto" and self.use.read and not self.gradients_everywhere and synchronized:
+            return self.use.changing
+        return ()
+
+    @property
+    def goes_by_steps(self) -> bool:
+        """Ranks exchange buffers at steps of their own, whatever the sync policy does."""
+        return self.setting.when in ("every_forward", "every") and bool(self.names)
+
+    def synchronizes(self, step: int) -> bool:
+        """Whether ranks exchange buffers in this step, whatever the sync policy does."""
+        every = 1 if self.setting.when == "every_forward" else self.setting.every
+        return self.goes_by_steps and every is not None and step % every == 0
+
+
+def split_by_transfer(
+    named: Mapping[str, Tensor], setting: Buffers
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Buffers that are averaged, and those that rank 0 broadcasts; whole numbers are never averaged."""
+    averaged = {} if setting.reduce != "mean" else {n: b for n, b in named.items() if not is_whole(b)}
+    return averaged, {name: buffer for name, buffer in named.items() if name not in averaged}
+
+
 class BufferSync:
     """Sends buffers when the setting says so.
 
     Args:
         model: of this rank; all ranks hold the same buffers now.
         exchanger: sends them.
-        verdict: on which all ranks agree.
-        setting: of the stage; may be set anew at any stage.
+        use: on which all ranks agree.
+        setting: of the first stage.
     """
 
     def __init__(
-        self, model: nn.Module, exchanger: ParameterExchanger, verdict: BufferUse, setting: Buffers
+        self, model: nn.Module, exchanger: ParameterExchanger, use: BufferUse, setting: Buffers
     ) -> None:
-        self.verdict = verdict
-        self.setting = setting
-        self.gradients_everywhere = True
-        """Ranks synchronise in every step; where they do not, a forward pass is no time to, either."""
-
+        self.use = use
         self._exchanger = exchanger
         self._named: dict[str, Tensor] = dict(model.named_buffers())
         self._seen = self._copied()
+        self.begin_stage(setting, gradients_everywhere=True)
+
+    def begin_stage(self, setting: Buffers, *, gradients_everywhere: bool) -> None:
+        """Go by other settings from now on."""
+        names = tuple(name for name in self._named if name not in self.use.counters)
+        self.plan = BufferPlan(setting, self.use, names, gradients_everywhere)
 
     def before_forward(self) -> bool:
         """Send, if forward passes want the same buffers on all ranks; whether it was done."""
-        when = self.setting.when
-        if when == "auto" and self.verdict.read and self.gradients_everywhere:
-            return self._send(self.verdict.changing)
-        if when == "every_forward":
-            return self._send(self._all())
-        return False
+        return self._send(self.plan.before_forward())
 
-    def after_step(self, step: int, *, synchronised: bool) -> bool:
+    def after_step(self, step: int, *, synchronized: bool) -> bool:
         """Send, if it is time; `step` counts from 1 in the stage. Whether it was done."""
-        setting = self.setting
-        if setting.when == "every" and setting.every is not None and step % setting.every == 0:
-            return self._send(self._all())
-        apart = not self.gradients_everywhere
-        if setting.when == "auto" and self.verdict.read and apart and synchronised:
-            return self._send(self.verdict.changing)
-        return False
-
-    @property
-    def goes_by_steps(self) -> bool:
-        """Ranks exchange buffers at steps of their own, whatever the sync policy does."""
-        return self.setting.when in ("every_forward", "every") and bool(self._all())
-
-    def synchronises(self, step: int) -> bool:
-        """Whether ranks exchange buffers in this step, whatever the sync policy does."""
-        every = 1 if self.setting.when == "every_forward" else self.setting.every
-        return self.goes_by_steps and every is not None and step % every == 0
+        return self._send(self.plan.after_step(step, synchronized=synchronized))
 
     def before_reading(self) -> tuple[str, ...]:
         """Make all ranks' buffers equal, unless the setting is `never`: an evaluate or a save stage comes.
@@ -163,16 +196,16 @@ class BufferSync:
             return ()
         changed = [not _same(self._named[name], self._seen[name]) for name in names]
         control = self._exchanger.exchange.control
-        digests = [float(digest(b)) if _whole(b) else 0.0 for b in self._named.values()]
+        digests = [float(digest(b)) if is_whole(b) else 0.0 for b in self._named.values()]
         words = control.all_gather([*map(float, changed), *digests], "digests of the buffers")
         flags = words[:, : len(names)].any(0).tolist()
         differ = (words[:, len(names) :] != words[0, len(names) :]).any(0).tolist()
         wanted = [
             name
             for name, flag, differs in zip(names, flags, differ, strict=True)
-            if (differs if _whole(self._named[name]) else flag)
+            if (differs if is_whole(self._named[name]) else flag)
         ]
-        if self.setting.when != "never":
+        if self.plan.setting.when != "never":
             self._send(wanted)
             self._seen = self._copied()
         return tuple(wanted)
@@ -190,26 +223,20 @@ class BufferSync:
         """Values that all ranks have in common now."""
         return {name: buffer.detach().clone() for name, buffer in self._named.items()}
 
-    def _all(self) -> list[str]:
-        return [name for name in self._named if name not in self.verdict.counters]
-
     def _send(self, names: Sequence[str]) -> bool:
-        """Broadcast or average; whole numbers are never averaged."""
-        floats = {name: self._named[name] for name in names if not _whole(self._named[name])}
-        wholes = {name: self._named[name] for name in names if _whole(self._named[name])}
+        if not names:
+            return False
+        averaged, broadcast = split_by_transfer({n: self._named[n] for n in names}, self.plan.setting)
         with torch.no_grad():
-            if self.setting.reduce == "mean":
-                self._exchanger.average(self._buckets(floats), "buffers")
-            else:
-                wholes = {name: self._named[name] for name in names}
-            self._exchanger.broadcast(self._buckets(wholes), "buffers", 0)
-        return bool(names)
+            self._exchanger.average(self._buckets(averaged), "buffers")
+            self._exchanger.broadcast(self._buckets(broadcast), "buffers", 0)
+        return True
 
     def _buckets(self, named: Mapping[str, Tensor]) -> ParameterBuckets:
         return ParameterBuckets(named, self._exchanger.cap_bytes)
 
 
-def _whole(buffer: Tensor) -> bool:
+def is_whole(buffer: Tensor) -> bool:
     return not (buffer.is_floating_point() or buffer.is_complex())
 
 

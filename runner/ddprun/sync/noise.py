@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ddprun.sync.policy import averaged_parameters
+from ddprun.sync.synchronizer import averaged_parameters
 
 
 def noise(model: nn.Module, *, std: float) -> None:

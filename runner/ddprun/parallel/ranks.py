@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddprun.engine.tcp_store import open_store
 from ddprun.host.device import Place
 from ddprun.host.network import (
     NetworkError,
@@ -23,6 +22,7 @@ from ddprun.host.network import (
     is_own,
 )
 from ddprun.host.rank_files import attempt_folder
+from ddprun.host.tcp_store import open_store
 from ddprun.watchdog.hang import Peer
 from ddprun.watchdog.launcher_watchdog import STATUS_SERVER
 from ddprun.watchdog.rank_watchdog import UNWATCHED, Onlooker

@@ -1,19 +1,85 @@
-"""`summary.json`: what the run came to."""
+"""The end of a run: `summary.json` is written, and the closing table shown, as far as the disk takes it."""
 
 import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from ddprun import __version__
+from ddprun import __version__, screen
+from ddprun.checkpoint.folder import FOLDER as CHECKPOINTS
+from ddprun.engine.nonfinite import failure
 from ddprun.engine.session import Session
-from ddprun.run_files import replacing
+from ddprun.run_files import replacing, resume_command
 from ddprun.telemetry.records import VERSION, Totals
 from ddprun.telemetry.writer import finite
+
+Status = Literal["done", "interrupted", "failed"]
+_ENDED: dict[Status, str] = {
+    "done": "is done",
+    "interrupted": "has stopped",
+    "failed": "has failed",
+}
+
+
+class LostError(Exception):
+    """Something that a run leaves behind could not be written."""
+
+
+def finish_run(session: Session, *, status: Status, seconds: float) -> list[str]:
+    """Write the summary, end the records and the trackers, and show the closing table; called by all ranks.
+
+    Records that could not be written are told. They are not what the run is for.
+
+    Returns:
+        What is lost of that for which it is, the same on all ranks: the last checkpoint, the summary.
+    """
+    runtime, state, reporter = session.runtime, session.state, session.reporter
+    ranks, records = runtime.ranks, runtime.records
+    records.writer.flush()
+    _report_lost_records(session, ranks.gather("records", records.writer.failure or ""))
+    found = summarise(session, status=status, seconds=seconds, stages=state.cursor.entries)
+    if status == "failed":
+        told = failure(session, runtime.run_dir / CHECKPOINTS) if ranks.rank == 0 else ""
+        assert runtime.finite.found is not None
+        found["error"] = {"rank": runtime.finite.found.rank, "message": told}
+    summary = {**runtime.loaded.secrets.redact_all(found), "run_dir": found["run_dir"]}
+    lost = [runtime.checkpoints.lost] if runtime.checkpoints.lost is not None else []
+    if ranks.rank == 0:
+        reporter.events.info("finished", status=status, step=state.step)
+        try:
+            write_summary(runtime.run_dir, summary)
+        except OSError as error:
+            lost.append(f"summary.json is lost: {error.strerror or error}")
+    if late := reporter.trackers.close(summary):
+        reporter.note(f"{', '.join(late)}: still flushing; the run does not wait for it")
+    records.close()
+    if ranks.rank == 0:
+        reporter.screen.closing(summary)
+        if status == "failed":
+            reporter.note(f"ddprun: the run failed ({reporter.where}): {summary['error']['message']}")
+        if lost:
+            screen.say(
+                f"ddprun: the run {_ENDED[status]}, but not all of it could be written: {'; '.join(lost)}"
+            )
+        elif status == "interrupted" and runtime.loaded.pipeline.checkpoint.keep:
+            reporter.note(f"go on: {resume_command(runtime.run_dir)}")
+        screen.show(str(runtime.run_dir))
+    everywhere: list[str] = json.loads(ranks.tell_all("lost", lambda: json.dumps(lost)))
+    return everywhere
+
+
+def _report_lost_records(session: Session, failures: list[str]) -> None:
+    """On rank 0: say which ranks' records are not whole."""
+    failed = {rank: why for rank, why in enumerate(failures) if why}
+    if failed:
+        first, why = next(iter(failed.items()))
+        more = f", nor are those of {len(failed) - 1} more" if len(failed) > 1 else ""
+        session.reporter.note(f"the records of rank {first} are not whole{more}: {why}")
+
 
 _EXPOSED = ("exposed_hook_us", "exposed_wait_us", "exposed_wire_us")
 

@@ -1,0 +1,310 @@
+"""What a sync policy sends, and when. A policy says it once, in its plan: the run carries the plan out,
+process groups are made for it, and `ddprun explain` shows it.
+
+Nothing here imports torch: `ddprun check` reads plans, too.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Gradients = Literal["all", "host"] | None
+"""Among which ranks backward averages gradients: all, those of each host, or none."""
+
+Consistency = Literal["common", "host", "apart"]
+"""Which ranks hold the same: all, those of each host, or none."""
+
+Effect = Literal["nothing", "common", "host", "hosts_apart", "apart"]
+"""What a step did to the ranks' parameters. `nothing`: equal ones stay equal. `common`: all ranks have the
+same now. `host`: the ranks of each host have. `hosts_apart`: ranks of one host stay equal if they were, hosts
+do not. `apart`: each rank went its own way."""
+
+_LONGEST_CYCLE = 100_000
+"""Periods that have no smaller common multiple are followed for so many steps."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Splits the ranks of a run into groups, each of which exchanges for itself.
+
+    Args:
+        name: tells it from other partitions.
+        groups: from the number of ranks to the ranks of each group; every rank is in one.
+    """
+
+    name: str
+    groups: Callable[[int], Sequence[Sequence[int]]] = field(compare=False, repr=False)
+
+    def parts(self, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each group, of so many ranks."""
+        return tuple(tuple(sorted(group)) for group in self.groups(ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class OuterOptimizer:
+    """SGD with Nesterov momentum on what ranks last had in common; its gradient is their mean change."""
+
+    lr: float
+    momentum: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One kind of exchange, after regular steps of a stage. Steps count from 1."""
+
+    what: Literal["change", "parameters", "optimizer"]
+    """`change`: the mean change of the parameters since ranks last had them in common, through the stage's
+    hooks, which lose little of it; among all or host. `parameters`, `optimizer`: the mean of the parameters,
+    or of the optimizer's state, as they are and past all hooks."""
+
+    every: int
+    phase: int = 0
+    """It sets out after steps whose number, divided by `every`, leaves this remainder."""
+
+    not_every: int | None = None
+    """It does not after multiples of this."""
+
+    delay: int = 0
+    """Training goes on meanwhile, and the result is applied so many steps later; `change` alone."""
+
+    among: Literal["all", "host"] | Partition = "all"
+    source: int | None = None
+    """The rank whose `parameters` all take; None: their mean."""
+
+    fragment: tuple[int, int] = (0, 1)
+    """Which of how many parts of the parameters, about equally large."""
+
+    outer: OuterOptimizer | None = None
+    """What becomes of the mean change; None: it is added."""
+
+    def sets_out(self, step: int) -> bool:
+        """Whether it sets out after this step."""
+        if step <= 0 or step % self.every != self.phase:
+            return False
+        return self.not_every is None or step % self.not_every != 0
+
+    def lands(self, step: int) -> bool:
+        """Whether its result is applied after this step."""
+        return self.sets_out(step - self.delay)
+
+    @property
+    def partition(self) -> Partition | None:
+        """Among the ranks of each of its groups, if it is one."""
+        return self.among if isinstance(self.among, Partition) else None
+
+    @property
+    def equalizes(self) -> bool:
+        """It makes its parameters equal on all ranks."""
+        return self.what != "optimizer" and self.among == "all"
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPlan:
+    """All that ranks exchange in a stage beside buffers and control messages."""
+
+    gradients: Gradients = None
+    transfers: tuple[Transfer, ...] = ()
+    """In the order in which they set out after one step."""
+
+    hosts: int | None = None
+    """Into how many hosts `host` splits the ranks; None: as they were launched."""
+
+    changes_weights: bool = True
+    """False: nothing in the stage does."""
+
+    keeps_apart: bool = False
+    """Ranks are meant to differ: a stage before this one need not make them equal, and this one cannot go on
+    with another number of ranks."""
+
+    def synchronizes(self, step: int) -> bool:
+        """Whether all ranks exchange something in this step. Ranks of one host do not count: they are not to
+        wait for other hosts.
+        """
+        if self.gradients == "all":
+            return True
+        return any(
+            one.lands(step) for one in self.transfers if one.what != "optimizer" and one.among != "host"
+        )
+
+    @property
+    def never(self) -> bool:
+        """Ranks do not exchange anything before the stage's end."""
+        return self.gradients != "all" and all(one.among == "host" for one in self.transfers)
+
+    @property
+    def uses_hooks(self) -> bool:
+        """Something goes through the stage's hooks."""
+        return self.gradients is not None or any(one.what == "change" for one in self.transfers)
+
+    @property
+    def averages_state(self) -> bool:
+        """Where it makes all ranks' parameters equal it does the same with the optimizer's state."""
+        return any(one.what == "optimizer" and one.among == "all" for one in self.transfers)
+
+    @property
+    def control_delay_steps(self) -> int:
+        """Steps that a control message may take, since a transfer beside training may hold it up."""
+        return max([1, *(one.delay for one in self.transfers)])
+
+    @property
+    def period(self) -> int:
+        """Steps between two exchanges of the same parameters among all ranks; 0: there are none."""
+        return 1 if self.gradients == "all" else max([0, *(t.every for t in self.transfers if t.equalizes)])
+
+    def cycle(self, *more: int | None) -> int:
+        """After how many steps everything begins again.
+
+        Args:
+            more: further periods that count.
+        """
+        periods = [*(one.every for one in self.transfers), *(period for period in more if period)]
+        return min(math.lcm(*periods), _LONGEST_CYCLE)
+
+
+@dataclass(frozen=True, slots=True)
+class StageFacts:
+    """What a plan may depend on besides the policy's options."""
+
+    backward: bool
+    """The stage has backward passes, so there are gradients."""
+
+    changes_weights: bool
+    """Something in the stage does: a backward pass, `update` or `mutate`."""
+
+
+class PlanProgress:
+    """Follows a plan step by step: what sets out, what lands, and what that makes of the ranks.
+
+    Args:
+        plan: of the stage.
+    """
+
+    def __init__(self, plan: SyncPlan) -> None:
+        self.plan = plan
+        self.since = [0] * len(plan.transfers)
+        """Of each transfer: steps since it set out last."""
+
+        self.under_way: set[int] = set()
+        """Places of transfers that have set out and not landed."""
+
+    def after_step(self, step: int) -> tuple[list[int], list[int], Effect]:
+        """The optimizer has taken a step.
+
+        Returns:
+            The places of the transfers that land, then of those that set out (and land at once unless they
+            have a delay), and what all of that makes of the ranks.
+        """
+        transfers = self.plan.transfers
+        self.since = [steps + 1 for steps in self.since]
+        landing = [p for p, one in enumerate(transfers) if one.delay and one.lands(step)]
+        setting_out = [p for p, one in enumerate(transfers) if one.sets_out(step)]
+        self.under_way -= set(landing)
+        for place in setting_out:
+            self.since[place] = 0
+            if transfers[place].delay:
+                self.under_way.add(place)
+        return landing, setting_out, self._effect(setting_out)
+
+    def _effect(self, setting_out: Sequence[int]) -> Effect:
+        plan = self.plan
+        if plan.gradients == "all" or not plan.changes_weights:
+            return "nothing"
+        equalizing = [place for place, one in enumerate(plan.transfers) if one.equalizes]
+        if equalizing and not any(self.since[p] or plan.transfers[p].delay for p in equalizing):
+            return "common"
+        sent = [plan.transfers[place] for place in setting_out]
+        if any(one.what != "optimizer" and one.among == "host" for one in sent):
+            return "host"
+        return "hosts_apart" if plan.gradients == "host" else "apart"
+
+    def finish(self, *, reconcile: bool) -> tuple[list[int], list[int], Effect]:
+        """The stage is over: what is under way lands; the last round is a short one.
+
+        Args:
+            reconcile: make the ranks equal.
+
+        Returns:
+            As `after_step`.
+        """
+        transfers = self.plan.transfers
+        landing = sorted(self.under_way)
+        self.under_way.clear()
+        setting_out = []
+        if reconcile and any(self.since[place] for place, one in enumerate(transfers) if one.equalizes):
+            setting_out = [p for p, one in enumerate(transfers) if one.among == "all" and self.since[p]]
+        for place in setting_out:
+            self.since[place] = 0
+        return landing, setting_out, "common" if reconcile and (landing or setting_out) else "nothing"
+
+
+@dataclass(slots=True)
+class ReplicaConsistency:
+    """Which ranks hold the same parameters, and the same optimizer state."""
+
+    parameters: Consistency = "common"
+    optimizer: Consistency = "common"
+    optimizer_hosts: int | None = None
+    """Into how many hosts the ranks were split where those of each host hold the same state."""
+
+    mutated_at: int = -1
+    """After how many steps of the run weights were mutated last."""
+
+    hosts: int | None = None
+    """Into how many hosts the running stage splits the ranks; None: as they were launched."""
+
+    def note(self, effect: Effect, plan: SyncPlan, *, noop: bool) -> None:
+        """A step is over, or a stage.
+
+        Args:
+            effect: on the ranks' parameters.
+            plan: of the stage.
+            noop: the stage has the hook `noop`: each rank gets its own values back.
+        """
+        noop = noop and plan.uses_hooks
+        self.parameters = _after(self.parameters, effect)
+        if noop and effect != "nothing":
+            self.parameters = "apart"
+        if noop and plan.gradients:
+            self.parameters = self.optimizer = "apart"
+        elif effect == "common" and plan.averages_state and not noop:
+            self.optimizer = "common"
+        elif plan.gradients and self.parameters == "apart":
+            self.optimizer = "apart"  # weight decay makes momentum of weights
+        elif plan.gradients == "host":
+            self.optimizer = _after(self.optimizer, "hosts_apart")
+            self.optimizer_hosts = plan.hosts
+        elif plan.gradients is None:
+            self.optimizer = "apart"
+
+    def mutated(self, step: int) -> None:
+        """Each rank's weights were changed, in a way of its own, after `step` steps of the run."""
+        self.parameters, self.mutated_at = "apart", step
+
+    def needs_equal_state(self, plan: SyncPlan) -> bool:
+        """Whether the optimizer's state must be averaged before ranks exchange gradients by this plan: equal
+        gradients keep ranks equal only if their optimizers' state is.
+        """
+        if plan.gradients is None or self.optimizer == "common":
+            return False
+        in_hosts = plan.gradients == "host" and self.optimizer == "host"
+        return not (in_hosts and self.optimizer_hosts == plan.hosts)
+
+    def state_list(self) -> list[Any]:
+        """As a checkpoint holds it."""
+        return [self.parameters, self.optimizer, self.optimizer_hosts, self.mutated_at]
+
+    def load_state_list(self, state: Sequence[Any]) -> None:
+        """Bring it back."""
+        self.parameters, self.optimizer, self.optimizer_hosts, self.mutated_at = state
+
+
+def _after(before: Consistency, effect: Effect) -> Consistency:
+    """Which ranks hold the same after a step."""
+    match effect:
+        case "nothing":
+            return before
+        case "hosts_apart":
+            return "apart" if before == "apart" else "host"
+        case _:
+            return effect

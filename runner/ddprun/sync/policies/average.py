@@ -1,0 +1,16 @@
+"""Parameter averaging, for stages without a backward pass and elsewhere."""
+
+from ddprun.config.options import PositiveInt
+from ddprun.sync.plan import StageFacts, SyncPlan, Transfer
+from ddprun.sync.policy import SyncPolicy
+
+
+class Average(SyncPolicy):
+    """Every n-th step the parameters of all ranks become their mean; the optimizer's state stays local."""
+
+    every: PositiveInt
+    """Steps from one average to the next."""
+
+    def plan(self, stage: StageFacts) -> SyncPlan:
+        """The change of parameters."""
+        return SyncPlan(transfers=(Transfer("change", self.every),))

@@ -1,0 +1,20 @@
+"""One rank's parameters for all, every so many steps."""
+
+from ddprun.config.options import NonNegativeInt, PositiveInt
+from ddprun.sync.plan import StageFacts, SyncPlan, Transfer
+from ddprun.sync.policy import SyncPolicy
+
+
+class Broadcast(SyncPolicy):
+    """Every n-th step all ranks take the parameters of one; goes without hooks."""
+
+    every: PositiveInt
+    """Steps from one broadcast to the next."""
+
+    source: NonNegativeInt = 0
+    """The rank whose parameters all take."""
+
+    def plan(self, stage: StageFacts) -> SyncPlan:
+        """The parameters of one rank."""
+        one = Transfer("parameters", self.every, source=self.source)
+        return SyncPlan(transfers=(one,))

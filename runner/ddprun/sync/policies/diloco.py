@@ -1,0 +1,66 @@
+"""DiLoCo: an outer optimizer on what the ranks learn apart; in fragments, and while training goes on."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from ddprun.config.options import NonNegativeInt, PositiveFloat, PositiveInt
+from ddprun.config.problems import all_within, problem
+from ddprun.sync.plan import OuterOptimizer, StageFacts, SyncPlan, Transfer
+from ddprun.sync.policy import SyncPolicy
+
+
+class Diloco(SyncPolicy):
+    """Every n steps an outer SGD with Nesterov momentum takes the ranks' mean change as its gradient
+    (Douillard et al. 2023, arXiv:2311.08105).
+    """
+
+    every: PositiveInt
+    """Steps from one exchange of a parameter to its next."""
+
+    outer_lr: PositiveFloat = 0.7
+    """Learning rate of the outer SGD."""
+
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Nesterov momentum of the outer SGD; with 0 and `outer_lr: 1` it is `local_sgd`."""
+
+    fragments: Annotated[int, Field(gt=0, le=10_000)] = 1
+    """The parameters in so many parts, exchanged at evenly spread steps (Streaming DiLoCo,
+    arXiv:2501.18512)."""
+
+    overlap_steps: NonNegativeInt = 0
+    """The exchange runs while training goes on, and is applied exactly so many steps later."""
+
+    @model_validator(mode="after")
+    def _fits_the_period(self) -> Self:
+        every = f"every {self.every}"
+        faults = []
+        if self.fragments > self.every:
+            text = f"fragments {self.fragments} is more than {every}: each needs a step of its own"
+            faults.append((problem(text, f"at most {self.every}"), "fragments"))
+        if self.overlap_steps >= self.every:
+            text = f"overlap_steps {self.overlap_steps} is not less than {every}: the next exchange would "
+            text += "start before the last one is applied"
+            faults.append((problem(text, f"at most {self.every - 1}"), "overlap_steps"))
+        if faults:
+            raise all_within(faults)
+        return self
+
+    def plan(self, stage: StageFacts) -> SyncPlan:
+        """The change of each fragment, at a phase of its own. With overlap it is applied exactly so many
+        steps after it set out, neither before nor after, on every rank alike.
+        """
+        outer = OuterOptimizer(self.outer_lr, self.outer_momentum)
+        return SyncPlan(
+            transfers=tuple(
+                Transfer(
+                    "change",
+                    self.every,
+                    phase=index * self.every // self.fragments,
+                    delay=self.overlap_steps,
+                    fragment=(index, self.fragments),
+                    outer=outer,
+                )
+                for index in range(self.fragments)
+            )
+        )

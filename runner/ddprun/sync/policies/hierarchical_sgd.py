@@ -1,0 +1,56 @@
+"""Hierarchical SGD: one period for the ranks of a host, a longer one for all."""
+
+from dataclasses import replace
+from typing import ClassVar, Self
+
+from pydantic import model_validator
+
+from ddprun.config.options import PositiveInt
+from ddprun.config.problems import problem, within
+from ddprun.sync.plan import StageFacts, SyncPlan, Transfer
+from ddprun.sync.policy import OptimizerState, SyncPolicy
+
+
+class HierarchicalSgd(SyncPolicy):
+    """One period for the ranks of a host, a longer one for all (post-local SGD, Lin et al. 2018,
+    arXiv:1808.07217).
+    """
+
+    period_key: ClassVar[str] = "across"
+
+    within: PositiveInt = 1
+    """Steps between synchronisations inside a host; 1 all-reduces gradients there at every step."""
+
+    across: PositiveInt
+    """Steps between synchronisations of all ranks; a multiple of `within`."""
+
+    hosts: PositiveInt | None = None
+    """Split the ranks into so many equal hosts, for trials on one machine; null: as they were launched."""
+
+    optimizer_state: OptimizerState = "local"
+    """`average`: the optimizer's state is averaged too, which doubles or triples the bytes."""
+
+    @model_validator(mode="after")
+    def _hosts_meet_when_all_do(self) -> Self:
+        if self.across % self.within:
+            text = f"across {self.across} is no multiple of within {self.within}"
+            raise within(problem(text, _multiples(self.across, self.within)), "across")
+        return self
+
+    def plan(self, stage: StageFacts) -> SyncPlan:
+        """Inside a host gradients or changes of parameters, between hosts changes of parameters."""
+        gradients = stage.backward and self.within == 1
+        transfers = [Transfer("change", self.across), Transfer("optimizer", self.across)]
+        if not gradients:
+            transfers += [
+                replace(one, every=self.within, not_every=self.across, among="host") for one in transfers
+            ]
+        if self.optimizer_state == "local":
+            transfers = [one for one in transfers if one.what != "optimizer"]
+        return SyncPlan("host" if gradients else None, tuple(transfers), hosts=self.hosts)
+
+
+def _multiples(number: int, factor: int) -> str:
+    """The multiples next to a number that is none."""
+    below = number // factor * factor
+    return f"write {below} or {below + factor}" if below else f"write {factor}"
