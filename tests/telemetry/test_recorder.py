@@ -1,4 +1,4 @@
-"""When ranks hear what they have told each other."""
+"""When ranks know what the others have posted, and which records come of their steps."""
 
 import json
 import random
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ddprun.telemetry import recorder as module
 from ddprun.telemetry.clock import clock_for
 from ddprun.telemetry.global_step import GlobalStep
-from ddprun.telemetry.recorder import StepRecorder
+from ddprun.telemetry.recorder import DeferredWork, StepRecorder
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.comm.control import Control
 from ddprun_hooks.comm.trace import BucketTrace, now_us
@@ -71,112 +71,124 @@ def alone(tmp_path: Path) -> Iterator[StepRecorder]:
     writer.close()
 
 
-def heard_of(messages: Sequence[GlobalStep]) -> list[int]:
-    """Of which steps that is."""
+def steps_of(messages: Sequence[GlobalStep]) -> list[int]:
+    """About which steps that is."""
     return [step for agreed in messages for step in agreed.steps]
 
 
-def take(recorder: StepRecorder, step: int, *, met: bool = True) -> list[int]:
-    """One step; the steps that are heard of at its end."""
+def take(recorder: StepRecorder, step: int, *, synchronised: bool = True) -> list[int]:
+    """One step; the steps that ranks know of at its end."""
     recorder.start(step, 0)
     recorder.note_loss(torch.tensor(float(step)), 1)
-    return heard_of(recorder.end(stop=False, compare_clocks=False, synchronised=met))
+    return steps_of(recorder.end(stop=False, compare_clocks=False, synchronised=synchronised))
 
 
 @pytest.mark.parametrize("control_delay_steps", [1, 3])
-def test_control_words_are_read_so_many_steps_after_the_last(
+def test_messages_are_read_so_many_steps_after_the_last(
     alone: StepRecorder, monkeypatch: pytest.MonkeyPatch, control_delay_steps: int
 ) -> None:
     """Neither sooner nor later, whether they have come or not; what is left comes at the stage's end. A step
-    in which ranks do not meet has none.
+    in which ranks do not synchronise has none.
     """
-    monkeypatch.setattr(module, "_TOGETHER_US", 0.0)
+    monkeypatch.setattr(module, "_POST_EVERY_US", 0.0)
     alone.control_delay_steps = control_delay_steps
-    heard = {number: step for step in range(1, 9) for number in take(alone, step, met=step % 2 == 0)}
-    assert heard == {met: met + control_delay_steps for met in (2, 4, 6, 8) if met + control_delay_steps <= 8}
-    left = heard_of(alone.flush())
-    assert [*heard, *left] == [2, 4, 6, 8]
+    known = {number: step for step in range(1, 9) for number in take(alone, step, synchronised=step % 2 == 0)}
+    assert known == {
+        step: step + control_delay_steps for step in (2, 4, 6, 8) if step + control_delay_steps <= 8
+    }
+    left = steps_of(alone.flush())
+    assert [*known, *left] == [2, 4, 6, 8]
 
 
-def test_words_of_short_steps_travel_together(alone: StepRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as their time is due, 256 at most; steps without a word count, and a stage begins anew."""
-    monkeypatch.setattr(module, "_TOGETHER_US", 1e12)
-    assert [take(alone, step) for step in (1, 2)] == [[], [1]]
-    assert alone.together == 256
-    assert take(alone, 3) == [2], "under way before that was known"
-    heard = {step: found for step in range(4, 516) if (found := take(alone, step, met=step % 20 == 0))}
-    assert heard == {259: [3, *range(20, 259, 20)], 515: list(range(260, 515, 20))}
-    assert alone.drain() == []
-    alone.begin_stage([])
-    assert [take(alone, step) for step in (516, 517)] == [[], [516]], "after step 515, which has no word"
-
-
-def test_words_wait_for_their_number_however_often_steps_without_any_are_settled(
+def test_messages_about_short_steps_are_posted_together(
     alone: StepRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those are settled once in a while, each rank when it likes; when words travel is no matter of it."""
-    alone.together = 32
-    monkeypatch.setattr(module, "_TOGETHER_US", 0.0)
-    heard = {step: found for step in range(1, 100) if (found := take(alone, step, met=step in (40, 41, 90)))}
-    assert heard == {41: [40], 43: [41], 91: [90]}, "once one is heard, steps count as long"
-    alone.together = 32
+    """For half a second, 256 at most; steps without a message count, and a stage begins anew."""
+    monkeypatch.setattr(module, "_POST_EVERY_US", 1e12)
+    assert [take(alone, step) for step in (1, 2)] == [[], [1]]
+    assert alone.steps_per_post == 256
+    assert take(alone, 3) == [2], "posted before that was known"
+    known = {
+        step: found for step in range(4, 516) if (found := take(alone, step, synchronised=step % 20 == 0))
+    }
+    assert known == {259: [3, *range(20, 259, 20)], 515: list(range(260, 515, 20))}
+    assert alone.drain() == []
+    alone.begin_stage([])
+    assert [take(alone, step) for step in (516, 517)] == [[], [516]], "after step 515, which has no message"
+
+
+def test_messages_wait_for_their_number_however_often_steps_without_any_are_resolved(
+    alone: StepRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank resolves those at times of its own, which does not change when messages are posted."""
+    alone.steps_per_post = 32
+    monkeypatch.setattr(module, "_POST_EVERY_US", 0.0)
+    known = {
+        step: found
+        for step in range(1, 100)
+        if (found := take(alone, step, synchronised=step in (40, 41, 90)))
+    }
+    assert known == {41: [40], 43: [41], 91: [90]}, "once one is read, steps count as long"
+    alone.steps_per_post = 32
     taken = []
     for step in range(100, 260):
-        take(alone, step, met=step in (101, 200))
+        take(alone, step, synchronised=step in (101, 200))
         taken.append(alone.totals.steps)
-        alone.together = 32
-    assert heard_of(alone.drain()) == []
-    assert len(set(taken)) > 60, "steps without words are counted at once when their time is over"
+        alone.steps_per_post = 32
+    assert steps_of(alone.drain()) == []
+    assert len(set(taken)) > 60, "steps without a message are counted at once when their time is over"
 
 
-def test_words_of_long_steps_travel_at_once(alone: StepRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In steps as long as a wish to stop may take to be heard, it is heard after each."""
-    monkeypatch.setattr(module, "_TOGETHER_US", 1.0)
+def test_messages_about_long_steps_are_posted_at_once(
+    alone: StepRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a request to stop is known a step later."""
+    monkeypatch.setattr(module, "_POST_EVERY_US", 1.0)
     assert [take(alone, step) for step in range(1, 5)] == [[], [1], [2], [3]]
 
 
 def test_no_step_waits_for_a_device(alone: StepRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The marks of steps whose words travel together are read once the last of them is over there."""
-    monkeypatch.setattr(module, "_TOGETHER_US", 1e12)
+    """The marks of steps are read once the device has finished the last of them."""
+    monkeypatch.setattr(module, "_POST_EVERY_US", 1e12)
     clock = alone._clock = DeviceClock()
     alone.mark = clock.mark
-    heard = {}
+    known = {}
     for clock.step in range(1, 300):
         if found := take(alone, clock.step):
-            heard[clock.step] = found
+            known[clock.step] = found
     assert clock.waited == 0
-    assert [number for found in heard.values() for number in found] == list(range(1, 259))
-    assert max(map(len, heard.values())) == 256
-    assert heard_of(alone.flush()) == list(range(259, 300))
+    assert [number for found in known.values() for number in found] == list(range(1, 259))
+    assert max(map(len, known.values())) == 256
+    assert steps_of(alone.flush()) == list(range(259, 300))
 
 
-def test_a_stage_may_end_with_nothing_left_to_tell(alone: StepRecorder) -> None:
-    """A word is posted all the same, since other ranks may have something; of nobody it says nothing."""
+def test_a_stage_may_end_with_nothing_left(alone: StepRecorder) -> None:
+    """A message is posted all the same, since other ranks may have something; here no rank has."""
     take(alone, 1)
-    assert heard_of(alone.drain()) == [1]
+    assert steps_of(alone.drain()) == [1]
     assert alone.flush() == []
-    take(alone, 2, met=False)
+    take(alone, 2, synchronised=False)
     (rest,) = alone.flush()
     assert (rest.steps, rest.mean_losses) == ([2], [2.0])
 
 
-def test_bookkeeping_is_done_in_between_and_comes_out_alike(
+def test_deferred_work_does_not_change_what_comes_of_it(
     alone: StepRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many deferred work are done when: the same words at the same steps, and the same totals."""
-    monkeypatch.setattr(module, "_TOGETHER_US", 1e12)
-    heard = {}
+    """However much of it is done when: the same messages at the same steps, and the same totals."""
+    monkeypatch.setattr(module, "_POST_EVERY_US", 1e12)
+    known = {}
     for step in range(1, 300):
         if found := take(alone, step):
-            heard[step] = found
+            known[step] = found
         for _ in range(step % 3):
             alone.deferred.do_some()
-    assert heard == {
+    assert known == {
         2: [1],
         3: [2],
         259: list(range(3, 259)),
     }
-    assert heard_of(alone.flush()) == list(range(259, 300))
+    assert steps_of(alone.flush()) == list(range(259, 300))
     assert alone.totals.steps == 299
     assert alone.totals.parts_us["step_us"] == sum(record["step_us"] for record in recorded(alone, tmp_path))
 
@@ -188,14 +200,14 @@ def recorded(recorder: StepRecorder, folder: Path) -> list[dict[str, Any]]:
 
 
 def test_steps_of_a_run_that_fails_are_recorded(alone: StepRecorder, tmp_path: Path) -> None:
-    """Those whose words nobody will read, too."""
+    """Also those whose messages nobody will read."""
     alone.control_delay_steps = 100
     for step in range(1, 6):
         take(alone, step)
-    alone.together = 32
+    alone.steps_per_post = 32
     for step in range(6, 10):
         take(alone, step)
-    assert alone._batches, "words are under way"
+    assert alone._batches, "messages are under way"
     alone.start(10, 0)
     alone.lap("data_us")
     alone.salvage()
@@ -204,13 +216,13 @@ def test_steps_of_a_run_that_fails_are_recorded(alone: StepRecorder, tmp_path: P
     assert records[-1]["mean_loss"] is None
 
 
-def test_steps_are_recorded_whose_words_cannot_be_posted_any_more(
+def test_steps_are_recorded_whose_messages_cannot_be_posted_any_more(
     alone: StepRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first a rank may hear of its peers' end is that it can tell them nothing."""
+    """Posting may be where a rank first notices that the others are gone."""
     take(alone, 1)
     take(alone, 2)
-    alone.together = 1
+    alone.steps_per_post = 1
 
     def gone(*_: Any) -> None:
         raise RuntimeError("connection closed by peer")
@@ -225,7 +237,7 @@ def test_steps_are_recorded_whose_words_cannot_be_posted_any_more(
 def test_a_rank_waits_from_its_last_bucket_to_the_end_of_backward(
     alone: StepRecorder, tmp_path: Path
 ) -> None:
-    """Which is a moment of its own, amid the step's others."""
+    """Not to the end of the step's last part."""
     for step in (1, 2):
         alone.start(step, 0)
         time.sleep(0.002)
@@ -248,30 +260,30 @@ def test_a_rank_waits_from_its_last_bucket_to_the_end_of_backward(
 
 
 def test_records_stand_in_the_order_of_steps(alone: StepRecorder, tmp_path: Path) -> None:
-    """Those of steps without a word, too."""
+    """Also those of steps without a message."""
     for step in range(1, 200):
-        take(alone, step, met=step % 7 == 0)
+        take(alone, step, synchronised=step % 7 == 0)
     alone.flush()
     assert [record["step"] for record in recorded(alone, tmp_path)] == list(range(1, 200))
 
 
-def test_wishes_of_a_step_come_back_with_its_word(alone: StepRecorder) -> None:
-    """Each of them alone, and only in the step in which it was told."""
-    wishes: tuple[dict[str, bool], ...] = (
+def test_requests_come_back_with_the_message_about_their_step(alone: StepRecorder) -> None:
+    """Each of them alone, and only with that step."""
+    requests: tuple[dict[str, bool], ...] = (
         {},
         {"stop": True},
         {"checkpoint": True},
         {"compare_clocks": True},
         {"stop": True, "checkpoint": True},
     )
-    heard = []
-    for step, wish in enumerate(wishes, start=1):
+    known = []
+    for step, request in enumerate(requests, start=1):
         alone.start(step, 0)
         alone.note_loss(torch.tensor(1.0), 1)
-        heard += alone.end(**{"stop": False, "compare_clocks": False, **wish})
-        heard += alone.drain()
-    assert [agreed.steps for agreed in heard] == [[1], [2], [3], [4], [5]]
-    assert [(agreed.stop, agreed.checkpoint, agreed.compare_clocks) for agreed in heard] == [
+        known += alone.end(**{"stop": False, "compare_clocks": False, **request})
+        known += alone.drain()
+    assert [agreed.steps for agreed in known] == [[1], [2], [3], [4], [5]]
+    assert [(agreed.stop, agreed.checkpoint, agreed.compare_clocks) for agreed in known] == [
         (False, False, False),
         (True, False, False),
         (False, True, False),
@@ -280,10 +292,10 @@ def test_wishes_of_a_step_come_back_with_its_word(alone: StepRecorder) -> None:
     ]
 
 
-def test_an_overflow_is_told_with_its_own_step(alone: StepRecorder) -> None:
-    """Of several that are heard of at once; also of what was found since ranks met last, at a stage's end."""
-    alone.together = 64
-    heard = []
+def test_an_overflow_comes_with_its_own_step(alone: StepRecorder) -> None:
+    """Also among several steps at once, and at a stage's end after ranks synchronised last."""
+    alone.steps_per_post = 64
+    known = []
     for step in range(1, 7):
         alone.start(step, 0)
         alone.note_loss(torch.tensor(float(step)), 1)
@@ -291,17 +303,17 @@ def test_an_overflow_is_told_with_its_own_step(alone: StepRecorder) -> None:
         now = now_us()
         alone.traces.append(BucketTrace("gradient", step, (), "float32", 2, 8, now, now, now, findings=found))
         alone.end_backward()
-        heard += alone.end(stop=False, compare_clocks=False, synchronised=step != 6)
-    heard += alone.flush()
-    assert [agreed.steps for agreed in heard] == [[1, 2, 3, 4, 5, 6]]
-    assert heard[0].rank_losses == [6.0], "of the newest"
-    assert [(step, one.hook, one.bucket) for step, one in heard[0].overflows] == [
+        known += alone.end(stop=False, compare_clocks=False, synchronised=step != 6)
+    known += alone.flush()
+    assert [agreed.steps for agreed in known] == [[1, 2, 3, 4, 5, 6]]
+    assert known[0].rank_losses == [6.0], "of the newest"
+    assert [(step, one.hook, one.bucket) for step, one in known[0].overflows] == [
         (3, "fp16", 3),
         (6, "fp16", 6),
     ]
 
 
-def test_who_looks_on_is_told_of_steps_that_are_not_written(tmp_path: Path) -> None:
+def test_steps_that_are_not_written_are_observed(tmp_path: Path) -> None:
     """`timings.every` is about files alone."""
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
     writer, seen = Writer(tmp_path), []
@@ -318,18 +330,18 @@ def test_who_looks_on_is_told_of_steps_that_are_not_written(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_ranks_hear_each_other_at_the_same_steps_whenever_each_looks_at_its_own(
+def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lag: int
 ) -> None:
-    """As in local SGD: ranks meet in some steps, and settle the others each at moments of its own."""
+    """As in local SGD: ranks synchronise in some steps, and each resolves the others at times of its own."""
     chance = random.Random(lag)
     monkeypatch.setattr(module, "now_us", lambda: chance.choice((0, 10**9)))
     store, ranks, steps = dist.HashStore(), 3, 400
-    meetings = {step for step in range(1, steps) if chance.random() < 0.1}
-    heard: list[list[tuple[int, int, float]]] = [[] for _ in range(ranks)]
+    synchronised = {step for step in range(1, steps) if chance.random() < 0.1}
+    known: list[list[tuple[int, int, float]]] = [[] for _ in range(ranks)]
     resolved: list[list[int]] = [[] for _ in range(ranks)]
 
-    def told(now: int, messages: Sequence[GlobalStep]) -> list[tuple[int, int, float]]:
+    def flat(now: int, messages: Sequence[GlobalStep]) -> list[tuple[int, int, float]]:
         return [(now, *of) for one in messages for of in zip(one.steps, one.mean_losses, strict=True)]
 
     def work(rank: int) -> None:
@@ -344,10 +356,10 @@ def test_ranks_hear_each_other_at_the_same_steps_whenever_each_looks_at_its_own(
         for clock.step in range(1, steps + 1):
             recorder.start(clock.step, 0)
             recorder.note_loss(torch.tensor(float(rank + clock.step)), 1)
-            agreed = recorder.end(stop=False, compare_clocks=False, synchronised=clock.step in meetings)
-            heard[rank] += told(clock.step, agreed)
+            agreed = recorder.end(stop=False, compare_clocks=False, synchronised=clock.step in synchronised)
+            known[rank] += flat(clock.step, agreed)
             resolved[rank].append(len(recorder._buffer.steps))
-        heard[rank] += told(steps + 1, recorder.flush())
+        known[rank] += flat(steps + 1, recorder.flush())
         writer.close()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
@@ -355,7 +367,57 @@ def test_ranks_hear_each_other_at_the_same_steps_whenever_each_looks_at_its_own(
         thread.start()
     for thread in threads:
         thread.join(60)
-        assert not thread.is_alive(), "a rank waits for words that others do not post"
-    assert heard[0] == heard[1] == heard[2]
-    assert [step for _, step, _ in heard[0]] == [*sorted(meetings), steps]
-    assert resolved[0] != resolved[1], "each has settled its steps when it liked"
+        assert not thread.is_alive(), "a rank waits for messages that others do not post"
+    assert known[0] == known[1] == known[2]
+    assert [step for _, step, _ in known[0]] == [*sorted(synchronised), steps]
+    assert resolved[0] != resolved[1], "each has resolved its steps at times of its own"
+
+
+def test_deferred_work_stops_after_a_short_time_and_goes_on_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each part takes 200 µs; the rest is done when it is needed."""
+    now, done = 0, list[str]()
+
+    def work(name: str, parts: int) -> Iterator[None]:
+        nonlocal now
+        for part in range(parts):
+            done.append(f"{name}{part}")
+            now += 200
+            yield
+
+    monkeypatch.setattr(module, "now_us", lambda: now)
+    monkeypatch.setattr(module, "_SLICE_US", 500)
+    queue = DeferredWork()
+    queue.do_some()
+    queue.add(work("a", 2))
+    queue.add(work("b", 4))
+    queue.add(work("c", 1))
+    queue.do_some()
+    assert done == ["a0", "a1", "b0"], "it may take 500 µs"
+    queue.do_some()
+    assert done[3:] == ["b1", "b2", "b3"]
+    queue.add(work("d", 1))
+    queue.do_all()
+    assert done[6:] == ["c0", "d0"]
+    queue.do_all()
+    assert len(done) == 8
+
+
+def test_deferred_work_that_fails_does_not_hold_up_what_is_behind_it() -> None:
+    """What it has not done is lost; the rest is done when it is needed."""
+    done = list[str]()
+
+    def work(name: str, *, fails: bool) -> Iterator[None]:
+        done.append(name)
+        if fails:
+            raise RuntimeError(name)
+        yield
+
+    queue = DeferredWork()
+    queue.add(work("a", fails=True))
+    queue.add(work("b", fails=False))
+    with pytest.raises(RuntimeError, match="a"):
+        queue.do_all()
+    queue.do_all()
+    assert done == ["a", "b"]

@@ -1,228 +1,173 @@
-"""How steps' time is divided: on made-up journeys whose answer is known, and against the plain way."""
+"""Records of steps that were resolved together: each bucket with its own step and its own ready time."""
 
-import random
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
 from ddprun.telemetry.clock import HostClock
-from ddprun.telemetry.intervals import Union
-from ddprun.telemetry.records import PARTS
-from ddprun.telemetry.resolve import ResolvedSteps, divide, resolve, under_way_us
-from ddprun.telemetry.step import Traffic
-from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span
-from tests.telemetry.made import Made, buffer_of
+from ddprun.telemetry.control_message import (
+    LOSS_AT,
+    MOST_READY,
+    READY_AT,
+    SAMPLES_AT,
+    SYNC_READY_AT,
+    OwnMessages,
+    all_ready_us,
+    mean_losses,
+    message_length,
+    reported_buckets,
+)
+from ddprun.telemetry.records import StepRecord, step_records
+from ddprun.telemetry.steps import PARTS, Traffic, resolve
+from ddprun_hooks.comm.trace import BucketTrace
+from tests.telemetry.steps import MadeStep, buffer_of
 
-COLUMN = {part: place for place, part in enumerate(PARTS)}
-
-
-class Split(NamedTuple):
-    """Microseconds of exposed communication."""
-
-    hook_us: int
-    wait_us: int
-    wire_us: int
-
-
-def trace(ready: int, handed_over: int, done: int, *slices: Span[int]) -> BucketTrace[int]:
-    leg = CollectiveTrace("all_reduce", "world.0", "float32", 8, 8, 0, handed_over, done)
-    return BucketTrace("gradient", 0, (), "float32", 2, 8, ready, done, handed_over, [leg], list(slices))
+OFFSET_US = 500.0
 
 
-def step_of(*laps: tuple[str, int], number: int = 1) -> Made:
-    """A step whose parts end at these microseconds; the first one only starts it."""
-    return Made(number, 0, [part for part, _ in laps], [1000 * at for _, at in laps])
+def trace(bucket: int, ready: int, kind: Any = "gradient") -> BucketTrace[int]:
+    return BucketTrace(kind, bucket, (), "float32", 2, 8, ready, ready + 5, ready + 1)
 
 
-def traffic(
-    sent: Sequence[BucketTrace[int]], landed: Sequence[BucketTrace[int]], *waits: tuple[int, int]
-) -> Traffic:
-    return Traffic(list(sent), list(landed), [(1000 * start, 1000 * end) for start, end in waits])
-
-
-def resolved(*steps: Made) -> ResolvedSteps:
-    return resolve(buffer_of(steps), HostClock(), every=1)
-
-
-def splits(found: ResolvedSteps, all_ready_us: Sequence[float]) -> list[Split]:
-    """What was exposed in each step, once that is divided."""
-    exposed = divide(found, np.array(all_ready_us, dtype=np.float64))
-    columns = [COLUMN[f"exposed_{part}_us"] for part in ("hook", "wait", "wire")]
-    rows = [Split(*row) for row in found.us[:, columns].tolist()]
-    assert [sum(row) for row in rows] == exposed.tolist()
-    assert found.us.sum(1).tolist() == found.step_us, "the parts are the step"
-    return rows
-
-
-def in_backward(end_us: int, traces: Sequence[BucketTrace[int]], *all_ready_us: float) -> Split:
-    step = step_of(("", 0), ("backward_us", end_us))
-    step.traces, step.backward_end = list(traces), 1000 * end_us
-    return splits(resolved(step), all_ready_us)[0]
-
-
-def beside(exchanged: Traffic, *all_ready_us: float) -> Split:
-    step = step_of(("", 0), ("sync_us", 600))
-    step.sync = exchanged
-    return splits(resolved(step), all_ready_us)[0]
-
-
-def test_an_exchange_of_an_earlier_step_costs_only_the_waiting_that_is_left() -> None:
-    """It set out in another step: its time in the hook belongs there; 15 µs are waited for here."""
-    assert beside(traffic([], [trace(100, 120, 515)], (500, 515)), 130.0) == (0, 0, 15)
-    assert beside(traffic([trace(100, 120, 515)], [])) == (20, 0, 0)
-
-
-def test_waiting_is_divided_where_the_last_rank_was_ready() -> None:
-    """20 µs in the hook; then 30 µs until the last rank was ready; then 50 µs on the wire."""
-    assert in_backward(200, [trace(100, 120, 195)], 150.0) == (20, 30, 50)
-
-
-def test_hook_work_of_other_threads_counts_while_the_training_thread_waits() -> None:
-    """A decode of 10 µs elsewhere in the tail is hook time, not wire; one before the tail is hidden."""
-    decode = Span(180, 190, "decode", False)
-    hidden = Span(105, 115, "encode", False)
-    mine = Span(100, 118, "encode", True)
-    assert in_backward(200, [trace(100, 120, 195, mine, hidden, decode)], 150.0) == (30, 30, 40)
-
-
-def test_what_landed_beside_backward_is_divided_by_its_own_last_rank() -> None:
-    """A bucket whose last rank was ready at 150, waited for in backward; a payload of 430, in sync."""
-    step = step_of(("", 0), ("backward_us", 200), ("sync_us", 550))
-    step.traces, step.backward_end = [trace(100, 120, 195)], 200_000
-    step.sync = traffic([], [trace(400, 410, 495)], (410, 500))
-    found = resolved(step)
-    assert splits(found, [150.0, 430.0]) == [(20, 30 + 20, 50 + 70)]
-    assert found.us[0, [COLUMN["backward_us"], COLUMN["sync_us"]]].tolist() == [200 - 100, 350 - 90]
-
-
-def test_each_bucket_is_matched_with_its_own_last_rank() -> None:
-    """The first bucket was on the wire while the last rank still worked at the second: the wire was busy
-    from 130 to 160 and from 190 on; in between nothing could move.
-    """
-    traces = [trace(100, 110, 160), trace(115, 120, 240)]
-    assert in_backward(250, traces, 130.0, 190.0) == (15, 10 + 30, 30 + 60)
-
-
-@pytest.mark.parametrize(("all_ready", "wait"), [(0.0, 0), (120.0, 0), (1e9, 80)])
-def test_a_rank_that_is_last_itself_waits_for_nobody(all_ready: float, wait: int) -> None:
-    """Ready times before the tail give no wait, ready times after it give all of it."""
-    assert in_backward(200, [trace(100, 120, 195)], all_ready) == (20, wait, 80 - wait)
-
-
-def test_overlapping_journeys_count_once() -> None:
-    """Communication time is a union: 100 to 160 and 200 to 210, and in the next step 205 to 230."""
-    landed = np.array(
-        [(0, 0, 100, 150), (1, 0, 120, 140), (0, 1, 150, 160), (0, 2, 200, 210), (2, 0, 205, 230)]
+def step_of(number: int, *, buckets: int = 0, beside: int = 0, synchronised: bool = True) -> MadeStep:
+    """A step from number * 1000 to 900 µs later, with so many buckets in backward and beside it."""
+    begin = 1000 * number
+    parts = ["", "data_us", "backward_us", "sync_us"]
+    step = MadeStep(
+        number, 2, parts, [1000 * (begin + at) for at in (0, 0, 400, 900)], synchronised=synchronised
     )
-    assert under_way_us(landed.T, 3).tolist() == [70, 25, 0]
+    step.losses, step.samples = [torch.tensor(float(number))], [1]
+    if buckets:
+        step.traces = [trace(bucket, begin + bucket) for bucket in range(buckets)]
+        step.backward_end = 1000 * (begin + 400)
+    if beside:
+        sent = [trace(place, begin + 500 + place, "delta") for place in range(beside)]
+        step.sync = Traffic(sent, sent, [(1000 * (begin + 600), 1000 * (begin + 700))])
+    return step
 
 
-def made_up_step(number: int, start: int, chance: random.Random) -> tuple[Made, list[float]]:
-    """Any step at all, and when what landed in it was ready on all ranks."""
-    laps, now = [("", start)], start
-    step = Made(number, 0, [], [])
-    all_ready: list[float] = []
-    for part in ("sync_us", "data_us", "forward_us", "backward_us", "optimizer_us", "sync_us", "other_us"):
-        begin, now = now, now + chance.choice((0, 5, 200, 1000))
-        traces, at = [], begin
-        for _ in range(chance.choice((0, 0, 1, 4))):
-            ready = chance.randint(at, (at + now) // 2)
-            at = handed_over = chance.randint(ready, (ready + now) // 2)
-            done = chance.randint(handed_over, now)
-            pieces = []
-            for _ in range(chance.randint(0, 3)):
-                first, last = sorted((chance.randint(ready, done), chance.randint(ready, done)))
-                pieces.append(Span(first, last, "decode", chance.random() < 0.3))
-            traces.append(trace(ready, handed_over, done, *pieces))
-        if part == "backward_us":
-            step.traces, step.backward_end = traces, 1000 * now
-            all_ready += [float(chance.randint(begin - 50, now + 50)) for _ in traces]
-        elif part == "sync_us" and traces:
-            waits, at = [], max(one.handed_over or 0 for one in traces)
-            for _ in traces:
-                begin_wait = chance.randint(at, now)
-                at = chance.randint(begin_wait, now)
-                waits.append((begin_wait, at))
-            earlier = step.sync or Traffic()
-            more = traffic(traces, traces, *waits)
-            step.sync = Traffic(
-                earlier.sent + more.sent, earlier.landed + more.landed, earlier.waits + more.waits
-            )
-            all_ready += [float(chance.choice((0, chance.randint(begin - 50, now + 50)))) for _ in traces]
-        laps.append((part, now))
-    step.parts, step.marks = [part for part, _ in laps], [1000 * at for _, at in laps]
-    return step, all_ready
+def records_of(
+    steps: list[MadeStep],
+    ready_times: Mapping[int, tuple[float, Mapping[int, float]]],
+    buckets: int,
+    *,
+    every: int = 1,
+    us: NDArray[np.int64] | None = None,
+) -> list[StepRecord]:
+    """The records of steps that are resolved together, on the second of two ranks.
 
-
-def plainly(step: Made, all_ready: Sequence[float]) -> Split:
-    """Each microsecond of waiting looked at by itself."""
-    hook = wait = wire = 0
-    gradients = step.traces if step.backward_end is not None else []
-    last = max((one.handed_over or 0 for one in gradients), default=0)
-    sync = step.sync or Traffic()
-    exchanges = (
-        (
-            gradients,
-            gradients,
-            [(last, step.backward_end // 1000)] if step.backward_end is not None and gradients else [],
-            all_ready[: len(gradients)],
-        ),
-        (
-            sync.sent,
-            sync.landed,
-            [(start // 1000, end // 1000) for start, end in sync.waits],
-            all_ready[len(gradients) :],
-        ),
-    )
-    for sent, landed, waits, ready in exchanges:
-        hook += sum((one.handed_over or 0) - one.ready for one in sent)
-        work = [(w.start, w.done) for one in landed for w in one.spans if not w.on_training_thread]
-        moving = [(at, one.done or 0) for one, at in zip(landed, ready, strict=True)]
-        for now in [now for start, end in waits for now in range(start, end)]:
-            if any(start <= now < end for start, end in work):
-                hook += 1
-            elif now >= max(ready, default=0) or any(start <= now < end for start, end in moving):
-                wire += 1
-            else:
-                wait += 1
-    return Split(hook, wait, wire)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_steps_that_are_divided_together_come_out_as_each_alone_would(seed: int) -> None:
-    """And as looking at every microsecond says."""
-    chance = random.Random(seed)
-    steps, all_ready, now = [], [], 1_000_000
-    for number in range(1, 41):
-        step, ready = made_up_step(number, now, chance)
-        now = step.marks[-1] // 1000 + chance.randint(0, 10)
-        steps.append(step)
-        all_ready.append(ready)
-    found = splits(resolved(*steps), [at for ready in all_ready for at in ready])
-    alone = [splits(resolved(step), ready)[0] for step, ready in zip(steps, all_ready, strict=True)]
-    assert found == alone == [plainly(step, ready) for step, ready in zip(steps, all_ready, strict=True)]
-    assert any(split.wait_us for split in found)
-    assert any(split.wire_us for split in found)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_union_is_what_its_stretches_cover(seed: int) -> None:
-    """Microsecond by microsecond, on lines that know nothing of each other; also of stretches that end before
-    they start, and of none.
+    Args:
+        steps: the steps.
+        ready_times: of each step with a message, when the last rank was ready beside backward, and when it
+            had buckets ready, on rank 0's clock.
+        buckets: of the stage.
+        every: as of `step_records`.
+        us: instead of the parts that come of the steps.
     """
-    chance = np.random.default_rng(seed)
-    stretches = chance.integers(0, 60, (3, 12 * (seed > 0)))
-    stretches[0] %= 3
-    windows = np.sort(chance.integers(10, 50, (2, 9)), axis=0)
-    lines = chance.integers(0, 3, (1, 9))
-    covered = [
-        {at for on, start, end in stretches.T.tolist() if on == line for at in range(start, end)}
-        for line in range(3)
+    reported = reported_buckets(buckets)
+    messages = np.zeros((len(ready_times), 2, message_length(buckets)))
+    messages[..., SAMPLES_AT] = 1
+    for message, (step, (sync_ready, ready)) in enumerate(ready_times.items()):
+        messages[message, :, LOSS_AT] = step
+        messages[message, 1, SYNC_READY_AT] = sync_ready
+        for place, bucket in enumerate(reported):
+            messages[message, place % 2, READY_AT + place] = ready.get(bucket, 0.0)
+    rows = {step.number: row for row, step in enumerate(steps)}
+    own = OwnMessages(messages[:, 1], list(ready_times), [rows[step] for step in ready_times], {})
+    resolved = resolve(buffer_of(steps), HostClock(), every=1)
+    if us is not None:
+        resolved.us[:] = us
+    losses: list[float | None] = [None] * len(steps)
+    for row, loss in zip(own.rows, mean_losses(messages), strict=True):
+        losses[row] = loss
+    all_ready = all_ready_us(
+        resolved, own, messages if ready_times else None, buckets=buckets, offset_us=OFFSET_US
+    )
+    return list(step_records(resolved, losses, all_ready, rank=1, every=every))
+
+
+def test_each_bucket_gets_the_ready_time_of_its_own_step() -> None:
+    """Among steps without a message, without buckets, and with buckets beside backward."""
+    steps = [
+        step_of(1, buckets=2, synchronised=False),
+        step_of(2, buckets=2),
+        step_of(3),
+        step_of(4, buckets=2, beside=3),
+        step_of(5, beside=1),
+        step_of(6, beside=1, synchronised=False),
+        step_of(7, buckets=1, synchronised=False),
     ]
-    expected = [
-        len(covered[line] & set(range(start, end)))
-        for line, start, end in zip(lines[0].tolist(), *windows.tolist(), strict=True)
+    ready_times = {
+        2: (0.0, {0: 21.0, 1: 22.0}),
+        3: (0.0, {}),
+        4: (45.0, {0: 41.0, 1: 42.0}),
+        5: (55.0, {}),
+    }
+    us = np.arange(len(steps) * len(PARTS)).reshape(len(steps), -1)
+    found = records_of(steps, ready_times, 2, us=us)
+    assert [[one.record[part] for part in PARTS] for one in found] == us.tolist()
+    assert [one.record["step"] for one in found] == [1, 2, 3, 4, 5, 6, 7]
+    assert [one.record["mean_loss"] for one in found] == [None, 2.0, 3.0, 4.0, 5.0, None, None]
+    assert [list(one.traces) for one in found] == [
+        [*step.traces, *(step.sync.landed if step.sync else [])] for step in steps
     ]
-    assert Union(stretches, 10, 50).within(np.vstack((lines, windows))).tolist() == expected
+    beside = 45.0 + OFFSET_US
+    assert [list(one.all_ready_us) for one in found] == [
+        [0.0, 0.0],
+        [21.0 + OFFSET_US, 22.0 + OFFSET_US],
+        [],
+        [41.0 + OFFSET_US, 42.0 + OFFSET_US, beside, beside, beside],
+        [55.0 + OFFSET_US],
+        [0.0],
+        [0.0],
+    ]
+    buckets = [list(one.buckets()) for one in found]
+    assert [[one["all_ready_us"] for one in some] for some in buckets[1:3]] == [
+        [21.0 + OFFSET_US, 22.0 + OFFSET_US],
+        [],
+    ]
+    assert [[one["all_ready_us"] for one in some] for some in buckets[5:]] == [[None], [None]]
+    assert [[one["step"] for one in some] for some in buckets[3:5]] == [[4] * 5, [5]]
+    assert [one.record["waits"] for one in found][3:] == [
+        [[4002, 4400], [4600, 4700]],
+        [[5600, 5700]],
+        [[6600, 6700]],
+        [[7001, 7400]],
+    ]
+    assert found[3].record["laps"] == [("backward", 400), ("sync", 500)]
+    assert (found[3].record["start_us"], found[3].record["step_us"]) == (4000, 900)
+
+
+@pytest.mark.parametrize("buckets", [1, MOST_READY, MOST_READY + 1, MOST_READY + 10, 100, 1000])
+def test_a_bucket_that_is_not_reported_was_ready_when_the_next_one_was(buckets: int) -> None:
+    """As backward fills them in order; the last one is always reported."""
+    reported = reported_buckets(buckets)
+    assert len(reported) == min(buckets, MOST_READY)
+    assert reported == sorted(set(reported))
+    assert reported[-1] == buckets - 1
+    ready = {bucket: 1000.0 + bucket for bucket in range(buckets)}
+    (found,) = records_of([step_of(1, buckets=buckets)], {1: (0.0, ready)}, buckets)
+    expected = [ready[next(at for at in reported if at >= bucket)] + OFFSET_US for bucket in range(buckets)]
+    assert list(found.all_ready_us) == expected
+    late = [at - OFFSET_US - 1000 - bucket for bucket, at in enumerate(found.all_ready_us)]
+    assert max(late) < math.ceil(buckets / MOST_READY)
+
+
+def test_without_messages_nothing_is_known_of_other_ranks() -> None:
+    """As after a failure."""
+    found = records_of([step_of(1, buckets=1), step_of(2, beside=1)], {}, 1)
+    assert [list(one.all_ready_us) for one in found] == [[0.0], [0.0]]
+    assert [one.record["mean_loss"] for one in found] == [None, None]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(3, [3, 6]), (1, [1, 2, 3, 4, 5, 6])])
+def test_records_that_nobody_wants_are_not_made(every: int, steps: list[int]) -> None:
+    """With `timings.every`; each of the others still has its own buckets."""
+    found = records_of([step_of(number, buckets=1) for number in range(1, 7)], {}, 1, every=every)
+    assert [one.record["step"] for one in found] == steps
+    assert [one.traces[0].ready // 1000 for one in found] == steps

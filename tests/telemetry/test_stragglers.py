@@ -1,9 +1,8 @@
-"""Who is late, since what and by how much: from made-up words of ranks whose answer is known."""
+"""Who is late, since when and by how much: from made-up messages whose answer is known."""
 
-import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,25 +10,16 @@ import torch
 from numpy.typing import NDArray
 
 from ddprun.telemetry.control_message import (
-    CHECKPOINT,
-    CODE_AT,
-    COMPARE_CLOCKS,
     LOSS_AT,
-    MOST_READY,
+    OWN_COLUMNS,
     READY_AT,
     SAMPLES_AT,
-    SPENT,
-    SPENT_AT,
-    STOP,
     SYNC_READY_AT,
-    WISHES_AT,
-    ControlMessages,
-    blank,
-    spent_of,
-    sync_ready_of,
-    told_buckets,
+    message_length,
 )
-from ddprun.telemetry.stragglers import Stragglers, _beyond
+from ddprun.telemetry.progress import summary_rows
+from ddprun.telemetry.steps import OWN_PARTS
+from ddprun.telemetry.stragglers import Stragglers, _beyond, straggler_totals
 
 RANKS, BUCKETS, STEP_US = 4, 3, 12_000.0
 NORMAL = {
@@ -45,36 +35,26 @@ OFFSETS_US = (2500.0, 3500.0, 4800.0)  # of buckets from the start of backward
 PARAMS = [("3.weight",), ("1.weight", "1.bias"), ("0.weight",)]
 
 
-class Word(NamedTuple):
-    """What one rank tells."""
+class Message(NamedTuple):
+    """What one rank says about a step."""
 
-    loss_sum: float = 1.0
-    samples: int = 1
-    wishes: int = 0
-    code: int = 0
     sync_ready: float = 0.0
-    spent: Mapping[str, float] = MappingProxyType(dict.fromkeys(SPENT, 0.0))
+    own: Mapping[str, float] = MappingProxyType(dict.fromkeys(OWN_PARTS, 0.0))
     ready: Sequence[float] = ()
 
-    def put_into(self, numbers: NDArray[np.float64]) -> None:
-        """Write it as it travels."""
-        numbers[LOSS_AT], numbers[SAMPLES_AT] = self.loss_sum, self.samples
-        numbers[SPENT_AT:WISHES_AT] = [self.spent[part] for part in SPENT]
-        numbers[WISHES_AT], numbers[CODE_AT] = self.wishes, self.code
-        numbers[SYNC_READY_AT] = self.sync_ready
-        numbers[READY_AT : READY_AT + len(self.ready)] = self.ready
 
-
-def word(step: int, late: dict[str, float], generator: torch.Generator, *, buckets: bool = True) -> Word:
-    """A rank's word about a step that begins at step * 12 ms.
+def message(
+    step: int, late: dict[str, float], generator: torch.Generator, *, buckets: bool = True
+) -> Message:
+    """A rank's message about a step that begins at step * 12 ms.
 
     Args:
         step: which.
-        late: microseconds more in a part of `SPENT`, in `bucket 1` …, or after the step before (`wire`).
+        late: microseconds more in a part of `OWN_PARTS`, in `bucket 1` …, or after the step before (`wire`).
         generator: of some noise.
         buckets: gradients are exchanged.
     """
-    noise = (100 * torch.rand(len(SPENT), generator=generator)).tolist()
+    noise = (100 * torch.rand(len(OWN_PARTS), generator=generator)).tolist()
     parts = {name: us + more for (name, us), more in zip(NORMAL.items(), noise, strict=True)}
     for name, us in late.items():
         if name in parts:
@@ -85,12 +65,12 @@ def word(step: int, late: dict[str, float], generator: torch.Generator, *, bucke
     start = step * STEP_US + 1e9 + late.get("wire", 0.0)
     before = start + sum(parts.values()) - parts["backward_us"] - parts["hook_us"]
     if not buckets:
-        return Word(spent=parts, sync_ready=start + sum(parts.values()))
+        return Message(own=parts, sync_ready=start + sum(parts.values()))
     ready, behind = [], 0.0
     for bucket, offset in enumerate(OFFSETS_US):
         behind += late.get(f"bucket {bucket}", 0.0)
         ready.append(before + offset + behind + late.get("backward_us", 0.0) + late.get("hook_us", 0.0))
-    return Word(spent=parts, ready=ready)
+    return Message(own=parts, ready=ready)
 
 
 def found_in(
@@ -101,17 +81,22 @@ def found_in(
     it = Stragglers(window=20, over=0.1)
     it.begin_stage(PARAMS if buckets else [])
     for step in range(1, steps + 1):
-        messages = [word(step, late if r == rank else {}, generator, buckets=buckets) for r in range(ranks)]
-        it.add([step], words_of(messages, BUCKETS if buckets else 0))
+        of_ranks = [
+            message(step, late if r == rank else {}, generator, buckets=buckets) for r in range(ranks)
+        ]
+        it.add([step], gathered(of_ranks, BUCKETS if buckets else 0))
     return it
 
 
-def words_of(messages: Sequence[Word], buckets: int) -> ControlMessages:
-    """What ranks tell about one step."""
-    numbers = np.stack([blank(1, len(told_buckets(buckets))) for _ in messages], 1)
-    for rank, one in enumerate(messages):
-        one.put_into(numbers[0, rank])
-    return ControlMessages(numbers)
+def gathered(of_ranks: Sequence[Message], buckets: int) -> NDArray[np.float64]:
+    """The messages of all ranks about one step: shape (1, ranks, numbers of a message)."""
+    numbers = np.zeros((1, len(of_ranks), message_length(buckets)))
+    numbers[..., [LOSS_AT, SAMPLES_AT]] = 1.0
+    for rank, one in enumerate(of_ranks):
+        numbers[0, rank, OWN_COLUMNS] = [one.own[part] for part in OWN_PARTS]
+        numbers[0, rank, SYNC_READY_AT] = one.sync_ready
+        numbers[0, rank, READY_AT : READY_AT + len(one.ready)] = one.ready
+    return numbers
 
 
 @pytest.mark.parametrize(
@@ -132,7 +117,7 @@ def words_of(messages: Sequence[Word], buckets: int) -> ControlMessages:
 def test_a_late_rank_is_named_with_its_cause(part: str, cause: str, bucket: int | None, ranks: int) -> None:
     """And with the bucket in which backward fell behind, its parameters, and by how much."""
     rank = ranks - 1
-    now = found_in({part: 5000.0}, rank, ranks=ranks).now
+    now = found_in({part: 5000.0}, rank, ranks=ranks).current
     assert now is not None
     assert (now.rank, now.cause, now.bucket) == (rank, cause, bucket)
     assert now.params == (() if bucket is None else PARAMS[bucket])
@@ -140,9 +125,9 @@ def test_a_late_rank_is_named_with_its_cause(part: str, cause: str, bucket: int 
     assert 11_000 < now.step_us < 13_000
 
 
-def test_ranks_that_meet_beside_backward_alone_are_judged_by_that() -> None:
+def test_ranks_that_synchronise_beside_backward_alone_are_judged_by_that() -> None:
     """As in local SGD: there are no gradient buckets."""
-    now = found_in({"forward_us": 5000.0}, buckets=False).now
+    now = found_in({"forward_us": 5000.0}, buckets=False).current
     assert now is not None
     assert (now.rank, now.cause, now.bucket) == (2, "forward", None)
     assert 4800 < now.late_us < 5200
@@ -152,13 +137,13 @@ def test_ranks_that_meet_beside_backward_alone_are_judged_by_that() -> None:
 def test_nobody_is_late_by_little(late: dict[str, float]) -> None:
     """Less than a millisecond, or than a tenth of a step."""
     it = found_in(late)
-    assert it.now is None
+    assert it.current is None
     assert it.episodes == []
 
 
 def test_a_little_more_than_a_tenth_of_a_step_is_late() -> None:
     """1.6 ms of 12."""
-    now = found_in({"forward_us": 1600.0}).now
+    now = found_in({"forward_us": 1600.0}).current
     assert now is not None
     assert (now.rank, now.cause) == (2, "forward")
 
@@ -170,23 +155,23 @@ def test_late_in_three_steps_of_five_is_no_straggler() -> None:
     it.begin_stage(PARAMS)
     for step in range(1, 61):
         late = {"forward_us": 5000.0} if step % 5 < 3 else {}
-        messages = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add([step], words_of(messages, BUCKETS))
+        of_ranks = [message(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
+        assert not it.add([step], gathered(of_ranks, BUCKETS))
     assert it.episodes == []
 
 
 def test_steps_in_which_nobody_is_waited_for_do_not_count() -> None:
-    """As where ranks meet for an audit, amid the rounds of local SGD."""
+    """As around an audit, between the synchronisations of local SGD."""
     generator = torch.Generator().manual_seed(0)
     it = Stragglers(window=20, over=0.1)
     it.begin_stage([])
     for step in range(1, 51):
         late = [{"forward_us": 5000.0} if rank == 1 else {} for rank in range(RANKS)]
-        messages = [word(step, more, generator, buckets=False) for more in late]
-        it.add([2 * step], words_of(messages, 0))
-        it.add([2 * step + 1], words_of([Word() for _ in range(RANKS)], 0))
-    assert it.now is not None
-    assert (it.now.rank, it.now.cause) == (1, "forward")
+        of_ranks = [message(step, more, generator, buckets=False) for more in late]
+        it.add([2 * step], gathered(of_ranks, 0))
+        it.add([2 * step + 1], gathered([Message() for _ in range(RANKS)], 0))
+    assert it.current is not None
+    assert (it.current.rank, it.current.cause) == (1, "forward")
 
 
 def test_one_late_step_is_no_straggler() -> None:
@@ -196,9 +181,9 @@ def test_one_late_step_is_no_straggler() -> None:
     it.begin_stage(PARAMS)
     for step in range(1, 41):
         late = {"forward_us": 50_000.0} if step % 7 == 0 else {}
-        messages = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add([step], words_of(messages, BUCKETS))
-    assert it.now is None
+        of_ranks = [message(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
+        assert not it.add([step], gathered(of_ranks, BUCKETS))
+    assert it.current is None
 
 
 @pytest.mark.parametrize("steps", [8, 35])
@@ -209,8 +194,8 @@ def test_a_rank_that_is_late_for_a_while_is_no_straggler(steps: int) -> None:
     it.begin_stage(PARAMS)
     for step in range(1, 81):
         late = {"forward_us": 5000.0} if 6 <= step < 6 + steps else {}
-        messages = [word(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
-        assert not it.add([step], words_of(messages, BUCKETS))
+        of_ranks = [message(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
+        assert not it.add([step], gathered(of_ranks, BUCKETS))
     assert it.episodes == []
 
 
@@ -219,17 +204,17 @@ def late_twice(step: int) -> dict[str, float]:
     return {"forward_us": 5000.0} if step <= 60 else {"data_us": 6000.0} if 110 < step <= 160 else {}
 
 
-def test_a_spell_begins_and_ends() -> None:
-    """Each is news once, and stays in the list; another cause is another episode."""
+def test_an_episode_begins_and_ends() -> None:
+    """Each change is returned once, and the episode stays in the list; another cause is another episode."""
     generator = torch.Generator().manual_seed(0)
     it = Stragglers(window=10, over=0.1)
     it.begin_stage(PARAMS)
-    news = []
+    changes = []
     for step in range(1, 191):
-        messages = [word(step, late_twice(step) if rank == 3 else {}, generator) for rank in range(RANKS)]
-        if it.add([step], words_of(messages, BUCKETS)):
-            news.append(None if it.now is None else it.now.cause)
-    assert news == ["forward", None, "data", None]
+        of_ranks = [message(step, late_twice(step) if rank == 3 else {}, generator) for rank in range(RANKS)]
+        if it.add([step], gathered(of_ranks, BUCKETS)):
+            changes.append(None if it.current is None else it.current.cause)
+    assert changes == ["forward", None, "data", None]
     assert [(one.cause, one.rank) for one in it.episodes] == [("forward", 3), ("data", 3)]
     first = it.episodes[0]
     assert (first.first_step, 60 <= first.last_step <= 65) == (1, True)
@@ -240,81 +225,51 @@ def test_a_spell_begins_and_ends() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[190], [7, 1, 90, 92], [1] * 190])
-def test_words_that_come_together_are_looked_at_as_if_each_came_alone(lengths: Sequence[int]) -> None:
-    """The same episodes, and the same news of the same steps."""
+def test_messages_that_come_together_are_looked_at_as_if_each_came_alone(lengths: Sequence[int]) -> None:
+    """The same episodes, and the same changes at the same steps."""
     generator = torch.Generator().manual_seed(0)
     numbers = []
     for step in range(1, 191):
-        messages = [word(step, late_twice(step) if rank == 3 else {}, generator) for rank in range(RANKS)]
-        numbers.append(words_of(messages if step % 9 else [Word()] * RANKS, BUCKETS).numbers)
-    it, news, first = Stragglers(window=10, over=0.1), [], 0
+        of_ranks = [message(step, late_twice(step) if rank == 3 else {}, generator) for rank in range(RANKS)]
+        numbers.append(gathered(of_ranks if step % 9 else [Message()] * RANKS, BUCKETS))
+    it, changes, first = Stragglers(window=10, over=0.1), [], 0
     it.begin_stage(PARAMS)
     for length in lengths:
         end = first + length
-        found = it.add(range(first + 1, end + 1), ControlMessages(np.concatenate(numbers[first:end])))
-        news += [(step, None if late is None else late.cause) for step, late in found]
+        found = it.add(range(first + 1, end + 1), np.concatenate(numbers[first:end]))
+        changes += [(step, None if late is None else late.cause) for step, late in found]
         first = end
-    assert news == [(44, "forward"), (67, None), (151, "data"), (168, None)]
+    assert changes == [(44, "forward"), (67, None), (151, "data"), (168, None)]
     assert [(one.cause, one.first_step, one.last_step) for one in it.episodes] == [
         ("forward", 1, 61),
         ("data", 107, 163),
     ]
 
 
-def test_of_very_many_spells_the_shortest_go() -> None:
+def test_of_very_many_episodes_the_shortest_go() -> None:
     """Memory is bounded however long a run is."""
     generator = torch.Generator().manual_seed(0)
     it = Stragglers(window=2, over=0.1)
     it.begin_stage(PARAMS)
     for step in range(1, 1001):
         late = {"forward_us" if step // 2 % 2 else "data_us": 5000.0}
-        messages = [word(step, late if rank == 1 else {}, generator) for rank in range(3)]
-        it.add([step], words_of(messages, BUCKETS))
+        of_ranks = [message(step, late if rank == 1 else {}, generator) for rank in range(3)]
+        it.add([step], gathered(of_ranks, BUCKETS))
     assert len(it.episodes) == 200
 
 
 def test_one_rank_alone_is_never_late() -> None:
     """There is nobody who waits."""
-    assert found_in({"data_us": 9000.0}, 0, ranks=1).now is None
+    assert found_in({"data_us": 9000.0}, 0, ranks=1).current is None
 
 
-def test_a_word_comes_back_as_it_was() -> None:
-    """What all ranks read is what each has told."""
-    one = Word(6.0, 3, wishes=STOP, code=7, sync_ready=5.0, spent=NORMAL, ready=(1.0, 2.0))
-    two = Word(4.0, 1, wishes=CHECKPOINT + COMPARE_CLOCKS, ready=(3.0, 1.5))
-    messages = words_of([one, two], 2)
-    assert (messages.mean_losses, messages.rank_losses(0), messages.samples) == ([2.5], [2.0, 4.0], [4])
-    assert messages.wishes == STOP + CHECKPOINT, "rank 0's wish alone to compare clocks counts"
-    assert messages.met == [True]
-    assert messages.codes == {0: [7, 0]}
-    assert messages.apart_us == [5.0 + 0.5]
-    assert words_of([Word(sync_ready=5.0), Word(sync_ready=7.5)], 0).apart_us == [2.5]
-    assert sync_ready_of(messages.numbers[0]).tolist() == [[5.0], [0.0]]
-    assert dict(zip(SPENT, spent_of(messages.numbers[0])[0].tolist(), strict=True)) == NORMAL
-    assert messages.all_ready(2).tolist() == [[3.0, 2.0]]
-    assert messages.last_sync_ready().tolist() == [5.0]
-    assert words_of([Word(wishes=STOP + COMPARE_CLOCKS), Word()], 2).wishes == STOP + COMPARE_CLOCKS
-    one_after_another = [[Word(wishes=COMPARE_CLOCKS), Word()], [Word(), Word(wishes=STOP + COMPARE_CLOCKS)]]
-    several = ControlMessages(np.concatenate([words_of(one, 0).numbers for one in one_after_another]))
-    assert several.wishes == STOP + COMPARE_CLOCKS, "of any word"
-    assert ControlMessages(several.numbers[1:]).wishes == STOP
-    nothing = words_of([Word(), Word()], 2)
-    assert (nothing.met, nothing.codes, nothing.wishes) == ([False], {}, 0)
-    assert words_of([Word(), Word()], 2).all_ready(2).tolist() == [[0.0, 0.0]]
-
-
-@pytest.mark.parametrize("buckets", [1, MOST_READY, MOST_READY + 1, 100, 1000])
-def test_a_word_stays_small_however_many_buckets_there_are(buckets: int) -> None:
-    """Then it tells of some, the last one among them; any other was ready when the next of these was."""
-    told = told_buckets(buckets)
-    assert len(told) == min(buckets, MOST_READY)
-    assert told == sorted(set(told))
-    assert told[-1] == buckets - 1
-    none = Word()  # of a rank that has exchanged no gradients in the step
-    messages = words_of([Word(ready=[1.0 + bucket for bucket in told]), none], buckets)
-    ready = messages.all_ready(buckets)[0].tolist()
-    assert len(ready) == buckets
-    assert all(bucket <= at - 1 < bucket + math.ceil(buckets / MOST_READY) for bucket, at in enumerate(ready))
+def test_the_skew_of_a_step_is_that_of_its_last_buckets() -> None:
+    """In backward and beside it, added up."""
+    it = Stragglers(window=20, over=0.1)
+    one, two = Message(5.0, ready=(1.0, 2.0)), Message(ready=(3.0, 1.5))
+    it.add([1], gathered([one, two], 2))
+    it.add([2], gathered([Message(sync_ready=5.0), Message(sync_ready=7.5)], 0))
+    assert [step.skew_us for step in it._steps] == [5.0 + 0.5, 2.5]
 
 
 def medians_of_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -327,3 +282,74 @@ def test_the_median_of_the_others_is_that(ranks: int) -> None:
     """With ties."""
     values = np.random.default_rng(1).integers(0, 6, (50, ranks)).astype(float)
     assert np.array_equal(values - _beyond(values), medians_of_others(values))
+
+
+def episode(rank: int, cause: str, late_us: float, first: int, last: int, **others: Any) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "cause": cause,
+        "bucket": None,
+        "params": [],
+        "late_us": late_us,
+        "step_us": 10_000.0,
+        "first_step": first,
+        "last_step": last,
+        **others,
+    }
+
+
+def test_episodes_of_one_cause_are_added_up() -> None:
+    """A mean over their steps; what cost most comes first, be it not the latest, the longest or in one go."""
+    latest, longest = episode(0, "data", 7000.0, 101, 200), episode(2, "sync", 1000.0, 1001, 1500)
+    some = [episode(1, "forward", 3000.0, 1, 100), episode(1, "forward", 6000.0, 201, 280)]
+    first, second, third = straggler_totals([longest, some[0], latest, some[1]])
+    assert (first.rank, first.cause, first.episodes, first.steps) == (1, "forward", 2, 180)
+    assert first.late_us == (3000.0 * 100 + 6000.0 * 80) / 180
+    assert first.lost_steps == 78.0
+    assert (first.first_step, first.last_step) == (1, 280)
+    assert first.when() == "in 180 steps (2 episodes)"
+    assert (second.rank, second.episodes, second.when()) == (0, 1, "in steps 101 to 200")
+    assert third.rank == 2
+
+
+def test_a_late_rank_costs_less_where_ranks_synchronise_seldom() -> None:
+    """Late by 8 ms in every eighth step is less than by 2 ms in every step."""
+    seldom = episode(0, "data", 8000.0, 1, 100, step_us=80_000.0)
+    first, second = straggler_totals([seldom, episode(1, "data", 2000.0, 101, 200)])
+    assert (first.rank, first.lost_steps) == (1, 20.0)
+    assert (second.rank, second.lost_steps) == (0, 10.0)
+
+
+def test_another_cause_or_bucket_is_counted_apart() -> None:
+    """And so is another rank; a stage of other buckets has other parameters."""
+    backward = episode(1, "backward", 2000.0, 1, 10, bucket=0, params=["a"])
+    others = [
+        {**backward, "rank": 2},
+        {**backward, "bucket": 1},
+        {**backward, "params": ["b"]},
+        {**backward, "cause": "forward", "bucket": None, "params": []},
+    ]
+    assert len(straggler_totals([backward, backward, *others])) == 5
+    assert straggler_totals([]) == []
+
+
+def test_the_closing_table_names_the_dearest() -> None:
+    """With all of its episodes, and how many there are besides."""
+    episodes = [
+        episode(1, "forward", 3000.0, 1, 40),
+        episode(0, "data", 4000.0, 101, 150),
+        episode(1, "forward", 6000.0, 2001, 3080),
+    ]
+    assert _said([]) == "none"
+    assert _said(episodes[:1]) == "rank 1 by 3.0 ms (forward) in steps 1 to 40"
+    assert _said(episodes) == "rank 1 by 5.9 ms (forward) in 1,120 steps (2 episodes); and 1 more"
+
+
+def _said(episodes: list[dict[str, Any]]) -> str:
+    facts: dict[str, Any] = dict.fromkeys(
+        ("status", "world_size", "device", "backend", "loss", "audit", "run_dir")
+    )
+    counted = ("steps", "steps_per_s", "seconds_in_steps", "communication_s")
+    numbers = dict.fromkeys((*counted, "exposed_communication_s", "wire_bytes"), 1)
+    rows = summary_rows({**facts, **numbers, "metrics": {}, "straggler_wait_s": [], "stragglers": episodes})
+    return dict(rows)["stragglers"]

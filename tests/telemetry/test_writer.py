@@ -1,4 +1,4 @@
-"""Records reach the disk beside the training thread, and a bad disk costs records, not the run."""
+"""Records reach the disk on a thread of their own, and a bad disk costs records, not the run."""
 
 import json
 import threading
@@ -10,8 +10,7 @@ import pytest
 
 from ddprun.run_files import open_file
 from ddprun.telemetry import writer as telemetry_writer
-from ddprun.telemetry.events import event_log
-from ddprun.telemetry.writer import _MOST_WAITING, Writer, dumps
+from ddprun.telemetry.writer import _MOST_WAITING, Writer, dumps, event_log
 
 
 def test_not_a_number_becomes_null() -> None:

@@ -1,1 +1,17 @@
-"""What a run tells about itself: clocks, step and bucket records, events, progress, the summary."""
+"""What a run measures while it trains, and how it becomes records.
+
+One step's numbers take this way::
+
+    loop, dispatcher, exchanger         marks, losses and bucket traces of a running step
+      recorder.py, clock.py               StepRecorder.start, lap, end -> MarkBuffer
+    every half second
+      steps.py                            resolve: MarkBuffer -> ResolvedSteps
+      control_message.py                  Accumulator -> messages, posted to all ranks
+    a step later
+      control_message.py                  all_ready_us: the messages of all ranks -> ready times
+      global_step.py, stragglers.py       what all ranks know; who is late -> loop, progress.py
+    while the training thread waits anyway
+      steps.py                            divide: exposed_hook_us, exposed_wait_us, exposed_wire_us
+      records.py                          step and bucket records
+      writer.py, record_files.py          to disk; from other hosts to rank 0
+"""

@@ -1,11 +1,16 @@
-"""Clocks: marks that cost next to nothing in the step and become microseconds afterwards."""
+"""Clocks: marks that cost next to nothing in a step and become microseconds afterwards.
+
+The recorder and the dispatcher take marks while a step runs (`recorder.py`); `steps.resolve` reads them once
+the step is over. `GradientTimes` takes more of them in backward, if the pipeline asks for that.
+"""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddprun_hooks.comm.trace import BucketTrace, now_us
 
@@ -26,10 +31,10 @@ class Clock(Protocol):
         """Many marks in microseconds."""
 
     def read(self, traces: Sequence[BucketTrace[Any]]) -> Sequence[BucketTrace[int]]:
-        """Flights that have ended, their marks in microseconds."""
+        """Traces of buckets that have landed, their marks in microseconds."""
 
     def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
-        """How long hooks ran on the training thread while a payload set out; it may not have landed yet."""
+        """How long hooks ran on the training thread while a bucket was sent; it may not have landed yet."""
 
     def rebase(self, mark: Any) -> None:
         """Measure later marks from this one, which has been read."""
@@ -38,10 +43,10 @@ class Clock(Protocol):
         """Wait until the device has done all that was given to it."""
 
     def on_host(self, number: Tensor) -> Any:
-        """A number, shape (), where it can be read as soon as the step's last mark can."""
+        """A copy of a number, shape (), that can be read as soon as the step's last mark can."""
 
     def numbers(self, on_host: list[Any]) -> list[float]:
-        """What `on_host` gave, read."""
+        """Read what `on_host` returned."""
 
 
 class HostClock:
@@ -66,7 +71,7 @@ class HostClock:
 
     def in_hooks_us(self, trace: BucketTrace[int]) -> int:
         """From the hook's call to its return."""
-        assert trace.handed_over is not None, "a payload that was sent has been handed over"
+        assert trace.handed_over is not None, "a bucket that was sent has been handed over"
         return trace.handed_over - trace.ready
 
     def rebase(self, mark: int) -> None:
@@ -88,8 +93,8 @@ class StreamClock:
     """Marks on a GPU's stream: CUDA events, so that nothing in the step waits for the device.
 
     An event is placed in time by its distance from the last base event. `cudaEventElapsedTime` gives
-    milliseconds as a 32-bit float, so bases are moved along with the steps that are settled, and tied to the
-    host's clock anew whenever `tie` is called.
+    milliseconds as a 32-bit float, so the base moves along with the steps that are resolved; `tie` ties it to
+    the host's clock anew.
 
     Args:
         device: the GPU whose current stream the training thread works on.
@@ -155,3 +160,30 @@ class StreamClock:
 def clock_for(device: torch.device) -> HostClock | StreamClock:
     """The clock that sees what `device` does."""
     return StreamClock(device) if device.type == "cuda" else HostClock()
+
+
+class GradientTimes:
+    """Marks when backward has accumulated each parameter's gradient: which one a bucket waited for.
+
+    DDP counts a parameter as ready right after that, and sends its bucket with the last one
+    (https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_post_accumulate_grad_hook.html).
+
+    Args:
+        model: whose parameters.
+        mark: of the recorder's clock.
+    """
+
+    def __init__(self, model: nn.Module, mark: Callable[[], Any]) -> None:
+        self._mark = mark
+        self._marks: dict[str, Any] = {}
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
+
+    def take(self) -> dict[str, Any]:
+        """The newest mark of each parameter that had one since the last call."""
+        marks, self._marks = self._marks, {}
+        return marks
+
+    def _note(self, name: str, param: Tensor) -> None:
+        self._marks[name] = self._mark()

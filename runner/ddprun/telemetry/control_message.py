@@ -1,170 +1,305 @@
-"""The control message: the numbers that each rank tells all others about a step in which ranks synchronise.
+"""Control messages: what ranks tell each other about the steps in which they synchronise.
 
-Words travel as rows of one array. In each, the numbers in `SUMS` are added up since the word before; then
-come wishes, what hooks have found, and moments, in microseconds of rank 0's clock; 0 stands for none.
+An `Accumulator` adds up this rank's numbers from one message to the next, and makes messages of resolved
+steps (`steps.py`). The recorder posts those of half a second together and reads those of all ranks a step
+later. `all_ready_us` matches their ready times with this rank's traces, so that `steps.divide` can split its
+waiting; `global_step.py` and `stragglers.py` read the rest.
+
+A message is a row of numbers: first those in `SUMS`, added up since the message before; then requests, the
+first finding of hooks, and times at which buckets were ready, in microseconds of rank 0's clock (0: none).
 """
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_READY = 64
-"""Ready times in a word at most; of more buckets they are those of every n-th, and of the last."""
-
-STOP, CHECKPOINT, COMPARE_CLOCKS = 1, 2, 4
-"""Wishes; their sum is told."""
-
-SPENT = ("data_us", "forward_us", "backward_us", "hook_us", "optimizer_us", "sync_us", "other_us")
-"""Time of the training thread's own: without what it waited, and all parts but `hook_us` without hooks."""
-
-SUMS = ("loss_sum", "samples", "steps", "us", *SPENT)
-"""`us`: how long the steps took."""
-
-LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, SPENT_AT = range(5)
-WISHES_AT = len(SUMS)
-CODE_AT, SYNC_READY_AT, READY_AT = range(WISHES_AT + 1, WISHES_AT + 4)
-"""Where in a word are: the first payload that did not come back finite (`telemetry.overflow`); when the last
-payload beside backward was ready; when gradient buckets were ready, those that `told_buckets` names, zeros if
-this rank exchanged none.
-"""
+from ddprun.telemetry.steps import OWN_PARTS, Ints, ResolvedSteps
+from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.payload import Kind
 
 Numbers = NDArray[np.float64]
 
+MOST_READY = 64
+"""Ready times in a message, at most."""
 
-class ControlMessages:
-    """Every rank's words about several steps.
+STOP, CHECKPOINT, COMPARE_CLOCKS = 1, 2, 4
+"""Requests; a message has their sum."""
 
-    Args:
-        numbers: of shape (words, ranks, numbers of a word).
-    """
+SUMS = ("loss_sum", "samples", "steps", "us", *OWN_PARTS)
+"""`us`: how long the steps took."""
 
-    def __init__(self, numbers: Numbers) -> None:
-        self.numbers = numbers
-        self._latest: Numbers = numbers[..., SYNC_READY_AT:].max(1)
-        # The order of additions must not depend on how many words there are: `sum` would choose one.
-        self._totals: Numbers = np.add.accumulate(numbers[..., : SAMPLES_AT + 1], axis=1)[:, -1]
-        with np.errstate(invalid="ignore", divide="ignore"):  # without samples there is no mean
-            self._means = self._totals[:, LOSS_AT] / self._totals[:, SAMPLES_AT]
+LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(5)
+REQUESTS_AT = len(SUMS)
+FINDING_AT, SYNC_READY_AT, READY_AT = range(REQUESTS_AT + 1, REQUESTS_AT + 4)
+"""Where in a message are: the first finding (`first_finding`); when the last bucket beside backward was
+ready; when the gradient buckets that `reported_buckets` names were ready, zeros if this rank exchanged none.
+"""
 
-    @property
-    def mean_losses(self) -> list[float]:
-        """Over all samples of all ranks; of each word."""
-        means: list[float] = self._means.tolist()
-        return means
-
-    @property
-    def samples(self) -> list[int]:
-        """Of all ranks; of each word."""
-        samples: list[int] = self._totals[:, SAMPLES_AT].astype(int).tolist()
-        return samples
-
-    @property
-    def usual_step_us(self) -> float:
-        """How long a step took, in the mean over ranks and over the steps that the words are about."""
-        steps, us = self.numbers[..., STEPS_AT : US_AT + 1].sum((0, 1)).tolist()
-        return float(us / max(1.0, steps))
-
-    @property
-    def wishes(self) -> int:
-        """Of any rank in any word, but `COMPARE_CLOCKS` of rank 0 alone."""
-        wishes = self.numbers[..., WISHES_AT]
-        if not wishes.any():
-            return 0
-        of_ranks: list[int] = np.bitwise_or.reduce(wishes.astype(int), axis=0).tolist()
-        found = of_ranks[0] & COMPARE_CLOCKS
-        for of_rank in of_ranks:
-            found |= of_rank & (STOP | CHECKPOINT)
-        return found
-
-    @property
-    def codes(self) -> dict[int, list[int]]:
-        """What each rank's hooks have found first, by word; of words in which some have found anything."""
-        codes = self.numbers[..., CODE_AT]
-        if not codes.any():
-            return {}
-        found: list[list[int]] = codes.astype(int).tolist()
-        return {place: of_ranks for place, of_ranks in enumerate(found) if any(of_ranks)}
-
-    @property
-    def nonfinite(self) -> bool:
-        """Whether some rank's loss was not finite in any of the steps."""
-        return not np.isfinite(self.numbers[..., LOSS_AT]).all()
-
-    def rank_losses(self, word: int) -> list[float]:
-        """Each rank's own mean in one word."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            losses: list[float] = (
-                self.numbers[word, :, LOSS_AT] / self.numbers[word, :, SAMPLES_AT]
-            ).tolist()
-        return losses
-
-    @property
-    def met(self) -> list[bool]:
-        """Whether some payload was exchanged in the step; of each word."""
-        met: list[bool] = np.any(self._latest, axis=1).tolist()
-        return met
-
-    @property
-    def apart_us(self) -> list[float]:
-        """From the first rank's having its last payload ready to the last one's: in backward, and beside it;
-        of each word.
-        """
-        meetings = self.numbers[..., sorted({SYNC_READY_AT, self.numbers.shape[2] - 1})]
-        apart: list[float] = (meetings.max(1) - meetings.min(1)).sum(1).tolist()
-        return apart
-
-    def all_ready(self, buckets: int) -> Numbers:
-        """When the last rank had each gradient bucket ready; zeros where no rank had one.
-
-        Backward fills buckets in order, so one that is not told of was ready when the next one was.
-
-        Args:
-            buckets: how many there are.
-
-        Returns:
-            Shape (words, buckets).
-        """
-        ready: Numbers = self._latest[:, READY_AT - SYNC_READY_AT :][:, place_of(buckets)]
-        return ready
-
-    def last_sync_ready(self) -> Numbers:
-        """When the last rank had the last payload beside backward ready; 0: there was none.
-
-        Returns:
-            Shape (words,).
-        """
-        last: Numbers = self._latest[:, 0]
-        return last
+OWN_COLUMNS, READY_COLUMNS = slice(OWN_AT, REQUESTS_AT), slice(READY_AT, None)
 
 
-def spent_of(numbers: Numbers) -> Numbers:
-    """The parts in `SPENT`: shape (…, parts), of words of shape (…, numbers of a word)."""
-    return numbers[..., SPENT_AT:WISHES_AT]
-
-
-def ready_of(numbers: Numbers) -> Numbers:
-    """The ready times: shape (…, buckets told of), of words of shape (…, numbers of a word)."""
-    return numbers[..., READY_AT:]
-
-
-def sync_ready_of(numbers: Numbers) -> Numbers:
-    """The ready time of what was exchanged beside backward: shape (…, 1)."""
-    return numbers[..., SYNC_READY_AT : SYNC_READY_AT + 1]
-
-
-def blank(messages: int, buckets: int) -> Numbers:
-    """Words that say nothing, with room for the ready times of so many buckets."""
-    return np.zeros((messages, READY_AT + buckets))
-
-
-def told_buckets(buckets: int) -> list[int]:
-    """The gradient buckets whose ready times a word has."""
+def reported_buckets(buckets: int) -> list[int]:
+    """The gradient buckets whose ready times are in a message: of very many every n-th, and the last."""
     if buckets <= MOST_READY:
         return list(range(buckets))
     return [math.ceil((place + 1) * buckets / MOST_READY) - 1 for place in range(MOST_READY)]
 
 
-def place_of(buckets: int) -> NDArray[np.int64]:
-    """For each gradient bucket, which of the ready times in a word is its own, or the next one's."""
-    return np.searchsorted(told_buckets(buckets), np.arange(buckets))
+def message_length(buckets: int) -> int:
+    """How many numbers a message has in a stage with so many gradient buckets."""
+    return READY_AT + min(buckets, MOST_READY)
+
+
+@dataclass(slots=True)
+class OwnMessages:
+    """Messages of this rank."""
+
+    numbers: Numbers
+    """Shape (messages, numbers of a message)."""
+
+    steps: list[int]
+    """The step that each is about; behind them the last step of a stage, if `add_rest` was called."""
+
+    rows: list[int]
+    """These steps' rows in `ResolvedSteps`; the rest of a stage has none."""
+
+    findings: dict[int, Sequence[BucketTrace[int]]]
+    """By message, the traces since the message before in which hooks have found something."""
+
+    def add_rest(self, rest: "Accumulator", last_step: int) -> None:
+        """Add a message with what is left at a stage's end, since steps without a message came last.
+
+        Every rank sends one, since others may have something left where this one does not.
+        """
+        row = np.zeros((1, self.numbers.shape[1]))
+        row[0, :REQUESTS_AT], row[0, FINDING_AT] = rest.sums, rest.first_finding
+        self.findings[len(self.steps)] = rest.found
+        self.steps.append(last_step)
+        self.numbers = np.vstack((self.numbers, row))
+
+
+def no_messages(buckets: int) -> OwnMessages:
+    """None so far, in a stage with so many gradient buckets."""
+    return OwnMessages(np.zeros((0, message_length(buckets))), [], [], {})
+
+
+@dataclass(slots=True)
+class Accumulator:
+    """What this rank has added up since its last message."""
+
+    sums: Numbers = field(default_factory=lambda: np.zeros(len(SUMS)))
+    last_step: int = 0
+    first_finding: int = 0
+    found: list[BucketTrace[int]] = field(default_factory=list)
+    """Traces in which hooks have found something."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As a checkpoint can hold it."""
+        loss_sum, samples, steps, us, *spent = self.sums.tolist()
+        return {
+            "loss_sum": loss_sum,
+            "samples": int(samples),
+            "steps": int(steps),
+            "us": int(us),
+            "last_step": self.last_step,
+            "code": self.first_finding,
+            "spent": spent,
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "Accumulator":
+        """From what `state_dict` returned."""
+        sums = [state["loss_sum"], state["samples"], state["steps"], state["us"], *state["spent"]]
+        return cls(np.array(sums, dtype=np.float64), state["last_step"], state["code"])
+
+    def note_findings(self, traces: Iterable[BucketTrace[int]]) -> None:
+        """Keep what hooks have found in these traces, and the first of it as a number."""
+        if found := [trace for trace in traces if trace.findings]:
+            self.first_finding = self.first_finding or first_finding(found)
+            self.found += found
+
+    def messages(self, resolved: ResolvedSteps, *, buckets: int, offset_us: float) -> OwnMessages:
+        """Add up resolved steps, and make a message of each in which ranks synchronised.
+
+        Args:
+            resolved: the steps after those added so far.
+            buckets: gradient buckets of the stage.
+            offset_us: how far this rank's clock is ahead of rank 0's.
+        """
+        steps = resolved.steps
+        rows = [row for row, step in enumerate(steps) if step.synchronised]
+        numbers = np.zeros((len(rows), message_length(buckets)))
+        self._add_up(resolved, rows, numbers)
+        if rows:
+            numbers[:, REQUESTS_AT] = [steps[row].requests for row in rows]
+            _put_ready_times(resolved, rows, numbers, buckets, offset_us)
+        findings = self._find(resolved, rows, numbers)
+        return OwnMessages(numbers, [steps[row].number for row in rows], rows, findings)
+
+    def _add_up(self, resolved: ResolvedSteps, rows: Sequence[int], numbers: Numbers) -> None:
+        """Put the sums into the messages; keeps those since the last one."""
+        running = np.empty((1 + len(resolved.steps), len(SUMS)))
+        running[0] = self.sums
+        running[1:, SAMPLES_AT] = resolved.samples
+        running[1:, STEPS_AT] = 1.0
+        running[1:, US_AT] = resolved.step_us
+        running[1:, OWN_AT:] = resolved.own_us
+        # Losses are added in the order of their steps, whichever steps are resolved together.
+        loss_sum, losses = float(self.sums[LOSS_AT]), []
+        for step, loss in zip(resolved.steps, resolved.loss_sums, strict=True):
+            loss_sum += loss
+            if step.synchronised:
+                losses.append(loss_sum)
+                loss_sum = 0.0
+        running[:, LOSS_AT] = 0.0
+        np.add.accumulate(running, axis=0, out=running)  # of whole numbers, so that differences are exact
+        self.sums, self.last_step = running[-1].copy(), resolved.steps[-1].number
+        if rows:
+            at = running[1:][rows]
+            numbers[:, :REQUESTS_AT] = at
+            numbers[1:, :REQUESTS_AT] -= at[:-1]
+            numbers[:, LOSS_AT] = losses
+            self.sums -= at[-1]
+        self.sums[LOSS_AT] = loss_sum
+
+    def _find(
+        self, resolved: ResolvedSteps, rows: Sequence[int], numbers: Numbers
+    ) -> dict[int, Sequence[BucketTrace[int]]]:
+        """Put the first finding into each message; returns all of them, by message."""
+        by_row, by_message = resolved.findings, dict[int, Sequence[BucketTrace[int]]]()
+        if not (by_row or self.found or self.first_finding):
+            return by_message
+        message_of = {row: message for message, row in enumerate(rows)}
+        for row in range(len(resolved.steps)):
+            self.note_findings(by_row.get(row, ()))
+            if (message := message_of.get(row)) is not None:
+                numbers[message, FINDING_AT] = self.first_finding
+                if self.found:  # also where only another rank's values may have been lost
+                    by_message[message] = self.found
+                self.first_finding, self.found = 0, []
+        return by_message
+
+
+NOTHING_ADDED: Mapping[str, Any] = MappingProxyType(Accumulator().state_dict())
+"""The part `round` of a recorder's state when ranks have just synchronised."""
+
+
+def mean_losses(messages: Numbers) -> list[float]:
+    """Over all samples of all ranks, for each message.
+
+    Args:
+        messages: of all ranks, shape (messages, ranks, numbers of a message).
+    """
+    # The order of additions must not depend on how many messages there are: `sum` would choose one.
+    return own_losses(np.add.accumulate(messages[..., : SAMPLES_AT + 1], axis=1)[:, -1])
+
+
+def own_losses(messages: Numbers) -> list[float]:
+    """The mean loss in each message, shape (messages, numbers of a message); NaN without samples."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        losses: list[float] = (messages[:, LOSS_AT] / messages[:, SAMPLES_AT]).tolist()
+    return losses
+
+
+def all_ready_us(
+    resolved: ResolvedSteps, own: OwnMessages, messages: Numbers | None, *, buckets: int, offset_us: float
+) -> Numbers:
+    """When the last rank had each trace's bucket ready, on this rank's clock; 0: not known.
+
+    Backward fills buckets in order, so a bucket that is not reported was ready when the next one was.
+
+    Args:
+        resolved: this rank's steps.
+        own: its messages about them.
+        messages: those of all ranks, shape (messages, ranks, numbers of a message); None: there are none.
+        buckets: gradient buckets of the stage.
+        offset_us: how far this rank's clock is ahead of rank 0's.
+
+    Returns:
+        Shape (traces,).
+    """
+    if messages is None:
+        return np.zeros(len(resolved.traces))
+    sections, bucket, _, _ = resolved.landed
+    about, beside = _message_of(own.rows, resolved)[sections // 2], sections % 2 > 0
+    at = READY_AT + np.searchsorted(reported_buckets(buckets), bucket)
+    known = (about >= 0) & (beside | (bucket < buckets))
+    ready = messages.max(1)[about, np.where(beside | ~known, SYNC_READY_AT, at)]
+    all_ready: Numbers = np.where(known & (ready > 0), ready + offset_us, 0.0)
+    return all_ready
+
+
+def _put_ready_times(
+    resolved: ResolvedSteps, rows: Sequence[int], numbers: Numbers, buckets: int, offset_us: float
+) -> None:
+    """Put into this rank's messages when it had its buckets ready."""
+    sections, bucket, ready, _ = resolved.landed
+    about, beside = _message_of(rows, resolved)[sections // 2], sections % 2 > 0
+    reported, at = np.array(reported_buckets(buckets)), ready - offset_us
+    mine = (about >= 0) & ~beside & np.isin(bucket, reported)
+    numbers[about[mine], READY_AT + np.searchsorted(reported, bucket[mine])] = at[mine]
+    mine = (about >= 0) & beside
+    np.maximum.at(numbers[:, SYNC_READY_AT], about[mine], at[mine])
+
+
+def _message_of(rows: Sequence[int], resolved: ResolvedSteps) -> Ints:
+    """The message about each resolved step; -1: there is none. Shape (steps,)."""
+    message_of = np.full(len(resolved.steps), -1)
+    message_of[rows] = range(len(rows))
+    return message_of
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """A bucket whose mean a hook's cast made infinite though every rank's own values were finite."""
+
+    kind: Kind
+    bucket: int
+    hook: str
+    params: tuple[str, ...]
+
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_BUCKETS = 1_000_000
+"""More than any model has: kind and bucket share one number."""
+
+_CODES = 3
+
+
+def first_finding(traces: Sequence[BucketTrace[int]]) -> int:
+    """The first bucket that did not come back finite, as a number for the control message.
+
+    0: all did. Otherwise kind, bucket, and 1: this rank's own values were finite, or 2: they were not.
+
+    Args:
+        traces: whose findings have been read.
+    """
+    for trace in sorted(traces, key=lambda trace: (trace.kind, trace.bucket)):
+        for finding in trace.findings:
+            if finding.code:
+                return _CODES * (_BUCKETS * _KINDS.index(trace.kind) + trace.bucket) + int(finding.code)
+    return 0
+
+
+def overflow(findings: Sequence[int], traces: Sequence[BucketTrace[int]]) -> Overflow | None:
+    """Which overflow the ranks' findings show; the same on every rank, since all get the same mean.
+
+    Args:
+        findings: each rank's `first_finding`.
+        traces: of this rank, in which hooks have found something.
+    """
+    if not any(findings) or any(number % _CODES == 2 for number in findings):
+        return None
+    kind, bucket = divmod(max(findings) // _CODES, _BUCKETS)
+    for trace in traces:
+        if (trace.kind, trace.bucket) == (_KINDS[kind], bucket):
+            # This rank may have lost nothing of it where another rank has: then any of its hooks will do.
+            by_code = sorted(trace.findings, key=lambda finding: not finding.code)
+            hook = next((finding.hook for finding in by_code), "")
+            return Overflow(trace.kind, bucket, hook, tuple(param.name for param in trace.params))
+    return None

@@ -1,19 +1,37 @@
-"""What all ranks come to know alike, from the words that they have told each other."""
+"""What all ranks know alike once they have read each other's control messages (`control_message.py`).
+
+`StepRecorder.end` returns it some steps later. The loop stops, takes checkpoints and compares clocks by it,
+on all ranks after the same step; the screen and the events show it.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ddprun.telemetry.accumulator import OwnMessages
-from ddprun.telemetry.control_message import CHECKPOINT, COMPARE_CLOCKS, STOP, ControlMessages
-from ddprun.telemetry.overflow import Overflow, overflow
+import numpy as np
+
+from ddprun.telemetry.control_message import (
+    CHECKPOINT,
+    COMPARE_CLOCKS,
+    FINDING_AT,
+    LOSS_AT,
+    REQUESTS_AT,
+    SAMPLES_AT,
+    STOP,
+    Numbers,
+    Overflow,
+    OwnMessages,
+    mean_losses,
+    overflow,
+    own_losses,
+)
 from ddprun.telemetry.stragglers import Straggler, Stragglers
 
 
 class GlobalStep(NamedTuple):
-    """What all ranks newly know alike about steps in which they synchronised, and about those before each."""
+    """What is newly known about steps in which ranks synchronised, and about those before each."""
 
     steps: Sequence[int]
-    """One at least, oldest first."""
+    """At least one, oldest first."""
 
     mean_losses: Sequence[float]
     """For each of them: the mean over all samples of all ranks since the ranks synchronised before."""
@@ -22,7 +40,7 @@ class GlobalStep(NamedTuple):
     """Each rank's own mean in the newest."""
 
     stop: bool
-    """Some rank wanted to stop in one of them."""
+    """Some rank asked to stop in one of them."""
 
     checkpoint: bool
     """Some rank was asked for a checkpoint."""
@@ -34,48 +52,46 @@ class GlobalStep(NamedTuple):
     """Some rank's loss was not finite in one of the steps, or in one before them."""
 
     overflows: Sequence[tuple[int, Overflow]] = ()
-    """In which step, and the first of it that is known."""
+    """Steps, and the first overflow of each."""
 
     straggler: Straggler | None = None
-    """Who is late just now; known on rank 0 alone."""
+    """Who is late now; known on rank 0 alone."""
 
-    news: Sequence[tuple[int, Straggler | None]] = ()
-    """When it was found who is late from then on, or that nobody is any more; known on rank 0 alone."""
+    straggler_changes: Sequence[tuple[int, Straggler | None]] = ()
+    """Steps from which on a rank was found to be late, or nobody any more; known on rank 0 alone."""
 
 
-def agree(own: OwnMessages, messages: ControlMessages, stragglers: Stragglers | None) -> list[GlobalStep]:
-    """What several words come to; nothing if they are about no step of any rank.
+def global_step(own: OwnMessages, messages: Numbers, stragglers: Stragglers | None) -> GlobalStep | None:
+    """What the messages of all ranks come to; None if they are about no step of any rank.
 
     Args:
-        own: of this rank.
-        messages: of all ranks, about the same steps.
+        own: this rank's.
+        messages: those of all ranks about the same steps, shape (messages, ranks, numbers of a message).
         stragglers: looks for late ranks; on rank 0 alone.
     """
     count = len(own.steps)
-    if count > len(own.rows) and not messages.samples[-1]:
-        count -= 1  # of the rest of a stage there is none on any rank
+    if count > len(own.rows) and not messages[-1, :, SAMPLES_AT].any():
+        count -= 1  # no rank had a step left at the stage's end
     if not count:
-        return []
-    late, news, overflows = None, list[tuple[int, Straggler | None]](), list[tuple[int, Overflow]]()
-    if stragglers is not None:
-        news = stragglers.add(own.steps[: len(own.rows)], messages)
-        late = stragglers.now
-    for place, codes in messages.codes.items():
-        found = overflow(codes, own.finders.get(place, ()))
-        if found is not None and place < count:
-            overflows.append((own.steps[place], found))
-    wishes = messages.wishes
-    return [
-        GlobalStep(
-            steps=own.steps[:count],
-            mean_losses=messages.mean_losses[:count],
-            rank_losses=messages.rank_losses(count - 1),
-            stop=wishes & STOP > 0,
-            checkpoint=wishes & CHECKPOINT > 0,
-            compare_clocks=wishes & COMPARE_CLOCKS > 0,
-            nonfinite=messages.nonfinite,
-            overflows=overflows,
-            straggler=late,
-            news=news,
-        )
-    ]
+        return None
+    changes = [] if stragglers is None else stragglers.add(own.steps[: len(own.rows)], messages)
+    overflows = list[tuple[int, Overflow]]()
+    findings = messages[:count, :, FINDING_AT].astype(int)
+    for message in np.flatnonzero(findings.any(1)).tolist():
+        found = overflow(findings[message].tolist(), own.findings.get(message, ()))
+        if found is not None:
+            overflows.append((own.steps[message], found))
+    requests = np.bitwise_or.reduce(messages[..., REQUESTS_AT].astype(int), axis=0)  # of each rank
+    of_any_rank = int(np.bitwise_or.reduce(requests))
+    return GlobalStep(
+        steps=own.steps[:count],
+        mean_losses=mean_losses(messages[:count]),
+        rank_losses=own_losses(messages[count - 1]),
+        stop=of_any_rank & STOP > 0,
+        checkpoint=of_any_rank & CHECKPOINT > 0,
+        compare_clocks=int(requests[0]) & COMPARE_CLOCKS > 0,
+        nonfinite=not np.isfinite(messages[..., LOSS_AT]).all(),
+        overflows=overflows,
+        straggler=None if stragglers is None else stragglers.current,
+        straggler_changes=changes,
+    )

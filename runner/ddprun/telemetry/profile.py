@@ -1,4 +1,7 @@
-"""torch's profiler on chosen steps; its events become records of this rank, on this rank's clock."""
+"""torch's profiler on chosen steps; its events become records of this rank, on this rank's clock.
+
+The loop starts and stops it between steps (`timings.profile`); the writer gets its records directly.
+"""
 
 import json
 import os
@@ -11,24 +14,22 @@ from typing import Any
 import torch
 
 from ddprun.telemetry.records import VERSION
-from ddprun.telemetry.writer import Writer, dumps
-
-FOLDER = "profile"
+from ddprun.telemetry.writer import PROFILE, Writer, dumps, file_of
 
 _QUIET = "6"
-"""Of Kineto's log levels: it would tell the screen of every rank that it starts and stops."""
+"""Kineto's log level: otherwise it says on every rank's screen that it starts and stops."""
 
 _SLICES, _FLOWS = "X", "sf"
-"""Phases of the Chrome trace format that are kept: what took time, and which started which."""
+"""Phases of the Chrome trace format that are kept: what took time, and arrows between them."""
 
 
 class Profiler:
-    """Looks at some steps of a run (https://docs.pytorch.org/docs/stable/profiler.html).
+    """Profiles some steps of a run (https://docs.pytorch.org/docs/stable/profiler.html).
 
-    Starting and stopping it takes up to seconds. That is done between steps, on all ranks alike.
+    Starting and stopping takes up to seconds. That is done between steps, on all ranks alike.
 
     Args:
-        steps: the first step it looks at, and the last one.
+        steps: the first step to profile, and the last one.
         writer: takes the records.
         rank: this one.
     """
@@ -38,30 +39,30 @@ class Profiler:
         self._writer, self._rank = writer, rank
         self._running: torch.profiler.profile | None = None
         self._began = 0
-        self._ahead_us = 0.0  # of this rank's monotonic clock; the profiler's tells the time of day
+        self._ahead_us = 0.0  # of this rank's monotonic clock: the profiler's is the time of day
 
     def turns(self, step: int) -> bool:
-        """Whether it has to start or to stop before step `step` of the run."""
+        """Whether the profiler has to start or to stop before step `step` of the run."""
         return (self._first <= step <= self._last) != (self._running is not None)
 
     def turn(self, step: int) -> None:
-        """Do so."""
+        """Start or stop it before step `step`."""
         if self._running is None:
             self._start(step)
         else:
             self.stop(step - 1)
 
     def stop(self, step: int) -> None:
-        """Look at no more steps; `step` was the last."""
+        """Stop; `step` was the last step."""
         if self._running is None:
             return
         profile, self._running = self._running, None
         profile.stop()
         if step < self._began:
-            return  # no step has come after all
-        # Made into lines here: on the writer's thread that would slow the steps that follow.
+            return  # no step came after all
+        # Encoded here: on the writer's thread that would slow down the steps that follow.
         lines = b"".join(map(dumps, self._records(profile, step)))
-        self._writer.put(f"{FOLDER}/rank-{self._rank:05}.jsonl", lines)
+        self._writer.put(file_of(PROFILE, self._rank), lines)
 
     def _start(self, step: int) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)

@@ -1,26 +1,29 @@
-"""What a person sees while it runs: a progress bar on a terminal, plain lines elsewhere; all on stderr."""
+"""What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere; all on stderr.
+
+Engine's reporter passes on what all ranks know (`global_step.py`), and shows the summary at the end.
+"""
 
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from rich.box import ASCII, ROUNDED
+from rich.box import ASCII, ROUNDED, Box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ddprun.screen import is_terminal
-from ddprun.telemetry.episodes import totals
 from ddprun.telemetry.global_step import GlobalStep
+from ddprun.telemetry.stragglers import straggler_totals
 
 _LINES_PER_STAGE = 10
 _LINE_EVERY_S = 30.0
 _REDRAW_EVERY_S = 0.1
 
 
-class Screen(Protocol):
-    """Where rank 0 tells how it goes; the other ranks have a `Silent` one."""
+class Screen:
+    """Where rank 0 says how the run goes. This one says nothing: every other rank has it."""
 
     def note(self, text: str) -> None:
         """Say something once."""
@@ -28,12 +31,12 @@ class Screen(Protocol):
     def begin(self, stage: str, steps: int | None) -> None:
         """A stage begins; `steps` is None where nobody can know."""
 
-    def step(self, done: int, agreed: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
+    def step(self, done: int, known: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
         """`done` steps of the stage are finished.
 
         Args:
             done: steps.
-            agreed: what ranks newly know alike; None between two synchronisations.
+            known: what all ranks know newest; None: nothing yet.
             own_loss: rank 0's newest.
             steps_per_s: since the stage began.
         """
@@ -45,22 +48,8 @@ class Screen(Protocol):
         """Show the closing table."""
 
 
-class Silent:
-    """Says nothing: every rank but 0."""
-
-    def note(self, text: str) -> None: ...
-
-    def begin(self, stage: str, steps: int | None) -> None: ...
-
-    def step(self, done: int, agreed: GlobalStep | None, own_loss: float, steps_per_s: float) -> None: ...
-
-    def end(self) -> None: ...
-
-    def closing(self, summary: Mapping[str, Any]) -> None: ...
-
-
-class Plain:
-    """Lines for a log file: about ten a stage, and one every half minute."""
+class Plain(Screen):
+    """Lines for a log file: about ten in each stage, and one every half minute."""
 
     def __init__(self, redact: Callable[[str], str]) -> None:
         self._redact = redact
@@ -78,25 +67,20 @@ class Plain:
         self._next_step = 0 if steps is None else max(1, steps // _LINES_PER_STAGE)
         self._next_time = time.monotonic() + _LINE_EVERY_S
 
-    def step(self, done: int, agreed: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
+    def step(self, done: int, known: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
         if self._steps is not None and done >= self._next_step:
             self._next_step += max(1, self._steps // _LINES_PER_STAGE)
         elif time.monotonic() < self._next_time:
             return
         self._next_time = time.monotonic() + _LINE_EVERY_S
         of = "" if self._steps is None else f"/{self._steps}"
-        late = lateness(agreed)
-        self.note(
-            f"{self._stage}: step {done}{of}, {losses(agreed, own_loss)}, {steps_per_s:.1f} steps/s{late}"
-        )
-
-    def end(self) -> None: ...
+        self.note(f"{self._stage}: step {done}{of}, {progress_text(known, own_loss, steps_per_s)}")
 
     def closing(self, summary: Mapping[str, Any]) -> None:
-        _print_table(self._console, summary_rows(summary), plain=True)
+        self._console.print(_table(summary, ASCII))
 
 
-class Bar:
+class Bar(Screen):
     """A progress bar on a terminal."""
 
     def __init__(self, redact: Callable[[str], str]) -> None:
@@ -121,14 +105,14 @@ class Bar:
         self._task = self._progress.add_task(stage, total=steps, tail="")
         self._progress.start()
 
-    def step(self, done: int, agreed: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
+    def step(self, done: int, known: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
         assert self._progress is not None
         now = time.monotonic()
         last = done == self._progress.tasks[0].total
         if not last and now < self._next_time:
             return
         self._next_time = now + _REDRAW_EVERY_S
-        tail = f"{losses(agreed, own_loss)}, {steps_per_s:.1f} steps/s{lateness(agreed)}"
+        tail = progress_text(known, own_loss, steps_per_s)
         self._progress.update(self._task, completed=done, tail=tail)
         self._progress.refresh()
 
@@ -139,26 +123,23 @@ class Bar:
             self._progress = None
 
     def closing(self, summary: Mapping[str, Any]) -> None:
-        _print_table(self._console, summary_rows(summary), plain=False)
+        self._console.print(_table(summary, ROUNDED))
 
 
 def screen_for(rank: int, redact: Callable[[str], str]) -> Screen:
     """The screen of a rank; `redact` replaces secrets in what it says."""
     if rank != 0:
-        return Silent()
+        return Screen()
     return Bar(redact) if is_terminal(sys.stderr) else Plain(redact)
 
 
-def losses(agreed: GlobalStep | None, own_loss: float) -> str:
-    """The mean over ranks and rank 0's own loss, told apart; between two synchronisations only the latter."""
-    if agreed is None:
-        return f"rank 0's loss {own_loss:.4f}"
-    return f"mean loss {agreed.mean_losses[-1]:.4f} (rank 0: {agreed.rank_losses[0]:.4f})"
-
-
-def lateness(agreed: GlobalStep | None) -> str:
-    """Who is late just now, as the end of a line; nothing if nobody is."""
-    return "" if agreed is None or agreed.straggler is None else f"; {agreed.straggler.describe()}"
+def progress_text(known: GlobalStep | None, own_loss: float, steps_per_s: float) -> str:
+    """Losses (rank 0's alone until ranks know more), speed, and who is late."""
+    if known is None:
+        return f"rank 0's loss {own_loss:.4f}, {steps_per_s:.1f} steps/s"
+    late = "" if known.straggler is None else f"; {known.straggler.describe()}"
+    losses = f"mean loss {known.mean_losses[-1]:.4f} (rank 0: {known.rank_losses[0]:.4f})"
+    return f"{losses}, {steps_per_s:.1f} steps/s{late}"
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -191,7 +172,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _stragglers(episodes: Sequence[Mapping[str, Any]]) -> str:
     if not episodes:
         return "none"
-    worst, *rest = totals(episodes)
+    worst, *rest = straggler_totals(episodes)
     where = "" if worst.bucket is None else f", bucket {worst.bucket}"
     more = f"; and {sum(one.episodes for one in rest)} more" if rest else ""
     return f"rank {worst.rank} by {worst.late_us / 1000:.1f} ms ({worst.cause}{where}) {worst.when()}{more}"
@@ -205,13 +186,13 @@ def _audit_rows(audit: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     return [("ranks' parameters", now + (before if audit["largest_distance_ever"] else ""))]
 
 
-def _print_table(console: Console, rows: Sequence[tuple[str, str]], *, plain: bool) -> None:
-    table = Table(show_header=False, box=ASCII if plain else ROUNDED)
+def _table(summary: Mapping[str, Any], box: Box) -> Table:
+    table = Table(show_header=False, box=box)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in rows:
+    for name, value in summary_rows(summary):
         table.add_row(name, value)
-    console.print(table)
+    return table
 
 
 def data_size(count: float) -> str:

@@ -1,15 +1,18 @@
-"""The recorder of steps: marks in the step, agreement with the other ranks beside it, records after it.
+"""The recorder of steps: marks in a step, control messages beside it, records after it.
 
-Each rank has a small control message about every step in which ranks synchronise (loss, samples, when its
-payloads were ready, what it did before, whether a stop is wanted). The words of half a second are posted
-together, and read a step later (`control_delay_steps`), when they have long arrived. So all ranks learn the
-mean loss, divide their waiting alike and stop at the same step, and none of that costs a wait. Steps in which
-ranks do not synchronise have no word: their loss is in the next one.
+The loop calls `start`, `lap` and `end`, which only append to a `MarkBuffer` (`steps.py`). About every half
+second `end` resolves the steps that are over, and posts this rank's control messages about those in which
+ranks synchronised (`control_message.py`). It reads those of all ranks `control_delay_steps` later, when they
+have long arrived, and returns what all ranks know then (`global_step.py`): so all ranks learn the mean loss
+and stop at the same step, and nothing waits for that. Dividing the steps' time and making their records
+(`records.py`) is deferred work, for when the training thread has to wait anyway. The loss of a step in which
+ranks do not synchronise is in the next message.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,41 +20,101 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddprun.telemetry.accumulator import Accumulator, OwnMessages
-from ddprun.telemetry.batch import Account, Batch, Recorded, Unwritten
 from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.control_message import (
     CHECKPOINT,
     COMPARE_CLOCKS,
+    STEPS_AT,
     STOP,
-    ControlMessages,
-    blank,
-    told_buckets,
+    US_AT,
+    Accumulator,
+    Numbers,
+    OwnMessages,
+    all_ready_us,
+    mean_losses,
+    no_messages,
 )
-from ddprun.telemetry.deferred import DeferredWork
-from ddprun.telemetry.global_step import GlobalStep, agree
-from ddprun.telemetry.records import PARTS, Totals, bucket_record
-from ddprun.telemetry.resolve import beside, divide, resolve, under_way_us
-from ddprun.telemetry.step import MarkBuffer, Step, Traffic
+from ddprun.telemetry.global_step import GlobalStep, global_step
+from ddprun.telemetry.records import Totals, bucket_record, step_records
+from ddprun.telemetry.steps import (
+    PARTS,
+    MarkBuffer,
+    ResolvedSteps,
+    Step,
+    Traffic,
+    divide,
+    landed_table,
+    resolve,
+    under_way_us,
+)
 from ddprun.telemetry.stragglers import Stragglers
-from ddprun.telemetry.writer import Writer
-from ddprun_hooks.comm.control import Control
+from ddprun.telemetry.writer import Writer, dumps, file_of
+from ddprun_hooks.comm.control import Control, PendingMessage
 from ddprun_hooks.comm.trace import BucketTrace, now_us, read_findings
 from ddprun_hooks.comm.uncounted import Uncounted
 
-_TOGETHER_US = 500_000.0
-"""Words of about so much time are posted together: an exchange, however small, costs threads of all ranks
-their time, and so does code that has not run for a while. It is also how long a wish to stop may take to be
-heard.
+_POST_EVERY_US = 500_000.0
+"""Messages of about so much time are posted together: an exchange, however small, costs threads of all ranks
+their time, and so does code that has not run for a while. A request to stop takes as long to be known.
 """
 
-_MOST_TOGETHER, _MOST_ON_A_DEVICE = 256, 32
-"""So many words at most, so that what is kept of steps is bounded. Marks of a device take longer to read, and
+_MOST_PER_POST, _MOST_ON_A_DEVICE = 256, 32
+"""Messages in a post, at most: this bounds what is kept of steps. Marks of a device take longer to read, and
 the host gives it nothing to do meanwhile.
 """
 
-_IN_A_ROW = 8
+_AT_ONCE = 8
 """Records that are made before looking whether there is still time."""
+
+_SLICE_US = 2000
+"""How long `DeferredWork.do_some` works. Meanwhile no thread of this rank can go on with a bucket that has
+arrived. But each time the work is taken up again it waits for memory, and so does the model's code after it:
+in steps of 3 ms that was 0.2 ms each time.
+"""
+
+
+class DeferredWork:
+    """Work that can wait until the training thread has nothing better to do, done in the order it came.
+
+    Each piece of work is an iterator whose steps are short.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[Iterator[None]] = deque()
+
+    def add(self, work: Iterator[None]) -> None:
+        """Do this later, at the latest in `do_all`."""
+        self._queue.append(work)
+
+    def do_some(self) -> None:
+        """Work for a short time: for when the thread has to wait anyway, as for gradients under way."""
+        if self._queue:
+            self._do(now_us() + _SLICE_US)
+
+    def do_all(self) -> None:
+        """Do everything: for when its results are needed."""
+        if self._queue:
+            self._do(math.inf)
+
+    def _do(self, until: float) -> None:
+        while self._queue:
+            for _ in self._queue[0]:
+                if now_us() >= until:
+                    return
+            self._queue.popleft()
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Steps that were resolved together, until the messages about them have arrived."""
+
+    resolved: ResolvedSteps | None
+    """None: there were none, but a message was posted all the same."""
+
+    own: OwnMessages
+    last_step: int
+    posted: PendingMessage | None = None
+    """None: there are no messages about these steps."""
 
 
 class StepRecorder:
@@ -59,7 +122,7 @@ class StepRecorder:
 
     Args:
         clock: of the device the steps run on.
-        control: for the control message.
+        control: for control messages.
         writer: takes the records.
         every: write the records of every n-th step.
         stragglers: looks for late ranks; on rank 0 alone.
@@ -74,82 +137,80 @@ class StepRecorder:
         every: int,
         stragglers: Stragglers | None = None,
     ) -> None:
-        self.totals = Totals()
-        self.offset_us = 0.0
-        """How far this rank's clock is ahead of rank 0's."""
-
-        self.control_delay_steps = 1
-        """Control messages are read so many steps after the last one's: more where they share a slow link
-        with what goes on beside training."""
-
-        self.together = 1
-        """Steps whose words are posted together; the same on all ranks."""
-
-        self.own_loss = math.nan
-        """This rank's mean loss in the newest step whose marks have been read."""
-
-        self.nonfinite: tuple[int, float] | None = None
-        """The first step whose own loss was not finite, and the loss; None: each was that has been read."""
+        self._clock = clock
+        self._control = control
+        self._writer = writer
+        self._every = every
+        self._most_per_post = _MOST_ON_A_DEVICE if clock.lag else _MOST_PER_POST
+        self.stragglers = stragglers
+        self.deferred = DeferredWork()
+        """What is left to do for steps that are over; methods here finish it when they need its results."""
 
         self.mark: Callable[[], Any] = clock.mark
         """This moment on the training thread's time line."""
 
+        self.observe: Callable[[dict[str, Any], Sequence[BucketTrace[int]]], None] | None = None
+        """Is called with every step's record, and with the traces of what landed in it."""
+
+        self.offset_us = 0.0
+        """How far this rank's clock is ahead of rank 0's."""
+
+        self.control_delay_steps = 1
+        """Messages are read so many steps after the last one's: more where they share a slow link with what
+        is exchanged during training."""
+
+        self.steps_per_post = 1
+        """Steps whose messages are posted together; the same on all ranks."""
+
+        self.totals = Totals()
+        self.own_loss = math.nan
+        """This rank's mean loss in the newest resolved step."""
+
+        self.nonfinite: tuple[int, float] | None = None
+        """The first resolved step whose own loss was not finite, and the loss."""
+
         self.uncounted: list[tuple[int, Uncounted]] = []
-        """Collectives of hooks' own that nobody has been told of yet, and in which step each was found."""
+        """Collectives that hooks have issued themselves, each once, with the step; the reporter clears it."""
 
         self._known_uncounted: set[Uncounted] = set()
-        self._clock = clock
-        self._most_together = _MOST_ON_A_DEVICE if clock.lag else _MOST_TOGETHER
-        self._control = control
-        self._writer = writer
-        self._every = every
-        self.stragglers = stragglers
-        self.deferred = DeferredWork()
-        """What is left to do for steps that are over; all of it is done when a method here needs it."""
-
-        self.observe: Callable[[dict[str, Any], Sequence[BucketTrace[int]]], None] | None = None
-        """Is told of every step's record, and of what landed in it."""
-
         self._buckets = 0  # gradient buckets of the stage
-        self._told_buckets: list[int] = []  # those whose ready times are told
-        self._buffer = (
-            MarkBuffer()
-        )  # of the step that runs, and of those before it whose marks are not read yet
-        self._untold = 0  # steps since words were posted
-        self._resolved_at = 0  # by this rank's own clock
-        self._batches: deque[Batch] = deque()  # settled, their words under way
-        self._accumulator = Accumulator()
+        self._buffer = MarkBuffer()  # of the running step, and of those before it that are not resolved
         self._step: Step | None = None
-        self._aside = Traffic()  # outside of steps
         self._last_end: Any = None  # mark of the last step's end, within a stage
+        self._between_steps = Traffic()
+        self._unposted = 0  # steps since messages were posted
+        self._resolved_at = 0  # by this rank's own clock
+        self._accumulator = Accumulator()
+        self._batches: deque[_Batch] = deque()  # whose messages are under way
 
     def begin_stage(self, params: Sequence[tuple[str, ...]]) -> None:
-        """Steps of another stage begin.
+        """Begin another stage.
 
         Args:
             params: of each gradient bucket that ranks exchange in it; the same on all ranks.
         """
-        self._buckets, self._told_buckets, self.together = len(params), told_buckets(len(params)), 1
-        self._untold = 0
+        self._buckets, self.steps_per_post, self._unposted = len(params), 1, 0
         if self.stragglers is not None:
             self.stragglers.begin_stage(params)
 
+    # In a step.
+
     @property
     def current(self) -> Step:
-        """The step that is running."""
+        """The running step."""
         assert self._step is not None, "no step is running"
         return self._step
 
     @property
     def traces(self) -> list[BucketTrace[Any]]:
-        """Takes the gradient buckets of the step that is running."""
+        """Takes the gradient buckets of the running step."""
         return self._buffer.traces
 
     @property
     def sync(self) -> Traffic:
-        """Takes what is exchanged beside backward, in the step that is running or between steps."""
+        """Takes what is exchanged beside backward, in the running step or between steps."""
         if self._step is None:
-            return self._aside
+            return self._between_steps
         if self._step.sync is None:
             self._step.sync = Traffic()
         return self._step.sync
@@ -166,9 +227,9 @@ class StepRecorder:
             buffer.marks += (before, now)
 
     def cancel(self) -> None:
-        """Forget the step that was started: there is no data for it."""
+        """Drop the step that was started: there is no data for it."""
         self._step = None
-        self._buffer.forget()
+        self._buffer.drop_running()
 
     def note_loss(self, mean: Tensor, samples: int) -> None:
         """Note a micro-batch's mean loss, shape (), and how many samples it is of.
@@ -194,56 +255,69 @@ class StepRecorder:
     def end(
         self, *, stop: bool, compare_clocks: bool, checkpoint: bool = False, synchronised: bool = True
     ) -> list[GlobalStep]:
-        """End the step; gives what is newly agreed about earlier ones.
+        """End the step; returns what all ranks newly know about earlier ones.
 
         Args:
             stop: this rank wants to stop.
             checkpoint: this rank was asked for a checkpoint.
             compare_clocks: this rank wants the clocks compared.
-            synchronised: the ranks have exchanged in this step; on all of them alike.
+            synchronised: the ranks have exchanged in this step; alike on all of them.
         """
         step = self.current
         self.lap("other_us")
         if not synchronised:
             step.synchronised = False
         if stop or checkpoint or compare_clocks:
-            step.wishes = STOP * stop + CHECKPOINT * checkpoint + COMPARE_CLOCKS * compare_clocks
+            step.requests = STOP * stop + CHECKPOINT * checkpoint + COMPARE_CLOCKS * compare_clocks
         self._last_end = self._buffer.marks[-1]
         self._buffer.close(step)
-        self._untold += 1
+        self._unposted += 1
         self._step = None
         due = 0
         for batch in self._batches:
-            due += batch.last + self.control_delay_steps <= step.number
-        if self._untold >= self.together + self._clock.lag and self._must_resolve():
+            due += batch.last_step + self.control_delay_steps <= step.number
+        if self._unposted >= self.steps_per_post + self._clock.lag and self._must_resolve():
             self._resolve(self._clock.lag)
-        return [agreed for _ in range(due) for agreed in self._collect()] if due else []
+        return self._read_messages(due) if due else []
+
+    # Between steps.
 
     def flush(self) -> list[GlobalStep]:
-        """Settle every step that is still open; called at a stage's end by all ranks, even by those that have
-        taken no step since ranks met.
+        """Resolve and finish everything at a stage's end; called by all ranks, even by one that has taken no
+        step since ranks synchronised.
         """
         self._last_end = None
-        self._resolve(0, the_rest=True)
-        return self._collect_all()
+        self._resolve(0, rest=True)
+        return self._read_all_messages()
 
     def drain(self) -> list[GlobalStep]:
-        """Settle every step that is over, and read the control messages under way, without posting one for
-        steps whose ranks have not met since; called by all ranks after the same step.
+        """Resolve and finish all steps that are over; what ranks have added up since they synchronised stays
+        for the next message. Called by all ranks after the same step.
         """
         self._resolve(0)
-        return self._collect_all()
+        return self._read_all_messages()
 
     def pause(self) -> list[GlobalStep]:
-        """Settle as `drain` does; what comes before the next step is none of its time."""
+        """Like `drain`; and what happens before the next step does not count as its time."""
         self._last_end = None
         return self.drain()
+
+    def write_between_steps(self, stage: int, step: int) -> None:
+        """Write the records of what was exchanged between steps, and count it."""
+        traffic, self._between_steps = self._between_steps, Traffic()
+        traces, rank = list(self._clock.read(traffic.landed)), self._control.rank
+        read_findings(traces)
+        self._note_uncounted((step, trace) for trace in traces)
+        self._accumulator.note_findings(traces)
+        self._count_traffic(traces, int(under_way_us(landed_table([0] * len(traces), traces), 1)[0]))
+        records = [bucket_record(trace, None, {}, stage=stage, step=step, rank=rank) for trace in traces]
+        self._write("buckets", list(map(dumps, records)))
 
     def state_dict(self) -> dict[str, Any]:
         """What has been added up; after `drain`."""
         return {
             "totals": self.totals.numbers(),
-            "round": self._accumulator.plain(),
+            "round": self._accumulator.state_dict(),
             "own_loss": self.own_loss,
             "stragglers": [] if self.stragglers is None else self.stragglers.state_dict(),
         }
@@ -256,141 +330,117 @@ class StepRecorder:
         if self.stragglers is not None:
             self.stragglers.load_state_dict(state["stragglers"])
 
-    def write_aside(self, stage: int, step: int) -> None:
-        """Write the records of what was exchanged between steps, and count it."""
-        traffic, self._aside = self._aside, Traffic()
-        bucket_times = beside([(0, traffic)], self._clock)
-        landed = bucket_times.traces
-        read_findings(landed)
-        self._note_uncounted((step, trace) for trace in landed)
-        self._accumulator.find(landed)
-        self._count_traffic(landed, int(under_way_us(bucket_times.landed, 1)[0]))
-        records = Unwritten(self._control.rank)
-        for trace in landed:
-            records.add_payload(
-                bucket_record(trace, None, {}, stage=stage, step=step, rank=self._control.rank)
-            )
-        records.put(self._writer)
+    def salvage(self) -> None:
+        """Record the steps that are over without the messages of other ranks: the run has failed."""
+        self.deferred.do_all()
+        if self._clock.lag:
+            return  # the device may never get there
+        batches, self._batches = self._batches, deque()
+        unfinished = [(batch.resolved, batch.own) for batch in batches]
+        buffer, self._buffer = self._buffer, MarkBuffer()
+        buffer.drop_running()
+        if buffer.steps:
+            unfinished.append((resolve(buffer, self._clock, every=self._every), no_messages(0)))
+        for resolved, own in unfinished:
+            if resolved is not None:
+                self.deferred.add(self._finish(resolved, own, None))
+        self.deferred.do_all()
+
+    # Steps that are over.
 
     def _must_resolve(self) -> bool:
-        """Whether steps wait that have words, which is so on all ranks after the same step; or, if none of
-        them has one, whether they have waited for a while.
+        """Whether steps are over that have a message, which is so on all ranks after the same step; or, if
+        none of them has one, whether they have waited for a while.
 
-        That while is each rank's own. It decides of nothing that ranks do together: steps with a word are
-        never settled by it, and `_untold` starts anew with words alone.
+        That while differs between ranks. It decides nothing that ranks do together: steps with a message
+        never wait for it, and `_unposted` counts from posted messages only.
         """
-        readable = (
-            len(self._buffer.steps) - self._clock.lag
-        )  # of the newest, marks might have to be waited for
+        readable = len(self._buffer.steps) - self._clock.lag  # without waiting for a mark
         if readable < 1:
             return False
         if any(step.synchronised for step in islice(self._buffer.steps, readable)):
             return True
-        return readable >= self._most_together or now_us() - self._resolved_at >= _TOGETHER_US
+        return readable >= self._most_per_post or now_us() - self._resolved_at >= _POST_EVERY_US
 
-    def _resolve(self, but: int, *, the_rest: bool = False) -> None:
-        """Read the marks of all steps that are over but the last `but`, and post their words.
+    def _resolve(self, keep: int, *, rest: bool = False) -> None:
+        """Resolve the steps that are over, and post the messages about them.
 
         Args:
-            but: steps whose marks cannot be read yet without waiting.
-            the_rest: one word more, for steps whose ranks have not met since the last one.
+            keep: newest steps that are left, whose marks cannot be read yet without waiting.
+            rest: post one message more, for steps since ranks last synchronised.
         """
         self.deferred.do_all()
         self._resolved_at = now_us()
         buffer = self._buffer
-        self._buffer = buffer.split_off(len(buffer.steps) - but)
-        resolved, messages, last = None, OwnMessages([], [], {}), self._accumulator.last_step
-        numbers = blank(0, len(self._told_buckets))
+        self._buffer = buffer.split_off(len(buffer.steps) - keep)
+        resolved, own, last_step = None, no_messages(self._buckets), self._accumulator.last_step
         if buffer.steps:
-            last = buffer.steps[-1].number
+            last_step = buffer.steps[-1].number
             resolved = resolve(buffer, self._clock, every=self._every)
-            self._note_uncounted(resolved.numbered_traces())
-            self.own_loss = resolved.own_loss
+            if any(trace.uncounted for trace in resolved.traces):
+                numbers = [resolved.steps[section // 2].number for section in resolved.landed[0].tolist()]
+                self._note_uncounted(zip(numbers, resolved.traces, strict=True))
+            self.own_loss = resolved.loss(-1)
             if self.nonfinite is None and not math.isfinite(sum(resolved.loss_sums)):
                 losses = zip(resolved.steps, resolved.loss_sums, strict=True)
-                self.nonfinite = next(
-                    ((step.number, loss) for step, loss in losses if not math.isfinite(loss)), None
-                )
-            messages, numbers, self._accumulator = self._accumulator.tell(
-                resolved, buckets=self._told_buckets, offset_us=self.offset_us
-            )
-        if the_rest:
-            # Also from a rank that has none: where ranks do not meet, others may have.
-            rest, self._accumulator = self._accumulator, Accumulator()
-            messages.finders[len(messages.steps)] = rest.finders
-            messages.steps.append(last)
-            numbers = np.vstack((numbers, rest.rest(len(self._told_buckets))))
-        if messages.steps:
-            self._untold = but
-        if resolved is not None or messages.steps:
-            batch = Batch(resolved, messages, None, last)
-            self._batches.append(batch)  # first, so that it is salvaged if nothing can be posted any more
-            if messages.steps:
-                batch.posted = self._control.post(torch.from_numpy(numbers.ravel()))
+                lost = ((step.number, loss) for step, loss in losses if not math.isfinite(loss))
+                self.nonfinite = next(lost, None)
+            own = self._accumulator.messages(resolved, buckets=self._buckets, offset_us=self.offset_us)
+        if rest:
+            own.add_rest(self._accumulator, last_step)
+            self._accumulator = Accumulator()
+        if resolved is None and not own.steps:
+            return
+        batch = _Batch(resolved, own, last_step)
+        self._batches.append(batch)  # first, so that it is salvaged if nothing can be posted any more
+        if own.steps:
+            self._unposted = keep
+            batch.posted = self._control.post(torch.from_numpy(own.numbers.ravel()))
 
     def _note_uncounted(self, traces: Iterable[tuple[int, BucketTrace[int]]]) -> None:
-        """Note what hooks have issued by themselves.
-
-        Args:
-            traces: each with its step.
-        """
+        """Note collectives that hooks have issued themselves, in traces with their steps."""
         for step, trace in traces:
             for note in trace.uncounted:
                 if note not in self._known_uncounted:
                     self._known_uncounted.add(note)
                     self.uncounted.append((step, note))
 
-    def _collect_all(self) -> list[GlobalStep]:
-        agreed = [agreed for _ in range(len(self._batches)) for agreed in self._collect()]
+    def _read_all_messages(self) -> list[GlobalStep]:
+        known = self._read_messages(len(self._batches))
         self.deferred.do_all()
-        return agreed
+        return known
 
-    def _collect(self) -> list[GlobalStep]:
-        """Read the words of the oldest batch; its steps are finished some time later."""
-        batch = self._batches[0]  # until the others are heard, so that it is salvaged if they are gone
-        messages = None
-        if batch.posted is not None:
-            told_by = batch.posted.wait().numpy()  # (ranks, numbers of all words)
-            messages = ControlMessages(
-                told_by.reshape(len(told_by), len(batch.messages.steps), -1).swapaxes(0, 1)
-            )
-            together = round(_TOGETHER_US / max(1.0, messages.usual_step_us))
-            self.together = max(1, min(self._most_together, together))
-        self._batches.popleft()
-        if batch.resolved is not None:
-            self.deferred.add(self._finish(batch, messages))
-        return [] if messages is None else agree(batch.messages, messages, self.stragglers)
-
-    def salvage(self) -> None:
-        """Record the steps that are over, without what other ranks have told of them: the run has failed."""
-        self.deferred.do_all()
-        if self._clock.lag:
-            return  # the device may never come to an end
-        batches, self._batches = list(self._batches), deque()
-        buffer, self._buffer = self._buffer, MarkBuffer()
-        buffer.forget()
-        if buffer.steps:
-            resolved = resolve(buffer, self._clock, every=self._every)
-            batches.append(Batch(resolved, OwnMessages([], [], {}), None, buffer.steps[-1].number))
-        for batch in batches:
+    def _read_messages(self, batches: int) -> list[GlobalStep]:
+        """Read the messages about the oldest batches, whose steps are finished some time later."""
+        known = []
+        for _ in range(batches):
+            batch, messages = self._batches[0], None
+            if batch.posted is not None:
+                gathered: Numbers = batch.posted.wait().numpy()  # (ranks, numbers of all messages)
+                messages = gathered.reshape(len(gathered), len(batch.own.steps), -1).swapaxes(0, 1)
+                steps, us = messages[..., STEPS_AT : US_AT + 1].sum((0, 1)).tolist()
+                per_post = round(_POST_EVERY_US / max(1.0, us / max(1.0, steps)))
+                self.steps_per_post = max(1, min(self._most_per_post, per_post))
+            self._batches.popleft()  # only now, so that it is salvaged if the other ranks are gone
             if batch.resolved is not None:
-                self.deferred.add(self._finish(batch, None))
-        self.deferred.do_all()
+                self.deferred.add(self._finish(batch.resolved, batch.own, messages))
+            if messages is not None:
+                newest = global_step(batch.own, messages, self.stragglers)
+                known += [] if newest is None else [newest]
+        return known
 
-    def _finish(self, batch: Batch, messages: ControlMessages | None) -> Iterator[None]:
-        """Deferred work: divide the steps' time as far as all ranks' clocks allow, count it, record it.
+    def _finish(self, resolved: ResolvedSteps, own: OwnMessages, messages: Numbers | None) -> Iterator[None]:
+        """Deferred work: divide the steps' waiting, count their time, and record them.
 
         Args:
-            batch: the steps.
-            messages: of all ranks; None: they have not met in them.
+            resolved: the steps.
+            own: this rank's messages about them.
+            messages: those of all ranks, shape (messages, ranks, numbers of a message); None: there are none.
         """
-        account = Account(
-            batch, messages, buckets=self._buckets, offset_us=self.offset_us, rank=self._control.rank
-        )
-        resolved = account.resolved
-        exposed = divide(resolved, account.all_ready_us)
-        under_way = under_way_us(resolved.bucket_times.landed, len(resolved.steps))
-        self._count_traffic(resolved.bucket_times.traces, int(np.maximum(under_way, exposed).sum()))
+        all_ready = all_ready_us(resolved, own, messages, buckets=self._buckets, offset_us=self.offset_us)
+        exposed = divide(resolved, all_ready)
+        under_way = under_way_us(resolved.landed, len(resolved.steps))
+        self._count_traffic(resolved.traces, int(np.maximum(under_way, exposed).sum()))
         totals = self.totals
         totals.steps += len(resolved.steps)
         totals.samples += sum(resolved.samples)
@@ -398,32 +448,32 @@ class StepRecorder:
             totals.parts_us[part] += us
         totals.parts_us["step_us"] += sum(resolved.step_us)
         yield
-        records, lines = account.records(every=self._every, all_of_them=self.observe is not None), 0
-        unwritten = Unwritten(self._control.rank)
+        losses: list[float | None] = [None] * len(resolved.steps)
+        if messages is not None:
+            for row, loss in zip(own.rows, mean_losses(messages), strict=False):
+                losses[row] = loss
+        every = self._every if self.observe is None else 1
+        steps, buckets, made = list[bytes](), list[bytes](), 0
         try:
-            for recorded in records:
-                lines += self._record(recorded, unwritten)
-                if lines >= _IN_A_ROW:
-                    lines = 0
+            for one in step_records(resolved, losses, all_ready, rank=self._control.rank, every=every):
+                if self.observe is not None:
+                    self.observe(one.record, one.traces)
+                made += 1
+                if one.record["step"] % self._every == 0:
+                    steps.append(dumps(one.record))
+                    buckets += map(dumps, one.buckets())
+                    made += len(one.traces)
+                if made >= _AT_ONCE:
+                    made = 0
                     yield
         finally:
-            unwritten.put(self._writer)
+            self._write("steps", steps)
+            self._write("buckets", buckets)
 
-    def _record(self, recorded: Recorded, unwritten: Unwritten) -> int:
-        """Record a step, and tell whoever looks on; gives how many lines that took."""
-        record, gradients, landed, all_ready = recorded
-        if self.observe is not None:
-            self.observe(record, landed)
-        stage, step, rank = record["stage"], record["step"], self._control.rank
-        if step % self._every:
-            return 1
-        unwritten.add_step(record)
-        for trace, ready in zip(landed, all_ready, strict=True):
-            unwritten.add_payload(
-                bucket_record(trace, ready or None, gradients, stage=stage, step=step, rank=rank)
-            )
-        return 1 + len(landed)
+    def _write(self, kind: str, lines: Sequence[bytes]) -> None:
+        if lines:
+            self._writer.put(file_of(kind, self._control.rank), b"".join(lines), len(lines))
 
-    def _count_traffic(self, landed: Sequence[BucketTrace[int]], communication_us: int) -> None:
+    def _count_traffic(self, traces: Sequence[BucketTrace[int]], communication_us: int) -> None:
         self.totals.communication_us += communication_us
-        self.totals.wire_bytes += sum(trace.wire_bytes for trace in landed)
+        self.totals.wire_bytes += sum(trace.wire_bytes for trace in traces)

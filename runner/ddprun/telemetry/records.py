@@ -1,51 +1,104 @@
-"""Step and bucket records: their fields (`docs/records.md`), and what a run adds up."""
+"""The records of a run: the fields of a step's record and of a bucket's, and what the summary adds up.
 
-import re
-from collections.abc import Mapping, Sequence
+`docs/records.md` explains each field. The recorder makes records of resolved steps once `steps.divide` has
+split their waiting, and hands them to the writer (`writer.py`); reports read them back.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ddprun.run_files import names_in
+import numpy as np
+
+from ddprun.telemetry.control_message import Numbers
+from ddprun.telemetry.steps import PARTS, Ints, ResolvedSteps
 from ddprun_hooks.comm.trace import BucketTrace
 
 VERSION = 1
 
-PARTS = (
-    "data_us",
-    "forward_us",
-    "backward_us",
-    "exposed_hook_us",
-    "exposed_wait_us",
-    "exposed_wire_us",
-    "optimizer_us",
-    "sync_us",
-    "other_us",
-)
-"""The parts of a step: they add up to `step_us`."""
+_LAPS = {part: part.removesuffix("_us") for part in PARTS} | {"": ""}
 
 
-_FILE = re.compile(r"rank-(\d{5,9})\.jsonl")
+class StepRecord(NamedTuple):
+    """A step's record, and what those of its buckets are made of."""
+
+    record: dict[str, Any]
+    traces: Sequence[BucketTrace[int]]
+    all_ready_us: Sequence[int]
+    """When the last rank had each trace's bucket ready, on this rank's clock; 0: not known."""
+
+    gradients_us: Mapping[str, int]
+    """When each parameter's gradient was complete; empty where that was not measured."""
+
+    def buckets(self) -> Iterator[dict[str, Any]]:
+        """The records of the step's buckets."""
+        stage, step, rank = self.record["stage"], self.record["step"], self.record["rank"]
+        for trace, ready in zip(self.traces, self.all_ready_us, strict=True):
+            yield bucket_record(trace, ready or None, self.gradients_us, stage=stage, step=step, rank=rank)
 
 
-def file_of(kind: str, rank: int) -> str:
-    """The file of a rank's records, in the folder of the run."""
-    return f"{kind}/rank-{rank:05}.jsonl"
+def step_records(
+    resolved: ResolvedSteps,
+    mean_losses: Sequence[float | None],
+    all_ready_us: Numbers,
+    *,
+    rank: int,
+    every: int,
+) -> Iterator[StepRecord]:
+    """The records of steps whose waiting has been divided; can be asked for once.
 
-
-def ranks_in(run_dir: Path, kind: str) -> list[int]:
-    """The ranks of which there are records of a kind; what is called otherwise is none.
-
-    Raises:
-        NotPlainError: the records' folder is something else.
-        OSError: it cannot be read.
+    Args:
+        resolved: the steps; their traces are taken out.
+        mean_losses: over all ranks, of each step; None where ranks did not synchronise.
+        all_ready_us: when the last rank had each trace's bucket ready, on this rank's clock; 0: not known.
+        rank: this one.
+        every: only every n-th step is wanted.
     """
-    try:
-        names = names_in(run_dir, kind)
-    except FileNotFoundError:
-        return []
-    found = {int(match[1]): name for name in names if (match := _FILE.fullmatch(name))}
-    return sorted(rank for rank, name in found.items() if file_of(kind, rank) == f"{kind}/{name}")
+    steps, times, us = resolved.steps, resolved.times, resolved.us.tolist()
+    ended, durations = [_LAPS[part] for part in resolved.parts], resolved.durations.tolist()
+    all_ready = np.rint(all_ready_us).astype(np.int64).tolist()
+    waits = resolved.waits[1:].T.tolist()
+    trace_bounds, wait_bounds = _bounds(resolved.landed, len(steps)), _bounds(resolved.waits, len(steps))
+    for row, step in enumerate(steps):
+        # Traces are let go as soon as they are recorded, while the processor has them in its caches.
+        first_trace, end_trace = trace_bounds[row], trace_bounds[row + 1]
+        traces = resolved.traces[: end_trace - first_trace]
+        del resolved.traces[: end_trace - first_trace]
+        if step.number % every:
+            continue
+        first, end = resolved.bounds[row], resolved.bounds[row + 1]
+        laps = zip(ended[first + 1 : end], durations[first + 1 : end], strict=True)
+        # In the order of `PARTS`; written out, since this is made for every step.
+        data, forward, backward, exposed_hook, exposed_wait, exposed_wire, optimizer, sync, other = us[row]
+        record = {
+            "v": VERSION,
+            "rank": rank,
+            "stage": step.stage,
+            "step": step.number,
+            "samples": resolved.samples[row],
+            "loss": resolved.loss(row),
+            "mean_loss": mean_losses[row],
+            "start_us": times[first],
+            "data_us": data,
+            "forward_us": forward,
+            "backward_us": backward,
+            "exposed_hook_us": exposed_hook,
+            "exposed_wait_us": exposed_wait,
+            "exposed_wire_us": exposed_wire,
+            "optimizer_us": optimizer,
+            "sync_us": sync,
+            "other_us": other,
+            "step_us": resolved.step_us[row],
+            "laps": [lap for lap in laps if lap[1] > 0],
+            "waits": [wait for wait in waits[wait_bounds[row] : wait_bounds[row + 1]] if wait[1] > wait[0]],
+        }
+        yield StepRecord(record, traces, all_ready[first_trace:end_trace], resolved.gradients[row])
+
+
+def _bounds(table: Ints, steps: int) -> list[int]:
+    """Where each step's entries begin in a table that is sorted by section, and where the last one's end."""
+    bounds: list[int] = table[0].searchsorted(np.arange(0, 2 * steps + 2, 2)).tolist()
+    return bounds
 
 
 def bucket_record(
@@ -60,19 +113,19 @@ def bucket_record(
     """One line of `buckets/rank-….jsonl`.
 
     Args:
-        trace: of a payload that has arrived.
-        all_ready_us: when the last rank had it ready, on this rank's clock; None: ranks have not told.
-        gradients_us: when gradients were complete, by parameter; empty if nobody has looked.
-        stage: in which.
-        step: in which.
+        trace: of a bucket that has landed.
+        all_ready_us: when the last rank had it ready, on this rank's clock; None: not known.
+        gradients_us: when each parameter's gradient was complete; empty where that was not measured.
+        stage: its index in `stages`.
+        step: in the whole run.
         rank: this one.
     """
     encode = decode = wire_bytes = between_hosts = 0
-    for piece in trace.spans:
-        if piece.phase == "encode":
-            encode += piece.done - piece.start
+    for span in trace.spans:
+        if span.phase == "encode":
+            encode += span.done - span.start
         else:
-            decode += piece.done - piece.start
+            decode += span.done - span.start
     legs, ready = [], trace.ready
     for leg in trace.collectives:
         wire_bytes += leg.wire_bytes
@@ -104,7 +157,7 @@ def bucket_record(
         "hooks": trace.hooks,
         "ready_us": ready,
         "all_ready_us": all_ready_us,
-        # What sends nothing starts when it is ready.
+        # A bucket without a collective is launched when it is ready.
         "launch_us": legs[0]["start_us"] if legs else ready,
         "done_us": trace.done,
         "encode_us": encode,
@@ -134,11 +187,11 @@ class Totals:
     wire_bytes: int = 0
 
     def numbers(self) -> list[float]:
-        """As a control message; `of` reads it back."""
+        """As checkpoints hold them and ranks gather them."""
         return [self.steps, self.samples, *self.parts_us.values(), self.communication_us, self.wire_bytes]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "Totals":
-        """From a control message."""
+        """From what `numbers` returned."""
         steps, samples, *parts, communication, wire = (int(number) for number in numbers)
         return cls(steps, samples, dict(zip((*PARTS, "step_us"), parts, strict=True)), communication, wire)

@@ -1,33 +1,33 @@
-"""Stragglers: which rank the others wait for, since what, and by how much.
+"""Stragglers: which rank the others wait for, since when, by how much and why.
 
-In all-reduce every rank leaves a step when the last one has come, so that steps take equally long on all of
-them and a step's time tells nobody who was late. What tells it is when each rank had each bucket ready: the
-control message has that, and what each rank's training thread did before.
+An all-reduce ends on all ranks when the last one has arrived. So a step takes equally long on all of them,
+and its time does not show who was late. Rank 0 therefore looks at the control messages of all ranks
+(`control_message.py`): when each had each bucket ready, and what its training thread did before. What it
+finds goes into `GlobalStep`, events and `summary.json`; `straggler_totals` adds up the episodes for the
+closing table and the report.
 
-A rank is late by the distance of its last ready time to the median of the others'. It is a straggler if it is
-late by more than a share of the step in the median over a window of steps, and by more than what the other
-ranks scatter by; and if it was so whenever it was looked for in half a second. Its cause is where it spent
-more than the median of the others: of what is left when all parts are taken off, its communication came to an
-end later than theirs.
+A rank is late by the distance of its last ready time to the median of the others'. It is a straggler if, in
+the median over a window of steps, it is late by more than a share of the step and by more than what the other
+ranks scatter by, and if every look within half a second finds that. Its cause is the part of the step in
+which it exceeds the median of the others most. What no part accounts for is communication: its last exchange
+ended later than theirs.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from ddprun.telemetry.control_message import (
-    SPENT,
+    OWN_COLUMNS,
+    READY_COLUMNS,
     SYNC_READY_AT,
-    ControlMessages,
     Numbers,
-    ready_of,
-    spent_of,
-    sync_ready_of,
-    told_buckets,
+    reported_buckets,
 )
+from ddprun.telemetry.steps import OWN_PARTS
 
 Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]
 
@@ -41,26 +41,26 @@ _CAUSES: dict[str, Cause] = {
     "other_us": "sync",
 }
 _LEAST_US = 1000.0
-"""Less is not told from what clocks and a busy machine do."""
+"""Less may be the error of clocks or the noise of a busy machine."""
 
 _SPREADS = 3.0
-_STAYS = 2.0
-"""What was found stays so until it is less than half of what it takes to be found: nothing flickers."""
+_HYSTERESIS = 2.0
+"""What was found stays until it is less than half of what it takes to be found, so that nothing flickers."""
 
-_A_WHILE_US = 500_000.0
-"""What is over sooner is what a busy machine does, and nobody could look into it."""
+_LEAST_LASTING_US = 500_000.0
+"""A busy machine makes a rank late for a shorter time, and nobody could look into that."""
 
 _MOST_EPISODES = 200
 
 
 @dataclass(slots=True)
 class Straggler:
-    """A rank that was late for some time, for one cause."""
+    """An episode in which a rank was late for one cause."""
 
     rank: int
     cause: Cause
     bucket: int | None
-    """The gradient bucket that came late, if backward is the cause and gradients are exchanged."""
+    """The gradient bucket that was late, if the cause is backward and gradients are exchanged."""
 
     params: tuple[str, ...]
     """The parameters in that bucket."""
@@ -80,19 +80,19 @@ class Straggler:
         return f"rank {self.rank} is late by {self.late_us / 1000:.1f} ms ({self.cause}{where})"
 
 
-class _Told(NamedTuple):
-    """What ranks have told about a step."""
+class _StepMessages(NamedTuple):
+    """What all ranks say about one step."""
 
     step: int
-    apart_us: float
-    """As of `ControlMessages`."""
+    skew_us: float
+    """From the first rank that had its last bucket ready to the last rank; in backward and beside it."""
 
     numbers: Numbers
-    """Shape (ranks, numbers of a word)."""
+    """Shape (ranks, numbers of a message)."""
 
 
 class Stragglers:
-    """Looks for stragglers while training goes on; in bounded memory.
+    """Looks for stragglers while training goes on, in bounded memory.
 
     Args:
         window: steps to look at.
@@ -101,63 +101,73 @@ class Stragglers:
 
     def __init__(self, window: int, over: float) -> None:
         self._window, self._over = window, over
-        self._steps: deque[_Told] = deque(maxlen=window)
-        self._since = 0
+        self._steps: deque[_StepMessages] = deque(maxlen=window)
+        self._since = 0  # steps since the last look
         self._params: Sequence[tuple[str, ...]] = ()
-        self._suspect: Straggler | None = None  # what was found last, be it for a while or not
+        self._suspect: Straggler | None = None  # found by the last look, whether it lasts or not
         self._suspect_since_us = 0.0
-        self.now: Straggler | None = None
-        """In the steps that were looked at last."""
+        self.current: Straggler | None = None
+        """Found by the last look, and lasting."""
 
         self.episodes: list[Straggler] = []
         """All that were found, oldest first; of very many the shortest are left out."""
 
     def begin_stage(self, params: Sequence[tuple[str, ...]]) -> None:
-        """Other steps begin.
+        """Forget the steps of the stage before.
 
         Args:
             params: of each gradient bucket.
         """
         self._steps.clear()
-        self._since, self._params, self._suspect, self.now = 0, params, None, None
+        self._since, self._params, self._suspect, self.current = 0, params, None, None
 
-    def add(self, steps: Sequence[int], messages: ControlMessages) -> list[tuple[int, Straggler | None]]:
-        """Take what ranks have told about steps.
+    def state_dict(self) -> list[dict[str, Any]]:
+        """All episodes."""
+        return [asdict(episode) for episode in self.episodes]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        """Go on after these episodes."""
+        self.episodes = [Straggler(**{**episode, "params": tuple(episode["params"])}) for episode in state]
+
+    def add(self, steps: Sequence[int], messages: Numbers) -> list[tuple[int, Straggler | None]]:
+        """Take what all ranks say about some steps.
 
         Args:
-            steps: the first of those that the words are about.
-            messages: of all ranks.
+            steps: that the first messages are about.
+            messages: of all ranks, shape (messages, ranks, numbers of a message).
 
         Returns:
-            Where `now` is newly known: the step, and who is late from then on, or that nobody is any more.
+            Each change of `current`: the step, and who is late from then on (None: nobody any more).
         """
-        # In a step without `met` ranks were together, as for an audit, and none was waited for.
-        told = [
-            _Told(step, apart_us, numbers)
-            for step, met, apart_us, numbers in zip(
-                steps, messages.met, messages.apart_us, messages.numbers, strict=False
-            )
-            if met
+        messages = messages[: len(steps)]
+        last_ready = messages[..., sorted({SYNC_READY_AT, messages.shape[2] - 1})]  # beside backward, in it
+        skews = (last_ready.max(1) - last_ready.min(1)).sum(1).tolist()
+        # Where no bucket was exchanged, as around an audit, no rank waited for another one.
+        new = [
+            _StepMessages(step, skew_us, numbers)
+            for step, skew_us, numbers in zip(steps, skews, messages, strict=True)
+            if numbers[:, SYNC_READY_AT:].any()
         ]
-        news: list[tuple[int, Straggler | None]] = []
+        changes: list[tuple[int, Straggler | None]] = []
         first, half = 0, max(1, self._window // 2)
-        while first < len(told):
-            more = told[first : first + max(1, self._window - len(self._steps), half - self._since)]
+        while first < len(new):
+            more = new[first : first + max(1, self._window - len(self._steps), half - self._since)]
             self._steps.extend(more)
             self._since += len(more)
             first += len(more)
-            if len(self._steps) == self._window and self._since >= half and self._look_again():
-                news.append((more[-1].step, self.now))
-        return news
+            if len(self._steps) == self._window and self._since >= half and self._look():
+                changes.append((more[-1].step, self.current))
+        return changes
 
-    def _look_again(self) -> bool:
-        """Look who is late; whether that is news."""
+    def _look(self) -> bool:
+        """Look who is late; whether that has changed."""
         self._since = 0
-        found = self._again(self._look())
-        before, self.now = self.now, found
+        before, self.current = self.current, self._lasting(self._latest_straggler())
+        found = self.current
         if found is None:
             return before is not None
-        if before is not None and _kind(before) == _kind(found):
+        same = ("rank", "cause", "bucket")
+        if before is not None and all(getattr(before, name) == getattr(found, name) for name in same):
             looks = max(1, (before.last_step - before.first_step) // max(1, self._window // 2))
             found.late_us = (before.late_us * looks + found.late_us) / (looks + 1)
             found.first_step = before.first_step
@@ -168,79 +178,64 @@ class Stragglers:
             self.episodes.remove(min(self.episodes[:-1], key=lambda one: one.last_step - one.first_step))
         return True
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """What was found so far."""
-        return [asdict(episode) for episode in self.episodes]
-
-    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Go on after it."""
-        self.episodes = [Straggler(**{**episode, "params": tuple(episode["params"])}) for episode in state]
-
-    def _again(self, found: Straggler | None) -> Straggler | None:
-        """A straggler if its rank was late whenever it was looked for of late, too: a busy machine makes a
-        rank late for a while.
-        """
+    def _lasting(self, found: Straggler | None) -> Straggler | None:
+        """The straggler that a look has found, if every look for a while has found its rank."""
         before, self._suspect = self._suspect, found
         if found is None:
             return None
         if before is None or before.rank != found.rank:
-            self._suspect_since_us = _latest(self._steps[0])
+            self._suspect_since_us = _last_ready(self._steps[0])
             return None
-        if self.now is None:
+        if self.current is None:
             found.first_step = before.first_step
-            if _latest(self._steps[-1]) - self._suspect_since_us < _A_WHILE_US:
+            if _last_ready(self._steps[-1]) - self._suspect_since_us < _LEAST_LASTING_US:
                 return None
         return found
 
-    def _look(self) -> Straggler | None:
+    def _latest_straggler(self) -> Straggler | None:
+        """The latest rank of the window, if it is late by enough."""
         if len(self._steps[0].numbers) < 2:
             return None
-        # The usual case, and so the cheap one: no rank is later than the last one comes after the first.
-        apart = sorted([told.apart_us for told in self._steps])
-        if apart[(len(apart) - 1) // 2] <= _LEAST_US / _STAYS:
+        # The usual case comes first and is cheap: no rank is later than the skew of all.
+        skews = sorted([one.skew_us for one in self._steps])
+        if skews[(len(skews) - 1) // 2] <= _LEAST_US / _HYSTERESIS:
             return None
-        told = np.stack([one.numbers for one in self._steps])  # (steps, ranks, numbers of a word)
-        # Where ranks meet twice in a step, beside backward and in it, they wait for each other twice.
-        places = (ready_of(told), sync_ready_of(told))
-        meetings = [at[..., -1] for at in places if at.shape[2] and at.all()]
-        if not meetings:
+        numbers = np.stack([one.numbers for one in self._steps])  # (steps, ranks, numbers of a message)
+        # Where ranks exchange buckets in backward and beside it, they wait for each other twice in a step.
+        ready = (numbers[..., READY_COLUMNS], numbers[..., SYNC_READY_AT : SYNC_READY_AT + 1])
+        last_ready = [at[..., -1] for at in ready if at.shape[2] and at.all()]
+        if not last_ready:
             return None
-        late: Numbers = np.sum([_beyond(at) for at in meetings], axis=0)  # (steps, ranks)
+        late: Numbers = np.sum([_beyond(at) for at in last_ready], axis=0)  # (steps, ranks)
         typical = _median(late)  # (ranks,)
         rank = int(typical.argmax())
         late_us = float(typical[rank])
-        before = self.now if self.now is not None and self.now.rank == rank else None
-        stays = 1.0 if before is None else _STAYS
-        if late_us <= _LEAST_US / stays:
-            return None
+        before = self.current if self.current is not None and self.current.rank == rank else None
+        divisor = 1.0 if before is None else _HYSTERESIS
         others = np.delete(late, rank, 1).ravel()
         spread = float(_median(abs(others - _median(others))))
-        first, last = self._steps[0].step, self._steps[-1].step
-        step_us = float(_median(meetings[0][-1] - meetings[0][0])) / max(1, len(told) - 1)
-        least_us = max(self._over * step_us, _SPREADS * spread, _LEAST_US) / stays
+        step_us = float(_median(last_ready[0][-1] - last_ready[0][0])) / max(1, len(numbers) - 1)
+        least_us = max(self._over * step_us, _SPREADS * spread, _LEAST_US) / divisor
         if late_us <= least_us:
             return None
-        if before is None and float(np.quantile(late[:, rank], 0.25)) <= least_us / _STAYS:
-            return None  # late in many steps, and as often not
-        cause, bucket = _cause(rank, late_us, told, None if before is None else before.cause)
-        return Straggler(rank, cause, *self._named(bucket), late_us, step_us, first, last)
-
-    def _named(self, place: int | None) -> tuple[int | None, tuple[str, ...]]:
-        if place is None:
-            return None, ()
-        bucket = told_buckets(len(self._params))[place]
-        return bucket, self._params[bucket]
+        if before is None and float(np.quantile(late[:, rank], 0.25)) <= least_us / _HYSTERESIS:
+            return None  # late in many steps, and in as many not
+        cause, place = _cause(rank, late_us, numbers, None if before is None else before.cause)
+        bucket = None if place is None else reported_buckets(len(self._params))[place]
+        params = () if bucket is None else self._params[bucket]
+        first, last = self._steps[0].step, self._steps[-1].step
+        return Straggler(rank, cause, bucket, params, late_us, step_us, first, last)
 
 
-def _cause(rank: int, late_us: float, told: Numbers, before: Cause | None) -> tuple[Cause, int | None]:
-    """Where a rank spent more than the others, and which of the buckets told of shows it."""
-    more = _median(_beyond(spent_of(told))[:, rank]).tolist()  # (parts,)
+def _cause(rank: int, late_us: float, numbers: Numbers, before: Cause | None) -> tuple[Cause, int | None]:
+    """Where a rank spent more than the others, and which of the reported buckets shows it."""
+    more = _median(_beyond(numbers[..., OWN_COLUMNS])[:, rank]).tolist()  # (parts,)
     parts: dict[Cause, float] = dict.fromkeys(get_args(Cause), 0.0)
-    for name, us in zip(SPENT, more, strict=True):
+    for name, us in zip(OWN_PARTS, more, strict=True):
         parts[_CAUSES[name]] += us
     parts["communication"] += late_us - sum(more)
-    cause = max(parts, key=lambda part: parts[part] * (_STAYS if part == before else 1.0))
-    ready = ready_of(told)
+    cause = max(parts, key=lambda part: parts[part] * (_HYSTERESIS if part == before else 1.0))
+    ready = numbers[..., READY_COLUMNS]
     if cause != "backward" or not ready.any():
         return cause, None
     # From one bucket to the next; what is left of backward lies before its first bucket.
@@ -267,10 +262,61 @@ def _median(values: Numbers) -> Numbers:
     return middle
 
 
-def _latest(told: _Told) -> float:
-    """When the last rank had its last payload ready."""
-    return float(told.numbers[:, SYNC_READY_AT:].max())
+def _last_ready(messages: _StepMessages) -> float:
+    """When the last rank had its last bucket ready."""
+    return float(messages.numbers[:, SYNC_READY_AT:].max())
 
 
-def _kind(one: Straggler) -> tuple[int, Cause, int | None]:
-    return one.rank, one.cause, one.bucket
+@dataclass(frozen=True, slots=True)
+class StragglerTotal:
+    """All episodes in which a rank was late for one cause and, in backward, before one bucket."""
+
+    rank: int
+    cause: str
+    bucket: int | None
+    params: tuple[str, ...]
+    late_us: float
+    """By how much in each synchronisation: the mean over `steps`."""
+
+    step_us: float
+    """The time between two synchronisations, which may be several steps: the mean over `steps`."""
+
+    steps: int
+    """How many steps the episodes lasted."""
+
+    episodes: int
+    first_step: int
+    last_step: int
+
+    @property
+    def lost_steps(self) -> float:
+        """How many steps would have taken as long as the other ranks waited for this one."""
+        return self.steps * self.late_us / self.step_us
+
+    def when(self) -> str:
+        """In which steps, or in how many."""
+        if self.episodes == 1:
+            return f"in steps {self.first_step:,} to {self.last_step:,}"
+        return f"in {self.steps:,} steps ({self.episodes} episodes)"
+
+
+def straggler_totals(episodes: Iterable[Mapping[str, Any]]) -> list[StragglerTotal]:
+    """Totals by rank, cause, bucket and parameters; the one that cost most comes first.
+
+    Args:
+        episodes: as in `summary.json`.
+    """
+    alike: dict[tuple[int, str, int | None, tuple[str, ...]], list[Mapping[str, Any]]] = {}
+    for one in episodes:
+        alike.setdefault((one["rank"], one["cause"], one["bucket"], tuple(one["params"])), []).append(one)
+    totals = []
+    for who, some in alike.items():
+        lengths = [one["last_step"] - one["first_step"] + 1 for one in some]
+        steps = sum(lengths)
+        late_us, step_us = (
+            sum(one[name] * length for one, length in zip(some, lengths, strict=True)) / steps
+            for name in ("late_us", "step_us")
+        )
+        first, last = min(one["first_step"] for one in some), max(one["last_step"] for one in some)
+        totals.append(StragglerTotal(*who, late_us, step_us, steps, len(some), first, last))
+    return sorted(totals, key=lambda one: one.lost_steps, reverse=True)

@@ -1,16 +1,24 @@
-"""Writes records to disk on a thread of its own, so that no step ever waits for a disk."""
+"""Writes records and events on a thread of its own, so that no step ever waits for a disk.
+
+Records come from the recorder (`recorder.py`), the profiler (`profile.py`) and, for events, from `event_log`.
+All of them are JSON lines.
+"""
 
 import json
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import IO, Any
 
 import orjson
+import structlog
 
 from ddprun.run_files import open_file
+from ddprun_hooks.comm.trace import now_us
+
+EVENTS, PROFILE = "events.jsonl", "profile"
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _MOST_WAITING = 50_000
@@ -18,11 +26,16 @@ _FLUSH_EVERY_S = 0.5
 _LOOK_EVERY_S = 0.05
 
 
+def file_of(kind: str, rank: int) -> str:
+    """A rank's file in the folder `kind` (`steps`, `buckets` or `PROFILE`), below the run's."""
+    return f"{kind}/rank-{rank:05}.jsonl"
+
+
 class Writer:
     """Appends JSON lines to files under one folder.
 
-    What comes when too much is waiting (the disk has stalled) is dropped and counted in `dropped`; a disk
-    that fails ends the writing, not the run, and says why in `failure`.
+    When too much is waiting, because the disk has stalled, what comes is dropped and counted in `dropped`. A
+    disk that fails ends the writing, not the run; `failure` says why it failed first.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -106,7 +119,6 @@ class Writer:
                 self._failed(error)
 
     def _failed(self, error: OSError) -> None:
-        """The first failure is the one that is told."""
         self.failure = self.failure or error.strerror or str(error)
 
 
@@ -130,3 +142,44 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
+
+
+def event_log(
+    writer: Writer | None, redact: Callable[[dict[str, Any]], dict[str, Any]], **bound: Any
+) -> structlog.typing.FilteringBoundLogger:
+    """A structlog logger whose lines the writer's thread writes.
+
+    Each line has `event`, `level`, `time` (UTC, ISO 8601), `monotonic_us` (this rank's clock, as in the
+    records) and the caller's fields.
+
+    Args:
+        writer: where the lines go; None discards them (every rank but 0).
+        redact: replaces secrets in an event's fields.
+        bound: fields of every line, such as `rank`.
+    """
+
+    def stamp(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        event["monotonic_us"] = now_us()
+        return event
+
+    def render(_: Any, __: str, event: MutableMapping[str, Any]) -> bytes:
+        return dumps(redact(dict(event)))
+
+    class Sink:
+        def msg(self, line: bytes) -> None:
+            if writer is not None:
+                writer.put(EVENTS, line)
+
+        debug = info = warning = error = critical = msg
+
+    logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
+        Sink(),
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+            stamp,
+            render,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger("info"),
+    ).bind(**bound)
+    return logger

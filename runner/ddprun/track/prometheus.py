@@ -19,7 +19,7 @@ from prometheus_client import (
 )
 
 from ddprun.config.options import Prometheus
-from ddprun.telemetry.records import PARTS
+from ddprun.telemetry.steps import PARTS
 from ddprun.track.trackers import About, StepTold
 
 _WRITE_EVERY_S = 5.0

@@ -1,16 +1,16 @@
-"""Made-up steps, each by itself, and the page on which steps stand one behind another."""
+"""Made-up steps, and the buffer that a recorder would have filled with them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from ddprun.telemetry.step import MarkBuffer, Step, Traffic
+from ddprun.telemetry.steps import MarkBuffer, Step, Traffic
 from ddprun_hooks.comm.trace import BucketTrace
 
 
 @dataclass(slots=True)
-class Made:
+class MadeStep:
     """What one step leaves behind."""
 
     number: int
@@ -28,14 +28,14 @@ class Made:
     losses: list[torch.Tensor] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     synchronised: bool = True
-    wishes: int = 0
+    requests: int = 0
 
 
-def buffer_of(steps: Iterable[Made]) -> MarkBuffer:
+def buffer_of(steps: Iterable[MadeStep]) -> MarkBuffer:
     """As a recorder would have filled it."""
     buffer = MarkBuffer()
     for made in steps:
-        step = Step(made.number, made.stage, synchronised=made.synchronised, wishes=made.wishes)
+        step = Step(made.number, made.stage, synchronised=made.synchronised, requests=made.requests)
         step.gradients, step.sync = made.gradients, made.sync
         first = len(buffer.marks)
         buffer.parts += made.parts

@@ -1,12 +1,12 @@
-"""Records of a run that goes back end with its checkpoint's step, in whole lines."""
+"""The records of a resumed run end with its checkpoint's step, in whole lines."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from ddprun.telemetry import truncate
-from ddprun.telemetry.truncate import truncate_records, truncate_torn_event
+from ddprun.telemetry import record_files
+from ddprun.telemetry.record_files import truncate_records, truncate_torn_event
 
 
 def lines(*steps: int) -> bytes:
@@ -31,7 +31,7 @@ def test_what_is_undone_or_torn_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bytes, after: bytes, block: int
 ) -> None:
     """Whatever the size of the blocks in which the file is read from its end."""
-    monkeypatch.setattr(truncate, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(record_files, "_BLOCK_BYTES", block)
     for kind in ("steps", "buckets"):
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "rank-00001.jsonl").write_bytes(before)

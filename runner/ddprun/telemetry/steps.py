@@ -1,0 +1,422 @@
+"""What steps leave behind, and how it becomes numbers.
+
+A running step only appends to a `MarkBuffer`: its marks, losses and bucket traces. Once steps are over,
+`resolve` reads the marks of many of them at once. When it is known when all ranks had each bucket ready
+(`control_message.py`), `divide` splits the time in which this rank waited into `exposed_hook_us`,
+`exposed_wait_us` and `exposed_wire_us`; `records.py` makes records of the result.
+
+Many steps are read at once, as arrays with a row for each, since Python code that runs once in a step costs
+several times what it costs in a loop: the model has pushed it out of the processor's caches in between. Each
+step has two *sections* in which buckets travel, with traces and waits of their own: its backward pass
+(2 * row), and everything that is exchanged beside it (2 * row + 1).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddprun.telemetry.clock import Clock
+from ddprun_hooks.comm.trace import BucketTrace, read_findings
+
+PARTS = (
+    "data_us",
+    "forward_us",
+    "backward_us",
+    "exposed_hook_us",
+    "exposed_wait_us",
+    "exposed_wire_us",
+    "optimizer_us",
+    "sync_us",
+    "other_us",
+)
+"""The parts of a step: they add up to `step_us`."""
+
+OWN_PARTS = ("data_us", "forward_us", "backward_us", "hook_us", "optimizer_us", "sync_us", "other_us")
+"""What the training thread did itself: without waiting, and all parts but `hook_us` without hooks."""
+
+Ints = NDArray[np.int64]
+
+_COLUMN = {part: column for column, part in enumerate((*PARTS, ""))}
+_BACKWARD, _SYNC = _COLUMN["backward_us"], _COLUMN["sync_us"]
+_HOOK, _WIRE = _COLUMN["exposed_hook_us"], _COLUMN["exposed_wire_us"]
+_OWN = [_HOOK if part == "hook_us" else _COLUMN[part] for part in OWN_PARTS]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What is exchanged beside backward, in a running step or between steps."""
+
+    sent: list[BucketTrace[Any]] = field(default_factory=list)
+    """What was sent; it may not have landed yet."""
+
+    landed: list[BucketTrace[Any]] = field(default_factory=list)
+    """What was waited for; it may have been sent in an earlier step."""
+
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
+    """When the training thread only waited: marks, from and to."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One step; its marks, traces and losses are in a `MarkBuffer`, behind those of the step before."""
+
+    number: int
+    stage: int
+    marks_end: int = 0
+    traces_end: int = 0
+    losses_end: int = 0
+    backward_end: int | None = None
+    """Index of the mark at which the backward pass ended, if it exchanged gradients."""
+
+    gradients: Mapping[str, Any] | None = None
+    """A mark for each parameter whose gradient was complete; None: not measured."""
+
+    sync: Traffic | None = None
+    synchronised: bool = True
+    requests: int = 0
+    """Of this rank: a sum of `control_message.STOP` and the like."""
+
+
+@dataclass(slots=True)
+class MarkBuffer:
+    """What steps leave behind, in few flat lists: the garbage collector walks every object that is kept.
+
+    The running step appends behind the steps that are over.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    """That are over."""
+
+    parts: list[str] = field(default_factory=list)
+    """Which of `PARTS` ended at each mark; "" at a step's first mark, which only starts its time."""
+
+    marks: list[Any] = field(default_factory=list)
+    traces: list[BucketTrace[Any]] = field(default_factory=list)
+    """Gradient buckets of backward passes."""
+
+    losses: list[Any] = field(default_factory=list)
+    """This rank's mean loss of each micro-batch, as `Clock.on_host` returns it."""
+
+    samples: list[int] = field(default_factory=list)
+    """Of each micro-batch."""
+
+    def close(self, step: Step) -> None:
+        """End the running step."""
+        step.marks_end, step.traces_end = len(self.marks), len(self.traces)
+        step.losses_end = len(self.losses)
+        self.steps.append(step)
+
+    def drop_running(self) -> None:
+        """Drop what the running step has left so far."""
+        last = self.steps[-1] if self.steps else Step(0, 0)
+        del self.parts[last.marks_end :], self.marks[last.marks_end :]
+        del self.traces[last.traces_end :]
+        del self.losses[last.losses_end :], self.samples[last.losses_end :]
+
+    def split_off(self, count: int) -> "MarkBuffer":
+        """Keep the first `count` steps; returns a buffer with the rest."""
+        rest = MarkBuffer()
+        last = self.steps[count - 1] if count else Step(0, 0)
+        rest.steps, self.steps = self.steps[count:], self.steps[:count]
+        marks, traces, losses = last.marks_end, last.traces_end, last.losses_end
+        rest.parts, rest.marks = self.parts[marks:], self.marks[marks:]
+        rest.traces = self.traces[traces:]
+        rest.losses, rest.samples = self.losses[losses:], self.samples[losses:]
+        for step in rest.steps:
+            step.marks_end -= marks
+            step.traces_end -= traces
+            step.losses_end -= losses
+            if step.backward_end is not None:
+                step.backward_end -= marks
+        self.drop_running()
+        return rest
+
+
+@dataclass(slots=True)
+class ResolvedSteps:
+    """Steps that are over. Times are microseconds of this rank's clock; lists have an item for each step."""
+
+    steps: list[Step]
+    """In the order in which they were taken."""
+
+    parts: list[str]
+    """As in the buffer."""
+
+    times: list[int]
+    """Of the marks."""
+
+    durations: Ints
+    """From the mark before to each mark."""
+
+    bounds: list[int]
+    """Where each step's marks begin, and where the last one's end."""
+
+    step_us: list[int]
+    us: Ints
+    """Of each part, shape (steps, parts). Exposed communication is still in backward and sync until `divide`
+    has taken it out."""
+
+    traces: list[BucketTrace[int]]
+    """That were waited for, in the order of sections."""
+
+    landed: Ints
+    """Section, bucket, ready and done of each trace; shape (4, traces)."""
+
+    work: Ints
+    """Section, start and end of hooks' work on other threads; shape (3, n)."""
+
+    waits: Ints
+    """Section, start and end of each time in which the training thread only waited; shape (3, n)."""
+
+    waited_us: Ints
+    """Sums of `waits`, shape (sections,)."""
+
+    in_hooks_us: Ints
+    """Time of hooks on the training thread, shape (sections,)."""
+
+    loss_sums: list[float]
+    """Of this rank, over the step's samples."""
+
+    samples: list[int]
+    gradients: Sequence[Mapping[str, int]]
+    """When each parameter's gradient was complete; empty where that was not measured."""
+
+    def loss(self, row: int) -> float:
+        """This rank's mean loss of a step; NaN without samples."""
+        return self.loss_sums[row] / self.samples[row] if self.samples[row] else math.nan
+
+    @property
+    def findings(self) -> dict[int, list[BucketTrace[int]]]:
+        """By row, the traces in which hooks have found something."""
+        found: dict[int, list[BucketTrace[int]]] = {}
+        if any(trace.findings for trace in self.traces):
+            for section, trace in zip(self.landed[0].tolist(), self.traces, strict=True):
+                if trace.findings:
+                    found.setdefault(section // 2, []).append(trace)
+        return found
+
+    @property
+    def own_us(self) -> Ints:
+        """Microseconds of `OWN_PARTS`, before `divide`: shape (steps, parts)."""
+        hooks = self.in_hooks_us.reshape(-1, 2)
+        own = self.us.copy()
+        own[:, [_BACKWARD, _SYNC]] -= hooks + self.waited_us.reshape(-1, 2)
+        own[:, _HOOK] = hooks.sum(1)
+        picked: Ints = own[:, _OWN]
+        return picked
+
+
+def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
+    """Read the marks of steps that are over; waits for those that the device has not passed.
+
+    Args:
+        buffer: with at least one step, and no running one; its traces are taken out.
+        clock: which took the marks; it measures later ones from the last step's end.
+        every: gradient times are read for every n-th step.
+    """
+    steps, count = buffer.steps, len(buffer.steps)
+    times = clock.times(buffer.marks)
+    bounds = [0, *[step.marks_end for step in steps]]
+    durations = np.array(times)
+    durations[1:] -= durations[:-1].copy()
+    cells = np.repeat(np.arange(0, count * len(_COLUMN), len(_COLUMN)), np.diff(bounds))
+    cells += [_COLUMN[part] for part in buffer.parts]
+    us = _sums(cells, durations, count * len(_COLUMN)).reshape(count, -1)
+
+    backward, buffer.traces = list(clock.read(buffer.traces)), []
+    ready = [trace.ready for trace in backward]
+    handed_over = [trace.handed_over or trace.ready for trace in backward]
+    sections, traces = list[int](), list[BucketTrace[int]]()
+    in_hooks, waits = list[int](), list[int]()  # rows of (section, microseconds) and (section, start, end)
+    first = 0
+    for row, step in enumerate(steps):
+        section, end = 2 * row, step.traces_end
+        if end > first:
+            assert step.backward_end is not None, "gradients were exchanged in a backward pass that ended"
+            of_step = slice(first, end)
+            sections += [section] * (end - first)
+            traces += backward[of_step]
+            in_hooks += (section, sum(handed_over[of_step]) - sum(ready[of_step]))
+            waits += (section, max(handed_over[of_step]), times[step.backward_end])
+            first = end
+        if step.sync is not None:
+            section += 1
+            landed = clock.read(step.sync.landed)
+            sections += [section] * len(landed)
+            traces += landed
+            for trace in step.sync.sent:  # those that have not landed yet cannot be read
+                in_hooks += (section, clock.in_hooks_us(trace))
+            for start, until in step.sync.waits:
+                waits += (section, clock.us(start), clock.us(until))
+    work = list[int]()
+    for section, trace in zip(sections, traces, strict=True):
+        for span in trace.spans:
+            if not span.on_training_thread:
+                work += (section, span.start, span.done)
+    waits_table, hooks_table = _table(waits, 3), _table(in_hooks, 2)
+
+    read_findings(traces)
+    gradients = [
+        {name: clock.us(mark) for name, mark in step.gradients.items()}
+        if step.gradients and step.number % every == 0
+        else {}
+        for step in steps
+    ]
+    loss_sums, samples = _losses(buffer, clock)
+    clock.rebase(buffer.marks[-1])
+    return ResolvedSteps(
+        steps=steps,
+        parts=buffer.parts,
+        times=times,
+        durations=durations,
+        bounds=bounds,
+        step_us=[times[end - 1] - times[first] for first, end in pairwise(bounds)],
+        us=us[:, : len(PARTS)],
+        traces=traces,
+        landed=landed_table(sections, traces),
+        work=_table(work, 3),
+        waits=waits_table,
+        waited_us=_sums(waits_table[0], waits_table[2] - waits_table[1], 2 * count),
+        in_hooks_us=_sums(hooks_table[0], hooks_table[1], 2 * count),
+        loss_sums=loss_sums,
+        samples=samples,
+        gradients=gradients,
+    )
+
+
+def divide(resolved: ResolvedSteps, all_ready_us: NDArray[np.float64]) -> Ints:
+    """Move exposed communication out of backward's and sync's microseconds, into the three `exposed_` parts.
+
+    `exposed_hook_us`: hooks on the training thread, and hooks on other threads while it waited.
+    `exposed_wire_us`: the rest of its waiting while some bucket was on the wire that all ranks had ready, or
+    after all ranks had all buckets ready. `exposed_wait_us`: what is left. Nothing could move then, since
+    some rank had not got there yet.
+
+    Args:
+        resolved: whose `us` are changed.
+        all_ready_us: when the last rank had each trace's bucket ready, on this rank's clock; 0: long ago, or
+            not known. Shape (traces,).
+
+    Returns:
+        All exposed communication of each step; shape (steps,).
+    """
+    count = len(resolved.in_hooks_us)
+    exposed = np.zeros((3, count), dtype=np.int64)  # hook, wait, wire
+    exposed[0], exposed[1] = resolved.in_hooks_us, resolved.waited_us
+    if resolved.waits.size:
+        waits, work, landed = resolved.waits, resolved.work, resolved.landed
+        all_ready = np.rint(all_ready_us).astype(np.int64)
+        moving = np.empty((3, work.shape[1] + landed.shape[1] + count), dtype=np.int64)
+        moving[:, : work.shape[1]] = work
+        on_wire, after = moving[:, work.shape[1] : -count], moving[:, -count:]
+        on_wire[0], on_wire[1], on_wire[2] = landed[0], all_ready, landed[3]
+        # Once all ranks have all buckets of a section ready, what is left of its waiting is the wire's.
+        after[0], after[1], after[2] = np.arange(count), 0, waits[2].max()
+        np.maximum.at(after[1], landed[0], all_ready)
+        in_hooks = np.zeros(count, dtype=np.int64)
+        if work.size:
+            in_hooks = _sums(waits[0], covered_us(work, waits), count)
+        not_waiting = _sums(waits[0], covered_us(moving, waits), count)
+        exposed[0] += in_hooks
+        exposed[1] -= not_waiting
+        exposed[2] = not_waiting - in_hooks
+    us = resolved.us
+    us[:, [_BACKWARD, _SYNC]] -= exposed.sum(0).reshape(-1, 2)
+    us[:, _HOOK : _WIRE + 1] = (exposed[:, ::2] + exposed[:, 1::2]).T
+    total: Ints = us[:, _HOOK : _WIRE + 1].sum(1)
+    return total
+
+
+def under_way_us(landed: Ints, count: int) -> Ints:
+    """Time in which at least one bucket was under way, from ready to done, in microseconds.
+
+    Args:
+        landed: as of `ResolvedSteps`.
+        count: of steps.
+
+    Returns:
+        Shape (steps,).
+    """
+    if not landed.size:
+        return np.zeros(count, dtype=np.int64)
+    windows = np.empty((3, count), dtype=np.int64)
+    windows[0], windows[1], windows[2] = np.arange(count), landed[2].min(), landed[3].max()
+    intervals = landed[[0, 2, 3]]
+    intervals[0] //= 2
+    return covered_us(intervals, windows)
+
+
+def covered_us(intervals: Ints, windows: Ints) -> Ints:
+    """How much of each window the union of intervals covers, on several time lines at once.
+
+    Args:
+        intervals: time line (counted from 0), start and end of each, microseconds; shape (3, intervals). One
+            that ends before it starts covers nothing.
+        windows: likewise; shape (3, windows), at least one.
+
+    Returns:
+        Shape (windows,).
+    """
+    low, high = int(windows[1].min()), int(windows[2].max())
+
+    def placed(table: Ints) -> Ints:
+        """Starts and ends with all time lines laid end to end, so that one sort serves all: shape (2, n)."""
+        moments = np.minimum(np.maximum(table[1:], low), high)
+        places: Ints = table[0] * (high - low + 1) + (moments - low)
+        return places
+
+    start, end = placed(intervals)
+    order = start.argsort(kind="stable")
+    start = start[order]
+    latest_end = np.zeros(len(start) + 1, dtype=np.int64)
+    np.maximum.accumulate(end[order], out=latest_end[1:])
+    more = latest_end[1:] - np.maximum(start, latest_end[:-1])
+    covered = np.zeros(len(start) + 1, dtype=np.int64)
+    np.add.accumulate(np.maximum(more, 0), out=covered[1:])
+
+    places = placed(windows)
+    begun = start.searchsorted(places, "right")
+    # Of all intervals that began before a place, only the one that ends last can reach beyond it.
+    before = covered[begun] - np.maximum(latest_end[begun] - places, 0)
+    within: Ints = before[1] - before[0]
+    return within
+
+
+def landed_table(sections: Sequence[int], traces: Sequence[BucketTrace[int]]) -> Ints:
+    """Section, bucket, ready and done of each trace; shape (4, traces)."""
+    landed = np.empty((4, len(traces)), dtype=np.int64)
+    landed[0], landed[1] = sections, [trace.bucket for trace in traces]
+    landed[2] = [trace.ready for trace in traces]
+    landed[3] = [trace.done or trace.ready for trace in traces]
+    return landed
+
+
+def _losses(buffer: MarkBuffer, clock: Clock) -> tuple[list[float], list[int]]:
+    """This rank's loss of each step, summed over its samples, and how many these are."""
+    means, counts, first = clock.numbers(buffer.losses), buffer.samples, 0
+    loss_sums, samples = list[float](), list[int]()
+    for step in buffer.steps:
+        loss_sum, count = 0.0, 0
+        for place in range(first, step.losses_end):
+            if counts[place]:
+                loss_sum += means[place] * counts[place]
+                count += counts[place]
+        loss_sums.append(loss_sum)
+        samples.append(count)
+        first = step.losses_end
+    return loss_sums, samples
+
+
+def _table(numbers: Sequence[int], columns: int) -> Ints:
+    return np.array(numbers, dtype=np.int64).reshape(-1, columns).T
+
+
+def _sums(places: Ints, values: Ints, count: int) -> Ints:
+    """The sum of the values at each of `count` places."""
+    # In double precision: exact up to 2**53 microseconds, which are 285 years.
+    return np.bincount(places, values, count).astype(np.int64)

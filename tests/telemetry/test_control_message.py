@@ -1,0 +1,271 @@
+"""Control messages are the same whichever steps a rank resolves together, and all ranks read them alike."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from ddprun.telemetry.clock import HostClock
+from ddprun.telemetry.control_message import (
+    CHECKPOINT,
+    COMPARE_CLOCKS,
+    FINDING_AT,
+    LOSS_AT,
+    OWN_AT,
+    READY_AT,
+    REQUESTS_AT,
+    SAMPLES_AT,
+    STEPS_AT,
+    STOP,
+    SYNC_READY_AT,
+    US_AT,
+    Accumulator,
+    Overflow,
+    OwnMessages,
+    message_length,
+    no_messages,
+    overflow,
+    reported_buckets,
+)
+from ddprun.telemetry.global_step import GlobalStep, global_step
+from ddprun.telemetry.steps import OWN_PARTS, Traffic, resolve
+from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.payload import Finding, ParamSlice
+from tests.reads import Reads
+from tests.telemetry.steps import MadeStep, buffer_of
+
+OFFSET_US = 1000.0
+
+
+class Message(NamedTuple):
+    """What one message is about."""
+
+    step: int
+    row: int
+    findings: Sequence[BucketTrace[int]]
+
+
+def step_of(number: int, samples: int, *, synchronised: bool = True) -> MadeStep:
+    """A step of 10 µs that ends at number * 1000."""
+    end = 1000 * number
+    step = MadeStep(number, 0, ["", "forward_us"], [1000 * (end - 10), 1000 * end], synchronised=synchronised)
+    step.losses.append(torch.tensor(0.1 * number))
+    step.samples.append(samples)
+    return step
+
+
+def trace(bucket: int, ready: int, *codes: int, kind: str = "gradient") -> BucketTrace[int]:
+    found = [Finding("fp16", "overflow", torch.tensor(code)) for code in codes]
+    return BucketTrace(kind, bucket, (), "float32", 2, 8, ready, ready + 5, ready + 1, findings=found)  # type: ignore[arg-type]
+
+
+def messages_of(
+    steps: Sequence[MadeStep], lengths: Sequence[int], buckets: int = 3
+) -> tuple[list[Message], NDArray[np.float64], Accumulator]:
+    """The messages about steps of which so many are resolved together, and what is left for the next one."""
+    messages, numbers, accumulator, first = list[Message](), list[NDArray[np.float64]](), Accumulator(), 0
+    for length in lengths:
+        resolved = resolve(buffer_of(steps[first : first + length]), HostClock(), every=1)
+        own = accumulator.messages(resolved, buckets=buckets, offset_us=OFFSET_US)
+        messages += [
+            Message(step, first + row, own.findings.get(place, ()))
+            for place, (step, row) in enumerate(zip(own.steps, own.rows, strict=True))
+        ]
+        numbers.append(own.numbers)
+        first += length
+    assert first == len(steps)
+    return messages, np.concatenate(numbers), accumulator
+
+
+def any_steps(count: int, chance: random.Random) -> list[MadeStep]:
+    """Steps, some of which synchronise, with buckets in backward and beside it."""
+    steps = []
+    for number in range(1, count + 1):
+        step = step_of(number, chance.choice((0, 1, 3)), synchronised=chance.random() < 0.6)
+        step.requests = chance.choice((0, 0, STOP))
+        now = 1000 * number
+        if chance.random() < 0.7:
+            step.traces = [
+                trace(bucket, now + bucket, *([1] if chance.random() < 0.2 else [])) for bucket in range(3)
+            ]
+            step.backward_end = step.marks[-1]
+        if chance.random() < 0.3:
+            beside = [trace(0, now + 30, kind="delta"), trace(1, now + 40, 2, kind="delta")]
+            step.sync = Traffic(beside, beside, [(1000 * (now + 31), 1000 * (now + 50))])
+        steps.append(step)
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_messages_are_the_same_whichever_steps_are_resolved_together(seed: int) -> None:
+    """Bit for bit, though losses are sums of fractions."""
+    steps = any_steps(40, random.Random(seed))
+    messages, numbers, left = messages_of(steps, [1] * 40)
+    for lengths in ([40], [7, 1, 20, 12], [32, 8]):
+        other_messages, other_numbers, other_left = messages_of(steps, lengths)
+        assert np.array_equal(numbers, other_numbers)
+        assert other_left.state_dict() == left.state_dict()
+        assert messages == other_messages
+    assert [message.step for message in messages] == [step.number for step in steps if step.synchronised]
+
+
+def test_a_message_is_about_all_steps_since_the_one_before() -> None:
+    """Sums are over these; ready times and requests are the step's own; findings include those before it."""
+    steps = [step_of(1, 2, synchronised=False), step_of(2, 3), step_of(3, 1, synchronised=False)]
+    steps[0].traces, steps[0].backward_end = [trace(1, 700, 1)], steps[0].marks[-1]
+    steps[1].traces, steps[1].backward_end = [trace(0, 1995), trace(2, 1999)], steps[1].marks[-1]
+    beside = [trace(0, 2005, kind="delta"), trace(1, 2003, kind="delta")]
+    steps[1].sync, steps[1].requests = Traffic(beside, beside, []), STOP
+    (message,), (numbers,), left = messages_of(steps, [3])
+    assert (message.step, message.row, list(message.findings)) == (2, 1, steps[0].traces)
+    assert numbers[LOSS_AT] == pytest.approx(0.1 * 2 + 0.2 * 3)
+    assert numbers[[SAMPLES_AT, STEPS_AT, US_AT, REQUESTS_AT]].tolist() == [5, 2, 20, STOP]
+    assert numbers[FINDING_AT] != 0
+    assert numbers[SYNC_READY_AT] == 2005 - OFFSET_US
+    assert numbers[READY_AT:].tolist() == [1995 - OFFSET_US, 0, 1999 - OFFSET_US]
+    assert (left.last_step, left.first_finding, left.found) == (3, 0, [])
+    assert Accumulator.of(left.state_dict()).state_dict() == left.state_dict()
+    own = no_messages(3)
+    own.add_rest(left, 3)
+    (rest,), about = own.numbers, own.steps
+    assert about == [3]
+    assert rest[[SAMPLES_AT, STEPS_AT, US_AT, SYNC_READY_AT]].tolist() == [1, 1, 10, 0]
+
+
+def test_of_many_buckets_some_ready_times_are_reported() -> None:
+    """Those of `reported_buckets`, so that a message stays small."""
+    step = step_of(1, 1)
+    step.traces, step.backward_end = [trace(bucket, 900 + bucket) for bucket in range(100)], step.marks[-1]
+    _, (numbers,), _ = messages_of([step], [1], buckets=100)
+    assert numbers[READY_AT:].tolist() == [900 + bucket - OFFSET_US for bucket in reported_buckets(100)]
+
+
+def test_findings_that_are_empty_are_kept_too() -> None:
+    """As on a device, where that is known later: another rank may have lost something of the same bucket."""
+    steps = [step_of(1, 1), step_of(2, 1), step_of(3, 1)]
+    for step, code in zip(steps, (0, 1, 0), strict=True):
+        step.traces, step.backward_end = [trace(0, 1000 * step.number - 5, code)], step.marks[-1]
+    messages, numbers, left = messages_of(steps, [3])
+    assert [list(message.findings) for message in messages] == [step.traces for step in steps]
+    assert [finding > 0 for finding in numbers[:, FINDING_AT]] == [False, True, False]
+    assert left.found == []
+    left.note_findings(steps[0].traces)
+    own = left.messages(resolve(buffer_of([step_of(4, 1)]), HostClock(), every=1), buckets=0, offset_us=0.0)
+    assert own.findings == {0: steps[0].traces}
+    assert left.found == []
+
+
+def test_what_hooks_have_found_is_read_at_once() -> None:
+    """Not bucket by bucket, also where every bucket of every step has a finding, as on a device; an overflow
+    has its bucket, its hook and its parameters all the same.
+    """
+    params = (ParamSlice("layer.weight", (2,), 0, 2),)
+    steps = [step_of(number, 1) for number in range(1, 21)]
+    for step in steps:
+        step.losses = [torch.tensor(0.0)]
+        step.traces = []
+        for bucket in range(30):
+            lost = torch.tensor(int((step.number, bucket) == (7, 4)))
+            findings = [Finding("bf16", "overflow", torch.tensor(0)), Finding("fp16", "overflow", lost)]
+            one = trace(bucket, 1000 * step.number - 5)
+            step.traces.append(replace(one, params=params, findings=findings))
+        step.backward_end = step.marks[-1]
+    buffer = buffer_of(steps)
+    with Reads() as reads:
+        resolved = resolve(buffer, HostClock(), every=1)
+        own = Accumulator().messages(resolved, buckets=0, offset_us=0.0)
+        findings = own.numbers[:, FINDING_AT].astype(int).tolist()
+        found = [overflow([0, one], own.findings.get(place, ())) for place, one in enumerate(findings)]
+    assert reads.count == 0
+    assert found == [
+        Overflow("gradient", 4, "fp16", ("layer.weight",)) if step.number == 7 else None for step in steps
+    ]
+
+
+def test_a_loss_that_is_not_a_number_is_in_one_message() -> None:
+    """It does not spread to those that come after it."""
+    steps = [step_of(number, 1) for number in range(1, 5)]
+    steps[1].losses = [torch.tensor(float("nan"))]
+    steps[2].losses = [torch.tensor(float("inf"))]
+    _, numbers, left = messages_of(steps, [4])
+    losses = numbers[:, LOSS_AT]
+    assert np.isnan(losses[1])
+    assert losses[[0, 2, 3]].tolist() == [pytest.approx(0.1), float("inf"), pytest.approx(0.4)]
+    assert left.state_dict()["loss_sum"] == 0.0
+
+
+def test_adding_up_goes_on_from_a_checkpoint() -> None:
+    """Whose keys are these, whatever a message looks like."""
+    plain = {
+        "loss_sum": 0.5,
+        "samples": 2,
+        "steps": 1,
+        "us": 30,
+        "last_step": 9,
+        "code": 0,
+        "spent": [1, 2, 3, 4, 5, 6, 7],
+    }
+    before = Accumulator.of(plain)
+    assert before.state_dict() == plain
+    own = before.messages(
+        resolve(buffer_of([step_of(10, 3)]), HostClock(), every=1), buckets=0, offset_us=0.0
+    )
+    (numbers,) = own.numbers
+    assert own.steps == [10]
+    assert numbers[[SAMPLES_AT, STEPS_AT, US_AT]].tolist() == [5, 2, 40]
+    assert numbers[LOSS_AT] == 0.5 + 3 * float(torch.tensor(1.0))
+
+
+def test_micro_batches_of_a_step_are_added_up() -> None:
+    """Each by its samples; one without any counts nothing, whatever its loss is."""
+    step = step_of(1, 3)
+    step.losses += [torch.tensor(2.0), torch.tensor(float("nan"))]
+    step.samples += [1, 0]
+    _, (numbers,), _ = messages_of([step], [1])
+    assert numbers[LOSS_AT] == pytest.approx(3 * 0.1 + 2.0)
+    assert numbers[SAMPLES_AT] == 4
+
+
+def known(*messages: Sequence[NDArray[np.float64]]) -> GlobalStep:
+    """What ranks know after these messages, one behind another: of each, every rank's numbers."""
+    numbers = np.array(messages)
+    steps = list(range(1, len(messages) + 1))
+    found = global_step(OwnMessages(numbers[:, 0], steps, list(range(len(steps))), {}), numbers, None)
+    assert found is not None
+    return found
+
+
+def message(loss_sum: float = 1.0, samples: int = 1, requests: int = 0) -> NDArray[np.float64]:
+    """One rank's, without buckets."""
+    numbers = np.zeros(message_length(0))
+    numbers[[LOSS_AT, SAMPLES_AT, REQUESTS_AT]] = loss_sum, samples, requests
+    return numbers
+
+
+def test_all_ranks_know_what_each_has_posted() -> None:
+    """Means over samples; requests of any rank, but those to compare clocks of rank 0 alone."""
+    both = known([message(6.0, 3, STOP), message(4.0, 1, CHECKPOINT + COMPARE_CLOCKS)])
+    assert (both.steps, both.mean_losses, both.rank_losses) == ([1], [2.5], [2.0, 4.0])
+    assert (both.stop, both.checkpoint, both.compare_clocks, both.nonfinite) == (True, True, False, False)
+    first = known([message(requests=STOP + COMPARE_CLOCKS), message()])
+    assert (first.stop, first.checkpoint, first.compare_clocks) == (True, False, True)
+    several = known(
+        [message(requests=COMPARE_CLOCKS), message()], [message(), message(requests=STOP + COMPARE_CLOCKS)]
+    )
+    assert (several.stop, several.compare_clocks) == (True, True), "of any message"
+    last = known([message(), message(requests=STOP + COMPARE_CLOCKS)])
+    assert (last.stop, last.compare_clocks) == (True, False)
+    nothing = known([message(), message()])
+    assert (nothing.stop, nothing.checkpoint, nothing.compare_clocks, nothing.overflows) == (*[False] * 3, [])
+    assert known([message(), message(float("inf"))]).nonfinite
+
+
+def test_the_parts_of_a_message_do_not_overlap() -> None:
+    """Sums, requests, the first finding and ready times, one behind another."""
+    places = [LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, *range(OWN_AT, OWN_AT + len(OWN_PARTS))]
+    assert [*places, REQUESTS_AT, FINDING_AT, SYNC_READY_AT, READY_AT] == list(range(message_length(1)))
