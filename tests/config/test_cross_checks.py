@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from ddprun.config import Loaded
+from ddprun.sync.plan import StageFacts
+from ddprun.sync.registry import BUILT_IN as POLICIES
 
 Load = Callable[..., Loaded]
 
@@ -245,7 +247,7 @@ def test_evaluation_with_statistics_of_ones_own(loaded: Load) -> None:
 def test_saving_before_anything_has_changed(loaded: Load) -> None:
     """Forward passes alone change no weights; an update or a mutation does."""
     for stage in ("{forward: {steps: 4}}", "average"):
-        assert ("stages[1]", '"save" stands before every "train": it saves the initial weights') in told(
+        assert ("stages[1]", '"save" comes before every "train": it saves the initial weights') in told(
             loaded, f"stages: [{stage}, save]\n"
         )
     for key in ("update", "mutate"):
@@ -339,3 +341,14 @@ def test_hosts_that_may_leave_need_restarts(loaded: Load) -> None:
     assert problem.endswith("after a failure the run would start anew")
     assert told(loaded, 'launch: {nnodes: "1:2", max_restarts: 3}\n') == []
     assert told(loaded, 'launch: {nnodes: "2:2"}\n') == []
+
+
+def test_every_policy_says_its_period() -> None:
+    """The option that a message names is the one that the plan goes by; without one, ranks synchronise at
+    every step or never.
+    """
+    for name, policy in POLICIES.items():
+        has_period = policy.period_key in policy.model_fields
+        made = policy(**({policy.period_key: 6} if has_period else {}))
+        plan = made.plan(StageFacts(backward=True, changes_weights=True))
+        assert plan.period == (6 if has_period else 0 if plan.never else 1), name

@@ -13,13 +13,11 @@ from pydantic import ValidationError
 
 from ddprun.cli.catalog import catalog as command
 from ddprun.config import signatures
-from ddprun.config.buffers import read_buffers
 from ddprun.config.catalog import GROUPS, catalog
 from ddprun.config.choices import KINDS, choose
 from ddprun.config.json_schema import json_schema
 from ddprun.config.reader import read_file
-from ddprun.config.schema import OVERRIDABLE, STAGES
-from ddprun.config.stages import read_stage
+from ddprun.config.schema import OVERRIDABLE, STAGES, read_buffers, read_stage
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 SCHEMA = json_schema()

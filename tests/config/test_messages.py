@@ -44,7 +44,7 @@ def test_every_error_has_a_sentence() -> None:
                 seen |= errors_of(validate, {key: odd})
     assert schema.Pipeline in models()
     assert len(seen) > 10
-    # `extra_forbidden` becomes a sentence of its own on the way, see `problems.told`.
+    # `extra_forbidden` becomes a sentence of its own on the way, see `problems.with_known_keys`.
     assert seen - {"extra_forbidden"} <= messages.MAPPED
 
 

@@ -18,6 +18,13 @@ from ddprun.config import (
     options,
 )
 from ddprun.config.resolved import plain
+from ddprun.sync.policies.average import Average
+from ddprun.sync.policies.broadcast import Broadcast
+from ddprun.sync.policies.diloco import Diloco
+from ddprun.sync.policies.every_step import EveryStep
+from ddprun.sync.policies.hierarchical_sgd import HierarchicalSgd
+from ddprun.sync.policies.independent import Independent
+from ddprun.sync.policies.local_sgd import LocalSgd
 
 Load = Callable[..., Loaded]
 
@@ -25,24 +32,24 @@ Load = Callable[..., Loaded]
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
-        ("every_step", options.EveryStep()),
-        ("{local_sgd: {every: 8}}", options.LocalSgd(every=8, optimizer_state="local")),
+        ("every_step", EveryStep()),
+        ("{local_sgd: {every: 8}}", LocalSgd(every=8, optimizer_state="local")),
         (
             "{hierarchical_sgd: {across: 8}}",
-            options.HierarchicalSgd(within=1, across=8, hosts=None, optimizer_state="local"),
+            HierarchicalSgd(within=1, across=8, hosts=None, optimizer_state="local"),
         ),
-        ("{hierarchical_sgd: {within: 4, across: 4}}", options.HierarchicalSgd(within=4, across=4)),
+        ("{hierarchical_sgd: {within: 4, across: 4}}", HierarchicalSgd(within=4, across=4)),
         (
             "{diloco: {every: 30}}",
-            options.Diloco(every=30, outer_lr=0.7, outer_momentum=0.9, fragments=1, overlap_steps=0),
+            Diloco(every=30, outer_lr=0.7, outer_momentum=0.9, fragments=1, overlap_steps=0),
         ),
         (
             "{diloco: {every: 3, fragments: 3, overlap_steps: 2, outer_momentum: 0}}",
-            options.Diloco(every=3, fragments=3, overlap_steps=2, outer_momentum=0.0),
+            Diloco(every=3, fragments=3, overlap_steps=2, outer_momentum=0.0),
         ),
-        ("{broadcast: {every: 8}}", options.Broadcast(every=8, source=0)),
-        ("{average: {every: 8}}", options.Average(every=8)),
-        ("independent", options.Independent()),
+        ("{broadcast: {every: 8}}", Broadcast(every=8, source=0)),
+        ("{average: {every: 8}}", Average(every=8)),
+        ("independent", Independent()),
     ],
 )
 def test_a_policy_comes_with_every_default(loaded: Load, text: str, settings: object) -> None:

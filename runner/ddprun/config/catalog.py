@@ -6,9 +6,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from ddprun.config import docs, signatures
-from ddprun.config.buffers import TIMES
 from ddprun.config.choices import KINDS, Kind, installed_hooks
-from ddprun.config.schema import STAGES
+from ddprun.config.schema import STAGES, TIMES
 
 Entry = dict[str, Any]
 
@@ -31,26 +30,27 @@ def catalog(kind: str) -> list[Entry]:
     A hook that an installed package adds has its name only: more would mean importing it.
     """
     if kind == "stage":
-        return [_of_model("stage", name, "built-in", model) for name, model in STAGES.items()]
+        return [_of_model("stage", name, model) for name, model in STAGES.items()]
     found = KINDS[kind]
-    entries = [_of_model(kind, name, "built-in", model) for name, model in found.built_in.items()]
+    entries = [_of_model(kind, name, model) for name, model in found.built_in.items()]
     if found.torch:
         entries += [_of_torch(found, name) for name in signatures.names(found.torch)]
     if found.installed:
-        for name in installed_hooks():
-            text = "Added by an installed package."
-            entries.append(
-                {"kind": kind, "name": name, "source": "installed", "description": text, "options": []}
-            )
+        added = "Added by an installed package."
+        entries += [_entry(kind, name, "installed", added, []) for name in installed_hooks()]
     return entries
 
 
 def dotted(kind: str) -> str:
-    """What a dotted name may stand for; empty if the kind takes none."""
+    """What a dotted name may lead to; empty if the kind takes none."""
     return KINDS[kind].dotted if kind in KINDS else ""
 
 
-def _of_model(kind: str, name: str, source: str, model: type[BaseModel]) -> Entry:
+def _entry(kind: str, name: str, source: str, description: str, options: list[dict[str, Any]]) -> Entry:
+    return {"kind": kind, "name": name, "source": source, "description": description, "options": options}
+
+
+def _of_model(kind: str, name: str, model: type[BaseModel]) -> Entry:
     schema = model.model_json_schema()
     texts = docs.fields(model)
     options = [
@@ -63,13 +63,7 @@ def _of_model(kind: str, name: str, source: str, model: type[BaseModel]) -> Entr
         }
         for key, item in schema.get("properties", {}).items()
     ]
-    return {
-        "kind": kind,
-        "name": name,
-        "source": source,
-        "description": docs.summary(model),
-        "options": options,
-    }
+    return _entry(kind, name, "built-in", docs.summary(model), options)
 
 
 def _of_torch(kind: Kind, name: str) -> Entry:
@@ -87,13 +81,7 @@ def _of_torch(kind: Kind, name: str) -> Entry:
         }
         for item in found.parameters
     ]
-    return {
-        "kind": kind.name,
-        "name": shown,
-        "source": "torch",
-        "description": found.summary + ".",
-        "options": options,
-    }
+    return _entry(kind.name, shown, "torch", f"{found.summary}.", options)
 
 
 def _plain_default(source: str) -> Any:

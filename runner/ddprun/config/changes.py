@@ -9,14 +9,13 @@ from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.load import Loaded
 from ddprun.config.resolved import plain
 from ddprun.config.scalars import write
-from ddprun.config.schema import OVERRIDABLE, Pipeline
-from ddprun.config.stages import StepStage
+from ddprun.config.schema import OVERRIDABLE, Pipeline, StepStage
 from ddprun.config.tree import show
 
 _FIXED = {
     "seed": "it decides the order of samples",
     "model": "the weights are those of the model",
-    "data": "the place in the data would be another",
+    "data": "the position in the data would be another",
     "loss": "the optimizer's state belongs to it",
     "precision": "weights and loss scale belong to it",
 }
@@ -74,13 +73,13 @@ def _fixed(loaded: Loaded, old: Pipeline) -> Iterator[Fault]:
         if was != now:
             yield _refused(loaded, key, was, now, why)
     if old.optimizer.name != new.optimizer.name:
-        yield _refused(loaded, "optimizer", old.optimizer.name, new.optimizer.name, "its state is another's")
+        why = "the checkpoint holds no state for it"
+        yield _refused(loaded, "optimizer", old.optimizer.name, new.optimizer.name, why)
     for key in ("shuffle", "sharded"):
         was, now = getattr(old.loader, key), getattr(new.loader, key)
         if was != now:
-            yield _refused(
-                loaded, f"loader.{key}", was, now, "samples would be seen twice, others not at all"
-            )
+            why = "samples would be seen twice, others not at all"
+            yield _refused(loaded, f"loader.{key}", was, now, why)
 
 
 def _stages(loaded: Loaded, old: Pipeline, next_stage: int, begun: int | None) -> Iterator[Fault]:

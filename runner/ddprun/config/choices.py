@@ -17,6 +17,7 @@ from ddprun.config import signatures, sources
 from ddprun.config.faults import listing, suggest
 from ddprun.config.problems import located, mismatch, problem, validate, within
 from ddprun.config.signatures import TorchKind
+from ddprun.sync.registry import BUILT_IN as POLICIES
 from ddprun_hooks.config.options import BUILT_IN as HOOKS
 from ddprun_hooks.config.options import ENTRY_POINT_GROUP, HookSpec
 from ddprun_hooks.config.trust import IN_FOLDER, METHOD, NO_METHOD, trust
@@ -80,7 +81,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind("optimizer", {}, "optimizer", "an Optimizer class, called with the parameters first"),
         Kind("schedule", {}, "schedule", "an LRScheduler class, called with the optimizer first"),
-        Kind("sync", built_in.SYNC),
+        Kind("sync", POLICIES),
         Kind("hook", HOOKS, dotted="a hook class or function", installed=True),
         Kind("mutate", built_in.MUTATIONS, dotted="a function of (model) that changes its weights in place"),
         Kind(

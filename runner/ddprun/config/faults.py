@@ -1,4 +1,4 @@
-"""What is wrong with a pipeline file, told so that the reader can mend it without a manual."""
+"""What is wrong with a pipeline file, in words that let the reader mend it without a manual."""
 
 import re
 import unicodedata
@@ -17,7 +17,7 @@ _WINDOW = 110
 
 
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
-"""What moves a terminal's cursor, colors it or ends a line."""
+"""Characters that move a terminal's cursor, change its colors or end a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Fault:
     """What is wrong, naming the value."""
 
     allowed: str | None = None
-    """What may stand there instead, or what to do."""
+    """What is allowed instead, or what to do."""
 
     suggestion: str | None = None
     """The word that was probably meant."""

@@ -6,10 +6,10 @@ from pydantic import BaseModel
 
 from ddprun import __version__
 from ddprun.config import docs, signatures
-from ddprun.config.buffers import TIMES, Period
 from ddprun.config.choices import KINDS, Kind, installed_hooks
 from ddprun.config.containers import FIELD, OWN_FIELDS, REFUSED_FIELDS
-from ddprun.config.schema import OVERRIDABLE, STAGES, DataPair, Pipeline, Stage, StepStage
+from ddprun.config.problems import section_of
+from ddprun.config.schema import OVERRIDABLE, STAGES, TIMES, DataPair, Period, Pipeline, Stage, StepStage
 from ddprun.config.slurm import OPTION, OWN_OPTIONS, TIME
 
 Schema = dict[str, Any]
@@ -24,30 +24,26 @@ def json_schema() -> Schema:
     """
     definitions: dict[str, Schema] = {}
     schema = _of_model(Pipeline, definitions)
-    for kind in KINDS.values():
-        definitions[kind.name] = _of_kind(kind, definitions)
-    definitions["stage"] = _one_of_many(
-        {name: _of_stage(stage, definitions) for name, stage in STAGES.items()}
-    )
-    definitions["buffers"] = _of_buffers(definitions)
-    hosts: list[Schema] = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": HOSTS}]
-    definitions["nnodes"] = {"anyOf": hosts}
-    scalars: list[Schema] = [{"type": name} for name in ("string", "number", "boolean")]
-    names = {"pattern": OPTION, "not": {"enum": list(OWN_OPTIONS)}}
-    definitions["slurm_options"] = {
-        "type": "object",
-        "propertyNames": names,
-        "additionalProperties": {"anyOf": scalars},
+    definitions |= {kind.name: _of_kind(kind, definitions) for kind in KINDS.values()}
+    stages = {name: _of_stage(stage, definitions) for name, stage in STAGES.items()}
+    count: Schema = {"type": "integer", "minimum": 1}
+    definitions |= {
+        "stage": _one_of_many(stages),
+        "buffers": _of_buffers(definitions),
+        "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _of_model(DataPair, definitions)]},
+        "nnodes": {"anyOf": [count, {"type": "string", "pattern": HOSTS}]},
+        "slurm_time": {"anyOf": [count, {"type": "string", "pattern": TIME}, {"type": "null"}]},
+        "slurm_options": {
+            "type": "object",
+            "propertyNames": {"pattern": OPTION, "not": {"enum": list(OWN_OPTIONS)}},
+            "additionalProperties": {"anyOf": [{"type": name} for name in ("string", "number", "boolean")]},
+        },
+        "kubernetes_pod": {
+            "type": "object",
+            "propertyNames": {"pattern": FIELD, "not": {"enum": list(OWN_FIELDS)}},
+            "properties": {name: {"const": False} for name in REFUSED_FIELDS},
+        },
     }
-    definitions["kubernetes_pod"] = {
-        "type": "object",
-        "propertyNames": {"pattern": FIELD, "not": {"enum": list(OWN_FIELDS)}},
-        "properties": {name: {"const": False} for name in REFUSED_FIELDS},
-    }
-    times: list[Schema] = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": TIME}]
-    definitions["slurm_time"] = {"anyOf": [*times, {"type": "null"}]}
-    pair = _of_model(DataPair, definitions)
-    definitions["data_or_pair"] = {"anyOf": [{"$ref": "#/$defs/data"}, pair]}
     del schema["properties"]["name"]["default"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -61,15 +57,12 @@ def json_schema() -> Schema:
 def _of_model(model: type[BaseModel], definitions: dict[str, Schema]) -> Schema:
     """Schema of one model; its sections go to the definitions, described by their docstrings."""
     schema = model.model_json_schema()
-    for name, section in schema.pop("$defs", {}).items():
-        field = next(field for field in model.model_fields.values() if _is_section(field.annotation, name))
-        assert isinstance(field.annotation, type)
-        definitions[name] = _described(_linked(section), field.annotation)
+    sections = schema.pop("$defs", {})
+    for field in model.model_fields.values():
+        if section := section_of(field):
+            name = section.__name__
+            definitions[name] = _described(_linked(sections[name]), section)
     return _described(_linked(schema), model)
-
-
-def _is_section(annotation: Any, name: str) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation.__name__ == name
 
 
 def _linked(schema: Any) -> Any:
@@ -102,7 +95,7 @@ def _of_stage(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
             {"required": [key], "properties": {key: {"type": "integer"}}} for key in ("steps", "epochs")
         ]
         schema["oneOf"] = lengths
-        schema["required"] = []  # tells `_one_of_many` that the bare name is not enough
+        schema["required"] = []  # for `_one_of_many`: the bare name is not enough
     return schema
 
 
@@ -126,22 +119,17 @@ def _of_kind(kind: Kind, definitions: dict[str, Schema]) -> Schema:
             reference = {"$ref": f"#/$defs/{kind.name}.{name}"}
             if "required" in schema:
                 reference["required"] = schema["required"]
-            for spelled in _spellings(kind, name):
-                options[spelled] = reference
+            spellings = [name, name.lower()]
+            if kind.torch == "loss":
+                spellings.append(signatures.functional_name(name))
+            options |= dict.fromkeys(spellings, reference)
     if kind.installed:
         options |= {name: {"type": "object"} for name in installed_hooks()}
     return _one_of_many(options, dotted=bool(kind.dotted))
 
 
-def _spellings(kind: Kind, name: str) -> list[str]:
-    found = [name, name.lower()]
-    if kind.torch == "loss":
-        found.append(signatures.functional_name(name))
-    return list(dict.fromkeys(found))
-
-
 def _one_of_many(options: dict[str, Schema], dotted: bool = False) -> Schema:
-    """`name` or `name: {options}`; a name whose options are required cannot stand alone."""
+    """`name` or `name: {options}`; a name whose options are required needs them."""
     bare = [name for name, schema in options.items() if "required" not in schema]
     mapping: Schema = {
         "type": "object",

@@ -17,7 +17,7 @@ from ddprun.config.choices import FOLDER, Choice
 from ddprun.config.cross_checks import cross_checks
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.options import Mlp
-from ddprun.config.problems import told
+from ddprun.config.problems import with_known_keys
 from ddprun.config.reader import read_file
 from ddprun.config.schema import Pipeline
 from ddprun.config.secrets import Secrets, fault_of, filled, holds_secret, names_secret, references
@@ -32,8 +32,18 @@ _PLACEHOLDERS: dict[str, Any] = {
 }
 """Stand-ins for faulty keys while rules across the other keys are checked."""
 
-_Text = tuple[KeyPath, str, Node, bool]
-"""A string of a pipeline: where it stands, itself, its node, and whether a name above it is a secret's."""
+
+@dataclass(frozen=True)
+class _Text:
+    """A string of a pipeline, or a key."""
+
+    path: KeyPath
+    text: str
+    place: Place
+    secret: bool = False
+    """A name above it says that it is a secret."""
+
+    is_key: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,8 @@ class Loaded:
     """The file, as it was named."""
 
     folder: Path
-    """What it names is looked for there: the file's own, or, where a run is resumed, that of the file with
-    which it was started."""
+    """Where the names and files in it are looked for: the file's own folder, or, if a run is resumed, the
+    folder of the file that started it."""
 
     pipeline: Pipeline
     warnings: tuple[Fault, ...]
@@ -54,15 +64,15 @@ class Loaded:
     """The file's tree with the overrides applied."""
 
     secrets: Secrets = field(repr=False, compare=False)
-    """What must not be written; everything that tells of a run passes through it."""
+    """What must not be written; whatever a run writes or shows passes through it."""
 
     def fault(
         self, key_path: str, problem: str, allowed: str | None = None, suggestion: str | None = None
     ) -> Fault:
         """A fault that only a run can see, at a key path such as `optimizer.sgd.lr`.
 
-        It is located at that key, or at the nearest key above it that the file or an override has; where they
-        have none of them, it is the whole file's.
+        Its place is that key, or the nearest key above it that the file or an override has. If they have
+        none of them, it is a fault of the whole file.
         """
         return self._fault(_segments(key_path), problem, allowed, suggestion)
 
@@ -71,7 +81,7 @@ class Loaded:
     ) -> Fault:
         found = find(self.root, path)
         fault = found.node.place.fault(show(path), problem, allowed, suggestion)
-        if path and found.rest == path:
+        if path and found.missing == path:
             fault = replace(fault, line=0, column=0, source_line="")
         return _redacted([fault], self.secrets)[0]
 
@@ -79,13 +89,13 @@ class Loaded:
         """Whether the file or an override has the key."""
         path = _segments(key_path)
         found = find(self.root, path)
-        return found.node is not self.root and not found.rest
+        return found.node is not self.root and not found.missing
 
     def filled(self, key_path: str, value: Any) -> Any:
         """A value of the file with each `${env:NAME}` in its strings replaced by the environment's.
 
         Args:
-            key_path: where the value stands.
+            key_path: of the value.
             value: a choice, a string or other plain data; it is not changed.
 
         Raises:
@@ -117,9 +127,7 @@ class Loaded:
 
     def variables(self) -> tuple[str, ...]:
         """Environment variables that the pipeline takes, each once."""
-        return tuple(
-            dict.fromkeys(name for _, text, _, _ in _strings(self.root) for name in references(text))
-        )
+        return tuple(dict.fromkeys(name for item in _texts(self.root) for name in references(item.text)))
 
     def check_environment(self) -> None:
         """Look whether every variable that the pipeline names is set.
@@ -128,8 +136,8 @@ class Loaded:
             PipelineError: those that are not, all at once.
         """
         faults: list[Fault] = []
-        for path, text, _, _ in _strings(self.root):
-            self._filled(path, text, faults)
+        for item in _texts(self.root):
+            self._filled(item.path, item.text, faults)
         if faults:
             raise PipelineError(_sorted(faults))
 
@@ -160,7 +168,7 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     Args:
         path: the file.
         overrides: each `key.path=value`, the value as YAML, applied in order.
-        folder: where what it names is looked for; None: in the file's own.
+        folder: where names and files in it are looked for; None: in the file's own folder.
 
     Raises:
         PipelineError: with every fault that was found.
@@ -180,18 +188,13 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
         faults += [fault for fault in overriding.apply(empty, overrides)[1] if not fault.path]
         raise PipelineError(_redacted(_sorted(faults), Secrets.of()))
     root, refused = overriding.apply(tree.root, overrides)
-    told = [*_strings(tree.root), *_strings(root)]
-    secrets = Secrets.of((text, secret) for _, text, _, secret in told)
+    texts = list(_texts(root))
+    secrets = Secrets.of((item.text, item.secret) for item in (*_texts(tree.root), *texts) if not item.is_key)
     faults += refused
     faults += [
-        node.place.fault(show(at), *wrong)
-        for at, text, node, _ in _strings(root)
-        if (wrong := fault_of(text)) is not None
-    ]
-    faults += [
-        place.fault(show(at), *wrong)
-        for at, key, place in _keys(root)
-        if (wrong := fault_of(key, of_key=True)) is not None
+        item.place.fault(show(item.path), *wrong)
+        for item in texts
+        if (wrong := fault_of(item.text, of_key=item.is_key)) is not None
     ]
     folder = path.resolve().parent if folder is None else folder
     before = FOLDER.set(folder)
@@ -205,33 +208,23 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     return Loaded(path, folder, pipeline, tuple(faults), tuple(overrides), root, secrets)
 
 
-def _strings(node: Node, path: KeyPath = (), *, secret: bool = False) -> Iterator[_Text]:
-    """Every string below a node."""
+def _texts(node: Node, path: KeyPath = (), *, secret: bool = False) -> Iterator[_Text]:
+    """Every string and every key below a node."""
     if isinstance(node.value, str):
-        yield path, node.value, node, secret or holds_secret(path, node.value)
+        yield _Text(path, node.value, node.place, secret or holds_secret(path, node.value))
     elif isinstance(node.value, list):
         before = None
-        for place, item in enumerate(node.value):
-            text, at = item.value, (*path, place)
-            below = secret or (isinstance(text, str) and holds_secret(at, text, before))
-            yield from _strings(item, at, secret=below)
+        for number, item in enumerate(node.value):
+            text, at = item.value, (*path, number)
+            by_option = isinstance(text, str) and holds_secret(at, text, before)
+            yield from _texts(item, at, secret=secret or by_option)
             before = text
     elif isinstance(node.value, dict):
-        named = node.value["name"].node.value if "name" in node.value else None
+        name = node.value["name"].node.value if "name" in node.value else None
         for key, entry in node.value.items():
-            below = secret or names_secret(path, key, entry.node.value, named)
-            yield from _strings(entry.node, (*path, key), secret=below)
-
-
-def _keys(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, Place]]:
-    """Every key below a node: its path, itself and where it stands."""
-    if isinstance(node.value, list):
-        for place, item in enumerate(node.value):
-            yield from _keys(item, (*path, place))
-    elif isinstance(node.value, dict):
-        for key, entry in node.value.items():
-            yield (*path, key), key, entry.key
-            yield from _keys(entry.node, (*path, key))
+            yield _Text((*path, key), key, entry.key, is_key=True)
+            by_key = names_secret(path, key, entry.node.value, name)
+            yield from _texts(entry.node, (*path, key), secret=secret or by_key)
 
 
 def _redacted(faults: Iterable[Fault], secrets: Secrets) -> list[Fault]:
@@ -252,22 +245,19 @@ def _check(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, l
     if not isinstance(data, dict):
         return None, [root.place.fault("", "expected `key: value` lines at the top")]
     data.setdefault("name", _name_of(path))
-    faulty = (
-        {key for key, entry in root.value.items() if _broken(entry.node)}
-        if isinstance(root.value, dict)
-        else set()
-    )
+    entries = root.value.items() if isinstance(root.value, dict) else ()
+    faulty = {key for key, entry in entries if _broken(entry.node)}
     faults: list[Fault] = []
     pipeline: Pipeline | None = None
     try:
         pipeline = Pipeline.model_validate(data)
     except ValidationError as error:
-        explained = told(error, Pipeline)
-        faults = messages.faults(explained, root, secrets.redact)
-        faulty |= {str(item["loc"][0]) for item in explained.errors(include_url=False)}
+        error = with_known_keys(error, Pipeline)
+        faults = messages.faults(error, root, secrets.redact)
+        faulty |= {str(item["loc"][0]) for item in error.errors(include_url=False)}
     partial = pipeline or _partial(data, faulty)
     if partial is not None:
-        faults += _clashes(partial, frozenset(faulty), root)
+        faults += _cross_faults(partial, frozenset(faulty), root)
     return pipeline, faults
 
 
@@ -281,11 +271,11 @@ def _partial(data: dict[str, Any], faulty: set[str]) -> Pipeline | None:
         return None
 
 
-def _clashes(pipeline: Pipeline, faulty: frozenset[str], root: Node) -> Iterator[Fault]:
-    for clash in cross_checks(pipeline, faulty):
-        found = find(root, clash.path)
-        place = found.node.place if found.rest or isinstance(found.node.value, (str, list)) else found.key
-        yield place.fault(show(clash.path), clash.problem, clash.allowed, severity=clash.severity)
+def _cross_faults(pipeline: Pipeline, faulty: frozenset[str], root: Node) -> Iterator[Fault]:
+    for check in cross_checks(pipeline, faulty):
+        found = find(root, check.path)
+        place = found.node.place if found.missing or isinstance(found.node.value, (str, list)) else found.key
+        yield place.fault(show(check.path), check.problem, check.allowed, severity=check.severity)
 
 
 def _broken(node: Node) -> bool:

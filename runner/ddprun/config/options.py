@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from ddprun.config.problems import all_within, problem, within
+from ddprun.config.problems import problem, within
 from ddprun.config.secrets import REFERENCE
 
 
@@ -173,120 +173,6 @@ class Synthetic(Options):
     """Further samples kept for `evaluate`; 0 keeps none."""
 
 
-class EveryStep(NoOptions):
-    """Gradients are averaged over all ranks at every step: plain DDP. Without a backward pass: parameters."""
-
-
-OptimizerState = Literal["local", "average"]
-
-
-class LocalSgd(Options):
-    """Every rank trains by itself; every n-th step the ranks' changes are averaged (Stich 2018,
-    arXiv:1805.09767).
-    """
-
-    every: PositiveInt
-    """Steps from one synchronisation to the next."""
-
-    optimizer_state: OptimizerState = "local"
-    """`average`: the optimizer's state is averaged too, which doubles or triples the bytes."""
-
-
-class HierarchicalSgd(Options):
-    """One period for the ranks of a host, a longer one for all (post-local SGD, Lin et al. 2018,
-    arXiv:1808.07217).
-    """
-
-    within: PositiveInt = 1
-    """Steps between synchronisations inside a host; 1 all-reduces gradients there at every step."""
-
-    across: PositiveInt
-    """Steps between synchronisations of all ranks; a multiple of `within`."""
-
-    hosts: PositiveInt | None = None
-    """Split the ranks into so many equal hosts, for trials on one machine; null: as they were launched."""
-
-    optimizer_state: OptimizerState = "local"
-    """`average`: the optimizer's state is averaged too, which doubles or triples the bytes."""
-
-    @model_validator(mode="after")
-    def _hosts_meet_when_all_do(self) -> Self:
-        if self.across % self.within:
-            text = f"across {self.across} is no multiple of within {self.within}"
-            raise within(problem(text, _multiples(self.across, self.within)), "across")
-        return self
-
-
-def _multiples(number: int, factor: int) -> str:
-    """The multiples next to a number that is none."""
-    below = number // factor * factor
-    return f"write {below} or {below + factor}" if below else f"write {factor}"
-
-
-class Diloco(Options):
-    """Every n steps an outer SGD with Nesterov momentum takes the ranks' mean change as its gradient
-    (Douillard et al. 2023, arXiv:2311.08105).
-    """
-
-    every: PositiveInt
-    """Steps from one exchange of a parameter to its next."""
-
-    outer_lr: PositiveFloat = 0.7
-    """Learning rate of the outer SGD."""
-
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Nesterov momentum of the outer SGD; with 0 and `outer_lr: 1` it is `local_sgd`."""
-
-    fragments: PositiveInt = 1
-    """The parameters in so many parts, exchanged at evenly spread steps (Streaming DiLoCo,
-    arXiv:2501.18512)."""
-
-    overlap_steps: NonNegativeInt = 0
-    """The exchange runs while training goes on, and is applied exactly so many steps later."""
-
-    @model_validator(mode="after")
-    def _fits_the_period(self) -> Self:
-        every = f"every {self.every}"
-        faults = []
-        if self.fragments > self.every:
-            text = f"fragments {self.fragments} is more than {every}: each needs a step of its own"
-            faults.append((problem(text, f"at most {self.every}"), "fragments"))
-        if self.overlap_steps >= self.every:
-            text = (
-                f"overlap_steps {self.overlap_steps} is not less than {every}: the next exchange would start"
-            )
-            faults.append(
-                (
-                    problem(f"{text} before the last one is applied", f"at most {self.every - 1}"),
-                    "overlap_steps",
-                )
-            )
-        if faults:
-            raise all_within(faults)
-        return self
-
-
-class Average(Options):
-    """Every n-th step the parameters of all ranks become their mean; the optimizer's state stays local."""
-
-    every: PositiveInt
-    """Steps from one average to the next."""
-
-
-class Broadcast(Options):
-    """Every n-th step all ranks take the parameters of one; goes without hooks."""
-
-    every: PositiveInt
-    """Steps from one broadcast to the next."""
-
-    source: NonNegativeInt = 0
-    """The rank whose parameters all take."""
-
-
-class Independent(NoOptions):
-    """Ranks never synchronise; hooks that hold from above are unused."""
-
-
 class Noise(Options):
     """Add normally distributed noise to every weight, another on each rank."""
 
@@ -321,15 +207,6 @@ class Perplexity(NoOptions):
 MODELS: dict[str, type[BaseModel]] = {"mlp": Mlp, "cnn": Cnn, "transformer": Transformer}
 DATA: dict[str, type[BaseModel]] = {"digits": Digits, "text": Text, "synthetic": Synthetic}
 LOSSES: dict[str, type[BaseModel]] = {"model": ModelsOwnLoss}
-SYNC: dict[str, type[BaseModel]] = {
-    "every_step": EveryStep,
-    "local_sgd": LocalSgd,
-    "hierarchical_sgd": HierarchicalSgd,
-    "diloco": Diloco,
-    "average": Average,
-    "broadcast": Broadcast,
-    "independent": Independent,
-}
 MUTATIONS: dict[str, type[BaseModel]] = {"noise": Noise}
 UPDATES: dict[str, type[BaseModel]] = {"evolution_strategies": EvolutionStrategies}
 METRICS: dict[str, type[BaseModel]] = {"accuracy": Accuracy, "perplexity": Perplexity}

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ddprun.config.faults import Fault
@@ -13,6 +12,7 @@ from ddprun.config.tree import (
     Node,
     Place,
     Source,
+    find,
     is_choice,
     parse_path,
     part_of_pair,
@@ -23,16 +23,16 @@ from ddprun.config.tree import (
 _PATH = re.compile(r'(?:[^="]|"[^"]*")*')
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One segment of an override's path and where it stands."""
-
-    segment: str | int
-    place: Place
+_Step = tuple[str | int, Place]
+"""One segment of an override's path, and its place."""
 
 
 class _RefusedError(Exception):
-    """The override does not fit the file; `args[0]` is the fault."""
+    """The override does not fit the file; `args` are the faults."""
+
+
+def _refused(place: Place, path: KeyPath, problem: str, allowed: str | None = None) -> _RefusedError:
+    return _RefusedError(place.fault(show(path), problem, allowed))
 
 
 def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Fault]]:
@@ -40,7 +40,7 @@ def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Fault]]:
     faults: list[Fault] = []
     for number, text in enumerate(overrides, start=1):
         try:
-            steps, value = _read(text, Source.of(f"--set {number}", number, text))
+            _, steps, value = _read(text, Source.of(f"--set {number}", number, text))
             root = _set(root, (), _joined(root, steps), value)
         except _RefusedError as refused:
             faults += refused.args
@@ -53,48 +53,43 @@ def alternatives(text: str, name: str, number: int) -> tuple[str, list[Any]] | F
     Args:
         text: what was given.
         name: of the option, for faults.
-        number: how manieth of its kind it is, from 1.
+        number: counts the options of this name, from 1.
     """
-    source = Source.of(f"{name} {number}", number, text)
     try:
-        steps, value = _read(text, source)
+        key, steps, value = _read(text, Source.of(f"{name} {number}", number, text))
     except _RefusedError as refused:
         fault: Fault = refused.args[0]
         return fault
-    if not isinstance(value.value, list) or not value.value:
-        path = ".".join(str(step.segment) for step in steps)
-        return value.place.fault(path, "is no list of values", "write KEY=[A, B], as in hooks=[[], [fp16]]")
-    match = _PATH.match(text)
-    return match[0] if match else "", [child.data() for child in value.value]
+    if isinstance(value.value, list) and value.value:
+        return key, [child.data() for child in value.value]
+    path = ".".join(str(segment) for segment, _ in steps)
+    return value.place.fault(path, "is not a list of values", "write KEY=[A, B], as in hooks=[[], [fp16]]")
 
 
-def _read(text: str, source: Source) -> tuple[list[_Step], Node]:
-    """The path and the value of an override."""
+def _read(text: str, source: Source) -> tuple[str, list[_Step], Node]:
+    """The key as it is written, its path, and the value of an override."""
     start = Place(source, 1, 1)
     match = _PATH.match(text)
-    end = match.end() if match else 0
-    if text[end : end + 1] != "=":
-        raise _RefusedError(
-            start.fault("", "an override has no =", "write key.path=value, as in optimizer.sgd.lr=0.2")
-        )
+    key = match[0] if match else ""
+    end = len(key) + 1
+    if text[end - 1 : end] != "=":
+        hint = "write key.path=value, as in optimizer.sgd.lr=0.2"
+        raise _refused(start, (), "an override has no =", hint)
     if len(text) > MAX_BYTES:
-        raise _RefusedError(start.fault("", f"an override is longer than {MAX_BYTES // 1024} KiB"))
+        raise _refused(start, (), f"an override is longer than {MAX_BYTES // 1024} KiB")
     try:
-        segments = parse_path(text[:end])
+        steps = [(segment, Place(source, 1, offset + 1)) for segment, offset in parse_path(key)]
     except ValueError as error:
         message, offset = error.args
         problem, _, allowed = message.partition("; ")
-        raise _RefusedError(Place(source, 1, offset + 1).fault("", problem, allowed)) from None
-    if len(segments) > MAX_DEPTH:
-        raise _RefusedError(
-            start.fault("", f"nested more than {MAX_DEPTH} levels deep", f"at most {MAX_DEPTH} levels")
-        )
-    steps = [_Step(segment, Place(source, 1, offset + 1)) for segment, offset in segments]
-    path = tuple(segment for segment, _ in segments)
-    tree = read_text(text[end + 1 :], source, 1, end + 2, path)
+        raise _refused(Place(source, 1, offset + 1), (), problem, allowed) from None
+    if len(steps) > MAX_DEPTH:
+        problem = f"nested more than {MAX_DEPTH} levels deep"
+        raise _refused(start, (), problem, f"at most {MAX_DEPTH} levels")
+    tree = read_text(text[end:], source, 1, end + 1, tuple(segment for segment, _ in steps))
     if tree.faults:
         raise _RefusedError(*tree.faults)
-    return steps, tree.root or Node(Place(source, 1, end + 2), None)
+    return key, steps, tree.root or Node(Place(source, 1, end + 1), None)
 
 
 def _joined(root: Node, steps: list[_Step]) -> list[_Step]:
@@ -102,96 +97,64 @@ def _joined(root: Node, steps: list[_Step]) -> list[_Step]:
     joined: list[_Step] = []
     node: Node | None = root
     while steps:
-        taken = 1
-        names = _names(node)
+        value = node.value if node else None
+        names = value if isinstance(value, dict) else (value,)
+        taken, (segment, place) = 1, steps[0]
         for count in range(len(steps), 1, -1):
-            if ".".join(str(step.segment) for step in steps[:count]) in names:
-                taken = count
+            name = ".".join(str(part) for part, _ in steps[:count])
+            if name in names:
+                taken, segment = count, name
                 break
-        segment = steps[0].segment if taken == 1 else ".".join(str(step.segment) for step in steps[:taken])
-        joined.append(_Step(segment, steps[0].place))
+        joined.append((segment, place))
         steps = steps[taken:]
-        node = _child(node, segment)
+        found = find(node, (segment,)) if node else None
+        node = found.node if found and not found.missing else None
     return joined
-
-
-def _names(node: Node | None) -> frozenset[str]:
-    if node is None:
-        return frozenset()
-    if isinstance(node.value, dict):
-        return frozenset(node.value)
-    return frozenset({node.value}) if isinstance(node.value, str) else frozenset()
-
-
-def _child(node: Node | None, segment: str | int) -> Node | None:
-    if node is not None and isinstance(node.value, dict) and isinstance(segment, str):
-        entry = node.value.get(segment)
-        return entry.node if entry else None
-    if (
-        node is not None
-        and isinstance(node.value, list)
-        and isinstance(segment, int)
-        and segment < len(node.value)
-    ):
-        return node.value[segment]
-    return None
 
 
 def _set(node: Node | None, path: KeyPath, steps: list[_Step], value: Node) -> Node:
     """A node with the value set below it; `path` leads to the node."""
     if not steps:
         return value
-    step, rest = steps[0], steps[1:]
-    if isinstance(step.segment, int):
-        return _set_item(node, path, step, step.segment, rest, value)
-    mapping = _mapping(node, path, step, step.segment)
-    key = step.segment
+    (key, place), *rest = steps
+    if isinstance(key, int):
+        items = _items(node, path, place, key)
+        items[key] = _set(items[key], (*path, key), rest, value)
+        return Node(node.place if node else place, items)
+    mapping = _mapping(node, path, place, key)
     if is_choice(path) and len(mapping) == 1 and key not in mapping and not part_of_pair(path, key):
         (chosen,) = mapping
         if spelling(chosen) != spelling(key):
-            raise _two_choices(path, step, chosen)
+            problem = f'the file chooses "{chosen}" here, and "{key}" would be a second choice'
+            hint = f"set {show(path)} itself, as in '{show(path)}={{{key}: {{…}}}}'"
+            raise _refused(place, (*path, key), problem, hint)
         key = chosen
     entry = mapping.get(key)
     child = _set(entry.node if entry else None, (*path, key), rest, value)
-    key_place = entry.key if entry and rest else step.place
-    return Node(node.place if node else step.place, {**mapping, key: Entry(key_place, child)})
+    key_place = entry.key if entry and rest else place
+    return Node(node.place if node else place, {**mapping, key: Entry(key_place, child)})
 
 
-def _set_item(
-    node: Node | None, path: KeyPath, step: _Step, index: int, rest: list[_Step], value: Node
-) -> Node:
+def _items(node: Node | None, path: KeyPath, place: Place, index: int) -> list[Node]:
+    """A copy of the list in which an item is to be set."""
     if node is None or not isinstance(node.value, list):
-        problem = "is no list in the file" if node else "is not in the file"
-        raise _RefusedError(step.place.fault(show(path), problem, f"set {show(path)} itself"))
-    if index >= len(node.value):
-        count = len(node.value)
-        held = f"allowed: 0 to {count - 1}" if count else "the list is empty; set the whole list"
-        raise _RefusedError(step.place.fault(show((*path, index)), f"there is no item {index}", held))
-    items = list(node.value)
-    items[index] = _set(items[index], (*path, index), rest, value)
-    return Node(node.place, items)
+        problem = "is not a list in the file" if node else "is not in the file"
+        raise _refused(place, path, problem, f"set {show(path)} itself")
+    count = len(node.value)
+    if index >= count:
+        allowed = f"allowed: 0 to {count - 1}" if count else "the list is empty; set the whole list"
+        raise _refused(place, (*path, index), f"there is no item {index}", allowed)
+    return list(node.value)
 
 
-def _mapping(node: Node | None, path: KeyPath, step: _Step, key: str) -> dict[str, Entry]:
-    """The mapping to set a key in; a bare name becomes one."""
+def _mapping(node: Node | None, path: KeyPath, place: Place, key: str) -> dict[str, Entry]:
+    """The mapping in which a key is to be set; a bare name becomes one."""
     if node is None or node.value is None:
         return {}
     if isinstance(node.value, dict):
         return node.value
     if isinstance(node.value, list):
-        example = f"{show(path)}[0].{key}"
-        raise _RefusedError(
-            step.place.fault(show(path), "is a list in the file", f"name an item, as in {example}")
-        )
+        raise _refused(place, path, "is a list in the file", f"name an item, as in {show(path)}[0].{key}")
     if is_choice(path) and isinstance(node.value, str):
-        if part_of_pair(path, key):
-            return {}
-        return {node.value: Entry(node.place, Node(node.place, None))}
-    problem = f"is {node.text} in the file, which holds no keys"
-    raise _RefusedError(step.place.fault(show(path), problem, "set the key itself"))
-
-
-def _two_choices(path: KeyPath, step: _Step, chosen: str) -> _RefusedError:
-    problem = f'the file chooses "{chosen}" here, and "{step.segment}" would be a second choice'
-    allowed = f"set {show(path)} itself, as in '{show(path)}={{{step.segment}: {{…}}}}'"
-    return _RefusedError(step.place.fault(show((*path, step.segment)), problem, allowed))
+        return {} if part_of_pair(path, key) else {node.value: Entry(node.place, Node(node.place, None))}
+    raise _refused(place, path, f"is {node.text} in the file, which holds no keys", "set the key itself")

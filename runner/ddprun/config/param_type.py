@@ -53,22 +53,15 @@ class ParamType:
             return value
         if isinstance(value, (list, tuple)) and self.items is not None:
             return self._check_list(value)
-        if isinstance(value, bool):
-            fits = "bool" in self.scalars
-        elif isinstance(value, int):
-            fits = "int" in self.scalars or "float" in self.scalars
-        elif isinstance(value, float):
-            fits = "float" in self.scalars
-            if fits and not math.isfinite(value):
-                raise mismatch("a finite number")
-        elif isinstance(value, str):
-            fits = "str" in self.scalars or value in self.literals
-            if not fits and self.literals:
+        if isinstance(value, str) and value in self.literals:
+            return value
+        name = type(value).__name__
+        if name not in self.scalars and not (name == "int" and "float" in self.scalars):
+            if isinstance(value, str) and self.literals:
                 raise unknown("value", value, self.literals)
-        else:
-            fits = False
-        if not fits:
             raise mismatch(self.words())
+        if isinstance(value, float) and not math.isfinite(value):
+            raise mismatch("a finite number")
         return value
 
     def _check_list(self, value: "list[Any] | tuple[Any, ...]") -> Any:
@@ -93,16 +86,9 @@ class ParamType:
         if self.literals:
             options.append({"enum": list(self.literals)})
         if self.items is not None:
-            array: dict[str, Any] = {"type": "array"}
-            if self.fixed:
-                array |= {
-                    "prefixItems": [item.json_schema() for item in self.items],
-                    "minItems": len(self.items),
-                    "maxItems": len(self.items),
-                }
-            else:
-                array["items"] = self.items[0].json_schema()
-            options.append(array)
+            items, count = [item.json_schema() for item in self.items], len(self.items)
+            fixed = {"prefixItems": items, "minItems": count, "maxItems": count}
+            options.append({"type": "array", **(fixed if self.fixed else {"items": items[0]})})
         return options[0] if len(options) == 1 else {"anyOf": options}
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

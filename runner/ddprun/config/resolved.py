@@ -54,42 +54,29 @@ def digest(pipeline: Pipeline) -> str:
 def resolved(pipeline: Pipeline, root: Node, secrets: Secrets) -> str:
     """The whole pipeline as YAML, which loads to the same pipeline unless it holds a secret as it is.
 
-    `root` tells where values come from.
+    Values' origins are looked up in `root`.
     """
+    return "\n".join(_lines(secrets.hidden(plain(pipeline)), (), root)) + "\n"
+
+
+def _lines(value: dict[str, Any] | list[Any], path: KeyPath, root: Node) -> list[str]:
+    """A mapping or a list in lines. What holds nothing nested is on one line with its key or dash."""
+    in_list = isinstance(value, list)
     lines: list[str] = []
-    _write_mapping(lines, secrets.hidden(plain(pipeline)), (), "", root)
-    return "\n".join(lines) + "\n"
-
-
-def _write_mapping(lines: list[str], value: dict[str, Any], path: KeyPath, indent: str, root: Node) -> None:
-    for key, item in value.items():
-        _write_item(lines, f"{indent}{write(key)}:", item, (*path, key), indent + "  ", root)
-
-
-def _write_item(lines: list[str], head: str, value: Any, path: KeyPath, indent: str, root: Node) -> None:
-    """Write a value after its key or dash, on the same line if it holds nothing nested."""
-    if isinstance(value, dict) and value:
-        lines.append(head + (_origin(path, root) if is_choice(path[:-1]) else ""))
-        _write_mapping(lines, value, path, indent, root)
-    elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
-        lines.append(head)
-        for index, item in enumerate(value):
-            _write_list_item(lines, item, (*path, index), indent, root)
-    else:
-        lines.append(f"{head} {_flow(value)}{_origin(path, root)}")
-
-
-def _write_list_item(lines: list[str], item: Any, path: KeyPath, indent: str, root: Node) -> None:
-    if isinstance(item, dict) and item:
-        start = len(lines)
-        _write_mapping(lines, item, path, indent + "  ", root)
-        lines[start] = f"{indent}- {lines[start].lstrip()}"
-    elif isinstance(item, list) and item:
-        lines.append(f"{indent}-")
-        for index, inner in enumerate(item):
-            _write_list_item(lines, inner, (*path, index), indent + "  ", root)
-    else:
-        lines.append(f"{indent}- {_flow(item)}{_origin(path, root)}")
+    for key, item in enumerate(value) if isinstance(value, list) else value.items():
+        head, at = "-" if in_list else f"{write(key)}:", (*path, key)
+        holds_nested = isinstance(item, list) and any(isinstance(inner, (dict, list)) for inner in item)
+        if not item or not (isinstance(item, dict) or holds_nested or (in_list and isinstance(item, list))):
+            lines.append(f"{head} {_flow(item)}{_origin(at, root)}")
+            continue
+        nested = [f"  {line}" for line in _lines(item, at, root)]
+        if in_list and isinstance(item, dict):
+            nested[0] = f"- {nested[0].lstrip()}"
+        else:
+            chosen = isinstance(item, dict) and is_choice(path)
+            lines.append(head + (_origin(at, root) if chosen else ""))
+        lines += nested
+    return lines
 
 
 def _flow(value: Any) -> str:
@@ -103,8 +90,8 @@ def _flow(value: Any) -> str:
 def _origin(path: KeyPath, root: Node) -> str:
     """Comment that says where a value comes from."""
     found = find(root, path)
-    exact = not found.rest
-    bare_name = len(found.rest) == 1 and is_choice(path[:-1]) and isinstance(found.node.value, str)
+    exact = not found.missing
+    bare_name = len(found.missing) == 1 and is_choice(path[:-1]) and isinstance(found.node.value, str)
     if not exact and not bare_name:
         return "  # default"
     place = found.key if exact and isinstance(found.node.value, dict) else found.node.place

@@ -8,16 +8,15 @@ Scalar = None | bool | int | float | str
 
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOL = {
-    "true": True,
-    "True": True,
-    "TRUE": True,
-    "false": False,
-    "False": False,
-    "FALSE": False,
+    spelling: word == "true" for word in ("true", "false") for spelling in (word, word.title(), word.upper())
 }
-_DECIMAL = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
-_OCTAL = re.compile(r"0o[0-7]+")
-_HEX = re.compile(r"0x[0-9a-fA-F]+")
+_WHOLE = (
+    (re.compile(r"[-+]?(?:0|[1-9][0-9]*)"), 10),
+    (re.compile(r"0x[0-9a-fA-F]+"), 16),
+    (re.compile(r"0o[0-7]+"), 8),
+)
+"""How whole numbers are written, and their base."""
+
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _INFINITY = re.compile(r"([-+]?)\.(?:inf|Inf|INF)")
 _NAN = re.compile(r"\.(?:nan|NaN|NAN)")
@@ -41,12 +40,12 @@ def resolve(text: str) -> Scalar:
         return None
     if text in _BOOL:
         return _BOOL[text]
-    if _DECIMAL.fullmatch(text):
-        return _whole(text, 10) if len(text) < 32 else _too_large()
-    if _HEX.fullmatch(text):
-        return _whole(text, 16) if len(text) < 32 else _too_large()
-    if _OCTAL.fullmatch(text):
-        return _whole(text, 8) if len(text) < 32 else _too_large()
+    for pattern, base in _WHOLE:
+        if pattern.fullmatch(text):
+            whole = int(text, base) if len(text) < 32 else INT_MAX + 1
+            if abs(whole) > INT_MAX:
+                raise OverflowError(f"does not fit into 64 bits; whole numbers go up to {INT_MAX}")
+            return whole
     if _LEADING_ZERO.fullmatch(text):
         return text
     if _FLOAT.fullmatch(text):
@@ -61,15 +60,6 @@ def resolve(text: str) -> Scalar:
     return text
 
 
-def _whole(text: str, base: int) -> int:
-    number = int(text, base)
-    return number if abs(number) <= INT_MAX else _too_large()
-
-
-def _too_large() -> int:
-    raise OverflowError(f"does not fit into 64 bits; whole numbers go up to {INT_MAX}")
-
-
 def number_hint(text: str, *, quoted: bool) -> str | None:
     """Why a string that looks like a number is none, and what to write; None if it does not look like one."""
     if quoted:
@@ -80,17 +70,10 @@ def number_hint(text: str, *, quoted: bool) -> str | None:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return f"the quotes make it a string: write {text}"
     if _LEADING_ZERO.fullmatch(text):
-        sign = "-" if text.startswith("-") else ""
-        digits = text.lstrip("+-")
-        hint = (
-            f"a leading zero means 8 to one YAML and 10 to another: write {sign}{digits.lstrip('0') or '0'}"
-        )
-        octal = digits.lstrip("0")
-        return (
-            f"{hint}, or {sign}0o{octal} for octal"
-            if octal and not sign and set(octal) <= set("01234567")
-            else hint
-        )
+        sign, digits = "-" if text[0] == "-" else "", text.lstrip("+-").lstrip("0")
+        hint = f"a leading zero means 8 to one YAML and 10 to another: write {sign}{digits or '0'}"
+        is_octal = digits and not sign and set(digits) <= set("01234567")
+        return f"{hint}, or 0o{digits} for octal" if is_octal else hint
     if "_" in text and _FLOAT.fullmatch(text.replace("_", "")):
         return f"YAML 1.2 has no _ in numbers: write {text.replace('_', '')}"
     if re.fullmatch(r"[0-9]+(:[0-9]+)+", text):
@@ -103,13 +86,10 @@ def number_hint(text: str, *, quoted: bool) -> str | None:
 def bool_hint(text: str, *, quoted: bool) -> str | None:
     """What to write instead of a string that was meant to be a boolean; None if it does not look like one."""
     lower = text.lower()
-    if quoted and lower in ("true", "false"):
-        return f"the quotes make it a string: write {lower}"
-    if lower in ("yes", "on", "y", "true"):
-        return f"{lower} is a string in YAML 1.2: write true" if lower != "true" else "write true"
-    if lower in ("no", "off", "n", "false"):
-        return f"{lower} is a string in YAML 1.2: write false" if lower != "false" else "write false"
-    return None
+    if lower in ("true", "false"):
+        return f"the quotes make it a string: write {lower}" if quoted else f"write {lower}"
+    meant = "true" if lower in ("yes", "on", "y") else "false" if lower in ("no", "off", "n") else None
+    return f"{lower} is a string in YAML 1.2: write {meant}" if meant else None
 
 
 def write(value: Scalar) -> str:

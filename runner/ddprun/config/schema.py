@@ -1,66 +1,45 @@
 """What a pipeline file may say: one model for each part, a docstring with the unit under each key."""
 
+import re
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from ddprun.config import patterns
-from ddprun.config.buffers import Buffers, BuffersField
-from ddprun.config.choices import Choice, choose
+from ddprun.config.choices import Choice, OneOf, choose
 from ddprun.config.containers import Docker, Kubernetes
+from ddprun.config.faults import listing, suggest
 from ddprun.config.fields import (
     HookStack,
     LossChoice,
+    Metrics,
     ModelChoice,
+    MutateChoice,
     OptimizerChoice,
     ScheduleChoice,
     SyncChoice,
     Trackers,
+    UpdateChoice,
     Validated,
 )
-from ddprun.config.launch import Launch
-from ddprun.config.options import NonNegativeInt, Options, PositiveFloat, PositiveInt, Sizes
-from ddprun.config.problems import problem, validate, within
-from ddprun.config.slurm import Slurm
-from ddprun.config.stages import (
-    OVERRIDABLE,
-    STAGES,
-    AverageStage,
-    BroadcastStage,
-    Evaluate,
-    Forward,
-    Save,
-    Stage,
-    Stages,
-    StepStage,
-    Train,
-    TrainSettings,
+from ddprun.config.options import (
+    NonNegativeInt,
+    NoOptions,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    Sizes,
 )
+from ddprun.config.problems import mismatch, problem, unknown, validate, within
+from ddprun.config.slurm import Slurm
+from ddprun.sync.plan import Gradients, StageFacts, SyncPlan
+from ddprun.sync.policy import SyncPolicy
 
-__all__ = [
-    "OVERRIDABLE",
-    "STAGES",
-    "Audit",
-    "AverageStage",
-    "BroadcastStage",
-    "Buffers",
-    "Checkpoint",
-    "DataPair",
-    "Ddp",
-    "Evaluate",
-    "Forward",
-    "Launch",
-    "Loader",
-    "Pipeline",
-    "Save",
-    "Slurm",
-    "Stage",
-    "StepStage",
-    "Timings",
-    "Train",
-    "TrainSettings",
-]
+_HOSTS = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
+_TIMES_ALLOWED = "allowed: auto, every_forward, before_evaluate, never, {every: N}"
 
 
 def _whole(value: Any) -> Choice:
@@ -140,7 +119,7 @@ def _in_order(steps: tuple[int, ...]) -> tuple[int, ...]:
     return steps
 
 
-Stretch = Annotated[Sizes, Field(min_length=2, max_length=2), AfterValidator(_in_order)]
+FirstAndLast = Annotated[Sizes, Field(min_length=2, max_length=2), AfterValidator(_in_order)]
 
 
 class Timings(Options):
@@ -155,7 +134,7 @@ class Timings(Options):
     gradients: bool = False
     """Record when each parameter's gradient was complete, and which one completed its bucket."""
 
-    profile: Stretch | None = None
+    profile: FirstAndLast | None = None
     """`[first, last]`: the steps that torch's profiler looks at, on all ranks; null does not use it."""
 
     straggler_window: Annotated[int, Field(ge=2, le=10_000)] = 20
@@ -182,6 +161,383 @@ class Checkpoint(Options):
 
     keep: NonNegativeInt = 3
     """How many are kept, the newest; 0 takes none at all."""
+
+
+def _read_nnodes(value: Any) -> int | str:
+    """A number of hosts, or the smallest and the largest.
+
+    Raises:
+        PydanticCustomError: what is wrong, for `messages` to word.
+    """
+    if isinstance(value, str) and (found := _HOSTS.fullmatch(value)):
+        least, most = map(int, found.groups())
+        if 1 <= least <= most:
+            return value
+        raise problem(f'"{value}" is not a range of hosts', "MIN is at least 1, and MAX at least MIN")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise mismatch("a number of hosts or a range", 'write 2, or "1:2"')
+    if value < 1:
+        raise problem(f"must be greater than 0, got {value}")
+    return value
+
+
+class Launch(Options):
+    """Where the ranks run. The launcher's environment and flags go before these."""
+
+    nproc_per_node: PositiveInt | None = None
+    """Ranks per host; null is one for each GPU, or two on a host without."""
+
+    nnodes: Annotated[int | str, Validated(_read_nnodes, "nnodes")] = 1
+    """Hosts: a number, or "MIN:MAX" for a run that goes on when hosts leave, or come."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is cuda where torch sees a GPU, else cpu."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """`auto` is nccl where each rank of a host has a GPU of its own, else gloo."""
+
+    timeout_s: PositiveFloat = 600.0
+    """Seconds that a collective may take before the run fails."""
+
+    max_restarts: NonNegativeInt = 0
+    """How often the ranks are started again after a failure, to go on from the newest checkpoint."""
+
+    @property
+    def hosts(self) -> tuple[int, int]:
+        """The smallest and the largest number of hosts."""
+        if isinstance(self.nnodes, int):
+            return self.nnodes, self.nnodes
+        least, _, most = self.nnodes.partition(":")
+        return int(least), int(most)
+
+
+Reduce = Literal["broadcast", "mean"]
+
+
+class Reducing(Options):
+    """How buffers are made equal, for a time that goes by a name."""
+
+    reduce: Reduce = "broadcast"
+    """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
+
+
+class Period(Options):
+    """Buffers are made equal after every n-th step."""
+
+    every: PositiveInt
+    """Steps from one time to the next."""
+
+    reduce: Reduce = "broadcast"
+    """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """When ranks make their buffers equal, such as BatchNorm's running statistics, and how."""
+
+    when: Literal["auto", "every_forward", "every", "before_evaluate", "never"] = "auto"
+    """`auto` finds out by value what changes; `every` is after every n-th step. All but `never` also make
+    them equal before evaluate and save."""
+
+    every: int | None = None
+    """Steps, with `when: every` only."""
+
+    reduce: Reduce = "broadcast"
+    """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
+
+    def plain(self) -> Any:
+        """As a file would hold it."""
+        if self.when == "every":
+            return {"every": self.every, "reduce": self.reduce}
+        return self.when if self.reduce == "broadcast" else {self.when: {"reduce": self.reduce}}
+
+
+TIMES: dict[str, type[NoOptions] | type[Reducing]] = {
+    "auto": Reducing,
+    "every_forward": Reducing,
+    "before_evaluate": Reducing,
+    "never": NoOptions,
+}
+"""Times that go by a name, and what each takes. `{every: N, reduce: …}` is the other form."""
+
+
+def read_buffers(value: Any) -> Buffers:
+    """Read a time's name, `{name: {reduce: …}}` or `{every: N, reduce: …}`.
+
+    Raises:
+        PydanticCustomError, pydantic.ValidationError: what is wrong, for `messages` to word.
+    """
+    if isinstance(value, Buffers):
+        return value
+    if isinstance(value, str):
+        return _named(value, None)
+    if not isinstance(value, dict) or not value:
+        raise mismatch("a time for buffers", _TIMES_ALLOWED)
+    times = [key for key in value if key in TIMES or key == "every"]
+    if len(times) > 1:
+        text = f'expected one time for buffers, got "{times[0]}" and "{times[1]}"'
+        raise within(problem(text, "keep one", where="key"), times[1])
+    if times == ["every"]:
+        period = validate(Period, value)
+        return Buffers("every", period.every, period.reduce)
+    name, *others = value
+    if others and times:
+        stray = next(key for key in value if key not in TIMES)
+        hint = f'indent reduce further, under "{times[0]}"' if stray == "reduce" else _TIMES_ALLOWED
+        raise within(problem(f'"{stray}" is not allowed beside "{times[0]}"', hint, where="key"), stray)
+    return _named(name, value[name], name)
+
+
+def _named(name: str, options: Any, *path: str) -> Buffers:
+    """The time of that name; `path` is the name if it is a key of the file."""
+    where: Literal["key", "value"] = "key" if path else "value"
+    if name in ("every", "reduce"):
+        hint = (
+            "write {every: N}"
+            if name == "every"
+            else "write {auto: {reduce: mean}} or {every: N, reduce: mean}"
+        )
+        raise within(problem(f'"{name}" alone does not say when buffers are sent', hint, where=where), *path)
+    if name not in TIMES:
+        text = f'unknown time "{name}" for buffers'
+        raise within(problem(text, _TIMES_ALLOWED, suggest(name, [*TIMES, "every"]), where), *path)
+    read = validate(TIMES[name], {} if options is None else options, *path, owner=name)
+    when: Any = name
+    return Buffers(when, None, read.reduce if isinstance(read, Reducing) else "broadcast")
+
+
+BuffersField = Annotated[Buffers, Validated(read_buffers, "buffers")]
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The settings of one train or forward stage: its own, and the pipeline's for what it does not name."""
+
+    steps: int | None
+    epochs: int | None
+    hooks: tuple[Choice, ...]
+    sync: Choice
+    buffers: Buffers
+    accumulate: int
+    """1 in a forward stage."""
+
+    optimizer: Choice
+    clip_norm: float | None
+    on_nan: Literal["continue", "stop"]
+    schedule: Choice | None
+    warmup_steps: int
+    mutate: Choice | None
+    update: Choice | None
+    """None in a train stage, which updates by gradients, and in a forward stage that updates nothing."""
+
+    backward: bool
+    """The stage has backward passes."""
+
+    @cached_property
+    def plan(self) -> SyncPlan:
+        """What ranks exchange."""
+        changes_weights = self.backward or self.update is not None or self.mutate is not None
+        policy = self.sync.settings
+        assert isinstance(policy, SyncPolicy)
+        return policy.plan(StageFacts(self.backward, changes_weights))
+
+    @property
+    def gradients(self) -> Gradients:
+        """Among which ranks backward averages gradients."""
+        return self.plan.gradients
+
+
+class Stage(Options):
+    """Base of all stages."""
+
+    name: ClassVar[str]
+    _index: int = PrivateAttr(default=0)
+
+    @property
+    def index(self) -> int:
+        """Place in `stages`, from 0."""
+        return self._index
+
+    @property
+    def path(self) -> str:
+        """Key path such as `stages[0].train`, for faults."""
+        return f"stages[{self._index}].{self.name}"
+
+
+class StepStage(Stage):
+    """Base of the stages that take steps. Their keys apply to this stage only."""
+
+    name: ClassVar[str] = "step"
+
+    steps: PositiveInt | None = None
+    """Optimizer steps; in a forward stage, forward passes."""
+
+    epochs: PositiveInt | None = None
+    """Passes over the training data."""
+
+    sync: SyncChoice = Field("every_step", validate_default=True)
+    """As `sync` above."""
+
+    hooks: HookStack = ()
+    """As `hooks` above."""
+
+    buffers: BuffersField = Field("auto", validate_default=True)
+    """As `buffers` above."""
+
+    optimizer: Annotated[Choice | None, OneOf("optimizer")] = None
+    """Other settings of the optimizer above, whose state stays."""
+
+    schedule: ScheduleChoice | None = None
+    """As `schedule` above."""
+
+    warmup_steps: NonNegativeInt = 0
+    """As `warmup_steps` above."""
+
+    clip_norm: PositiveFloat | None = None
+    """As `clip_norm` above."""
+
+    on_nan: Literal["continue", "stop"] = "stop"
+    """As `on_nan` above."""
+
+    mutate: MutateChoice | None = None
+    """Change each rank's weights, at the stage's start and after each synchronisation but the last."""
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> Self:
+        if self.steps is None and self.epochs is None:
+            text = f"a {self.name} stage needs a length"
+            raise problem(text, "write steps: N or epochs: N", where="key")
+        if self.steps is not None and self.epochs is not None:
+            text = "steps and epochs both say how long the stage is"
+            raise within(problem(text, "keep one", where="key"), "epochs")
+        return self
+
+    def effective(self, pipeline: "Pipeline") -> TrainSettings:
+        """The settings of this stage; those that it does not name are the pipeline's."""
+        trains = isinstance(self, Train)
+        settings: dict[str, Any] = {
+            key: getattr(self if key in self.model_fields_set else pipeline, key) for key in OVERRIDABLE
+        }
+        if not trains:
+            settings["accumulate"] = 1
+        return TrainSettings(
+            steps=self.steps,
+            epochs=self.epochs,
+            mutate=self.mutate,
+            update=self.update if isinstance(self, Forward) else None,
+            backward=trains,
+            **settings,
+        )
+
+    def key_path(self, key: str) -> str:
+        """Where a setting of this stage stands in the file: in the stage, or above."""
+        return f"{self.path}.{key}" if key in self.model_fields_set else key
+
+
+class Train(StepStage):
+    """Train for a number of steps or epochs. The other keys apply to this stage only."""
+
+    name: ClassVar[str] = "train"
+    elsewhere = MappingProxyType({"update": "write it in a forward stage"})
+
+    accumulate: PositiveInt = 1
+    """As `accumulate` above."""
+
+
+class Forward(StepStage):
+    """Forward passes only, for a number of steps or epochs; `update` trains without gradients."""
+
+    name: ClassVar[str] = "forward"
+    elsewhere = MappingProxyType({"accumulate": "remove it: without a backward pass nothing accumulates"})
+
+    update: UpdateChoice | None = None
+    """What changes the weights in each step; null changes nothing."""
+
+
+OVERRIDABLE = (
+    "accumulate",
+    "sync",
+    "hooks",
+    "buffers",
+    "optimizer",
+    "schedule",
+    "warmup_steps",
+    "clip_norm",
+    "on_nan",
+)
+"""Keys of the pipeline that a train stage may name for itself; a forward stage all but `accumulate`."""
+
+
+class AverageStage(Stage):
+    """The parameters of all ranks become their mean, once."""
+
+    name: ClassVar[str] = "average"
+
+
+class BroadcastStage(Stage):
+    """The parameters of all ranks become those of one, once."""
+
+    name: ClassVar[str] = "broadcast"
+
+    source: NonNegativeInt = 0
+    """The rank whose parameters all take."""
+
+
+class Evaluate(Stage):
+    """Measure the loss, and the metrics named, on the held-out data."""
+
+    name: ClassVar[str] = "evaluate"
+
+    metrics: Metrics = ()
+    """What to measure besides the loss."""
+
+
+class Save(Stage):
+    """Write the model's weights to the run's folder."""
+
+    name: ClassVar[str] = "save"
+
+    to: Annotated[str, Field(pattern=patterns.SAVED)] = "model.safetensors"
+    """A file, relative to the run's folder; the one way in which a pipeline may write outside of it."""
+
+
+STAGES: dict[str, type[Stage]] = {
+    stage.name: stage for stage in (Train, Forward, AverageStage, BroadcastStage, Evaluate, Save)
+}
+
+
+def read_stage(value: Any) -> Stage:
+    if isinstance(value, Stage):
+        return value
+    if isinstance(value, str):
+        if value not in STAGES:
+            raise unknown("stage", value, STAGES)
+        return validate(STAGES[value], {}, owner=value)
+    if not isinstance(value, dict) or not value:
+        raise mismatch("a stage", listing(STAGES))
+    if len(value) > 1:
+        first, second, *_ = value
+        hint = "write each stage as a list item of its own"
+        if first in STAGES and all(key in STAGES[first].model_fields for key in list(value)[1:]):
+            hint = f'indent {", ".join(list(value)[1:])} further, under "{first}"'
+        raise within(problem(f'expected one stage, got "{first}" and "{second}"', hint, where="key"), second)
+    ((name, settings),) = value.items()
+    if name not in STAGES:
+        raise within(unknown("stage", name, STAGES, where="key"), name)
+    return validate(STAGES[name], {} if settings is None else settings, name, owner=name)
+
+
+def _number(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    for index, stage in enumerate(stages):
+        stage._index = index
+    return stages
+
+
+Stages = Annotated[
+    tuple[Annotated[Stage, Validated(read_stage, "stage")], ...],
+    Field(strict=False, min_length=1),
+    AfterValidator(_number),
+]
 
 
 class Pipeline(Options):

@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 from ddprun.config.tree import KeyPath, is_choice
 
 REDACTED = "[redacted]"
-"""Stands in a written pipeline for a secret that the file held as it is; such a pipeline does not load."""
+"""Written instead of a secret that the file held in plain text; a pipeline with it does not load."""
 
 _OWN_KEYS = frozenset(
     {("kubernetes", "pod"), ("kubernetes", "claims"), ("docker", "mounts"), ("slurm", "options")}
@@ -47,18 +47,8 @@ _BEGINS = "${env:"
 
 _SECRET_WORDS = frozenset(
     {
-        *(
-            "token",
-            "secret",
-            "secrets",
-            "password",
-            "passwd",
-            "passphrase",
-            "key",
-            "credential",
-            "credentials",
-        ),
-        *("apikey", "accesskey", "secretkey", "authtoken", "pgpassword"),
+        *("token", "secret", "secrets", "password", "passwd", "passphrase", "key"),
+        *("credential", "credentials", "apikey", "accesskey", "secretkey", "authtoken", "pgpassword"),
     }
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -130,14 +120,10 @@ def fault_of(text: str, *, of_key: bool = False) -> tuple[str, str] | None:
     """
     if of_key and _BEGINS in text:
         return "${env:NAME} is not filled in for keys", "write the key itself"
-    if of_key and REDACTED in text:
-        return (
-            "a secret stood here, which is not written to files",
-            "write the key itself, or give it by --set",
-        )
     if REDACTED in text:
-        what = "a secret stood here, which is not written to files"
-        return what, "write ${env:NAME} and set the variable, or give the value by --set"
+        for_value = "write ${env:NAME} and set the variable, or give the value by --set"
+        hint = "write the key itself, or give it by --set" if of_key else for_value
+        return "there was a secret here, which is not written to files", hint
     if text.count(_BEGINS) > len(REFERENCE.findall(text)):
         what = '"${env:" is not followed by a variable\'s name and "}"'
         return what, "write ${env:NAME}; a name holds letters, digits and _"
@@ -145,7 +131,7 @@ def fault_of(text: str, *, of_key: bool = False) -> tuple[str, str] | None:
 
 
 def is_plain(value: str) -> bool:
-    """Whether a value is no secret, whatever it is called: true, false, a number, a short word.
+    """Whether a value cannot be a secret, whatever its name is: true, false, a number, a short word.
 
     Messages are full of these, and a secret that is one could be guessed.
     """
@@ -154,7 +140,7 @@ def is_plain(value: str) -> bool:
 
 
 def _is_word(text: str) -> bool:
-    """Whether letters could be a word of a language."""
+    """Whether a text looks like a word of a language."""
     return bool(_ONE_WORD.fullmatch(text) and _VOWEL.search(text) and not _CONSONANTS.search(text))
 
 
@@ -175,15 +161,10 @@ def masked(value: str) -> str:
 
 
 def _parts(value: str) -> Iterator[tuple[str, bool]]:
-    """What a string consists of, and whether each part is a `${env:NAME}`."""
-    end = 0
-    for match in REFERENCE.finditer(value):
-        if match.start() > end:
-            yield value[end : match.start()], False
-        yield match[0], True
-        end = match.end()
-    if end < len(value):
-        yield value[end:], False
+    """The parts of a string, and whether each is a `${env:NAME}`."""
+    for part in re.split(r"(\$\{env:[A-Za-z_][A-Za-z0-9_]*\})", value):
+        if part:
+            yield part, REFERENCE.fullmatch(part) is not None
 
 
 def _is_harmless(part: str, *, beside_secret: bool) -> bool:
@@ -240,7 +221,7 @@ class Secrets:
         known: dict[str, str] = {}
         for name, value in environment.items():
             known |= dict.fromkeys(_in_urls(value), REDACTED)
-            # A variable that says where a key lies is no key, and the path may stand in every message.
+            # The path of a key file is not a secret, and it may be part of any message.
             if is_secret_name(name) and not (os.path.isabs(value) and os.path.exists(value)):
                 known[value] = f"${{env:{name}}}"
         for text, secret in strings:
@@ -276,7 +257,7 @@ class Secrets:
 
         Args:
             data: as `resolved.plain` gives it.
-            path: where it stands.
+            path: of the data in the pipeline.
             secret: a name above it says that it is a secret.
         """
         if isinstance(data, dict):
@@ -312,7 +293,7 @@ class Secrets:
 
 
 def names_secret(path: KeyPath, key: str, value: Any, name: Any = None) -> bool:
-    """Whether a key says that what stands below it is secret.
+    """Whether a key says that its value is secret.
 
     A choice's name says nothing of its options; pods name secrets without holding them, and have other keys:
     `tolerations: [{key: gpu}]`.
@@ -320,8 +301,8 @@ def names_secret(path: KeyPath, key: str, value: Any, name: Any = None) -> bool:
     Args:
         path: of the mapping.
         key: in it.
-        value: what stands there.
-        name: what stands beside it as `name`: `{name: API_TOKEN, value: …}`.
+        value: of the key.
+        name: the value of `name` in the same mapping: `{name: API_TOKEN, value: …}`.
     """
     if key == "value" and isinstance(name, str) and is_secret_name(name):
         return True
@@ -337,7 +318,7 @@ def holds_secret(path: KeyPath, text: str, before: Any = None) -> bool:
     Args:
         path: of the string.
         text: the string.
-        before: what stands before it in a list.
+        before: the item before it in a list.
     """
     if not _in_pod(path):
         return False
@@ -356,7 +337,7 @@ def _is_secret_argument(name: str, value: str, *, number: bool) -> bool:
 
     Args:
         name: of the argument.
-        value: as it stands there, quotes included.
+        value: as it is written, quotes included.
         number: a number is one, too; not so in `sort --key 2`.
     """
     if not is_secret_name(name) or _OF_A_FILE.search(name):
@@ -386,7 +367,7 @@ def _has_own_keys(path: KeyPath) -> bool:
 
 
 def _literals(value: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """What of a secret value of the pipeline stands in it as it is, and what is written instead."""
+    """The parts of a secret value that the pipeline holds in plain text, and what is written instead."""
     written = masked(value)
     if _BEGINS not in value or written == value:
         return {} if written == value else {value: REDACTED}
@@ -445,12 +426,12 @@ def _without_user(match: re.Match[str]) -> str:
         return match[0]
     if _BEGINS not in match["user"]:
         return f"{match['scheme']}{REDACTED}@"
-    told = masked(user) if password is None else f"{user}:{masked(password)}"
-    return f"{match['scheme']}{told}@"
+    shown = masked(user) if password is None else f"{user}:{masked(password)}"
+    return f"{match['scheme']}{shown}@"
 
 
 def _user_and_password(text: str) -> tuple[str, str | None]:
-    """What stands before the @ of a URL; the colon of a `${env:NAME}` does not count."""
+    """The parts before the @ of a URL; the colon of a `${env:NAME}` does not count."""
     match = _USER_NAME.match(text)
     user = match[0] if match else ""
     return (user, None) if user == text else (user, text[len(user) + 1 :])

@@ -108,11 +108,9 @@ def refusal(kind: TorchKind, name: str) -> str | None:
 @functools.cache
 def signature(kind: TorchKind, name: str) -> Signature:
     """The options of a class that `find` returned."""
-    path = _classes(kind)[name]
-    tree = _parse(path)
+    tree = _parse(_classes(kind)[name])
     init = _method(tree, name, "__init__")
-    parameters = _parameters(init, kind) if init else ()
-    return Signature(name, _summary(tree, name), parameters)
+    return Signature(name, _summary(tree, name), _parameters(init, kind) if init else ())
 
 
 @functools.cache
@@ -183,11 +181,8 @@ def _classes(kind: TorchKind) -> dict[str, Path]:
             for alias in node.names
             if alias.name[0].isupper() and alias.name != "Optimizer"
         }
-    path = folder.joinpath(
-        *(("optim", "lr_scheduler.py") if kind == "schedule" else ("nn", "modules", "loss.py"))
-    )
-    public = _public(_parse(path))
-    return {name: path for name in public if name != "LRScheduler"}
+    path = folder / ("optim/lr_scheduler.py" if kind == "schedule" else "nn/modules/loss.py")
+    return {name: path for name in _public(_parse(path)) if name != "LRScheduler"}
 
 
 @functools.cache
@@ -227,12 +222,14 @@ def _forward_arguments(name: str) -> tuple[str, ...]:
 def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[Parameter, ...]:
     arguments = init.args
     positional = arguments.posonlyargs + arguments.args
-    missing = [None] * (len(positional) - len(arguments.defaults))
-    pairs = [*zip(positional, [*missing, *arguments.defaults], strict=True)]
+    without_default = [None] * (len(positional) - len(arguments.defaults))
+    pairs = [*zip(positional, [*without_default, *arguments.defaults], strict=True)]
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     found = []
     for argument, default in pairs:
-        accepts = _reduction() if argument.arg == "reduction" else _coarse(argument.annotation)
+        accepts = _param_type(argument.annotation)
+        if argument.arg == "reduction":  # `none` gives a loss per sample: no backward pass can start there
+            accepts = ParamType(literals=("mean", "sum"))
         if argument.arg in _IGNORED[kind] or not accepts.writable:
             continue
         required = default is None and not (kind == "schedule" and argument.arg in _LENGTHS)
@@ -240,13 +237,8 @@ def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[Parameter, ...]
     return tuple(found)
 
 
-def _reduction() -> ParamType:
-    """`none` gives a loss for each sample, of which no backward pass can start."""
-    return ParamType(literals=("mean", "sum"))
-
-
-def _coarse(annotation: ast.expr | None) -> ParamType:
-    """The type that an annotation stands for; anything if it is none that is known here."""
+def _param_type(annotation: ast.expr | None) -> ParamType:
+    """The type of an annotation; anything if the annotation is of an unknown form."""
     if annotation is None:
         return ParamType()
     parts = [_single(part) for part in _alternatives(annotation)]
@@ -268,9 +260,8 @@ def _alternatives(annotation: ast.expr) -> list[ast.expr]:
     if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
         return _alternatives(annotation.left) + _alternatives(annotation.right)
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("Union", "Optional"):
-        members = _members(annotation)
-        none = [ast.Constant(None)] if ast.unparse(annotation.value) == "Optional" else []
-        return [part for member in members for part in _alternatives(member)] + [*none]
+        parts = [part for member in _members(annotation) for part in _alternatives(member)]
+        return [*parts, ast.Constant(None)] if ast.unparse(annotation.value) == "Optional" else parts
     return [annotation]
 
 
@@ -280,11 +271,10 @@ def _members(annotation: ast.Subscript) -> list[ast.expr]:
 
 
 def _single(annotation: ast.expr) -> ParamType:
+    """The type of an annotation that is not a union."""
     name = ast.unparse(annotation)
-    if name in ("float", "int", "bool", "str"):
-        return ParamType(scalars=(name,))
-    if name == "None":
-        return ParamType(scalars=("null",))
+    if name in ("float", "int", "bool", "str", "None"):
+        return ParamType(scalars=("null" if name == "None" else name,))
     if name == "Tensor":
         return ParamType(items=(ParamType(scalars=("float",)),), tensor=True)
     if name.startswith("Callable"):
@@ -295,9 +285,9 @@ def _single(annotation: ast.expr) -> ParamType:
         if outer == "Literal":
             return ParamType(literals=tuple(str(ast.literal_eval(member)) for member in members))
         if outer in ("tuple", "Tuple") and ast.unparse(members[-1]) != "...":
-            return ParamType(items=tuple(_coarse(member) for member in members), fixed=True)
+            return ParamType(items=tuple(_param_type(member) for member in members), fixed=True)
         if outer in ("tuple", "Tuple", "list", "List", "Iterable", "Sequence"):
-            return ParamType(items=(_coarse(members[0]),))
+            return ParamType(items=(_param_type(members[0]),))
     return ParamType()
 
 

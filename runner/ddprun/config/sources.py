@@ -1,4 +1,4 @@
-"""Where a dotted name leads, as far as source code tells: nothing is imported.
+"""Where a dotted name leads, as far as source code shows: nothing is imported.
 
 A run judges the object to which a name has led. `check` has no object, so it reads the files of the trusted
 package: `mylab.nets.os.system` is `os.system` where nets.py says `import os`, and so is `mylab.nets.shell`
@@ -40,7 +40,7 @@ class Origin:
 
 
 def origins(name: str, limit: Trust, folder: Path | None) -> tuple[Origin, ...]:
-    """What a name may lead to: several where source code decides when it runs, none where it does not tell.
+    """What a name may lead to: several where source code decides when it runs, none where it does not show.
 
     Args:
         name: what a user wrote.
@@ -64,8 +64,8 @@ class _Reader:
         self._limit, self._folder = limit, folder
         self._steps = _MAX_STEPS
 
-    def tired(self) -> bool:
-        """Count a step; whether there were too many, as where two names stand for each other."""
+    def too_far(self) -> bool:
+        """Count a step. Whether there were too many, as with two names that lead to each other."""
         self._steps -= 1
         return self._steps < 0
 
@@ -75,7 +75,7 @@ class _Reader:
 
     def follow(self, parts: Sequence[str]) -> Iterator[Origin]:
         """What a full name leads to."""
-        if self.tired():
+        if self.too_far():
             return
         spec = self._package(parts[0]) if self.is_read(parts[0]) else None
         if spec is None:
@@ -117,7 +117,7 @@ class _Module:
 
     def attribute(self, path: Sequence[str]) -> Iterator[Origin]:
         """What an attribute of the module leads to."""
-        if self._reader.tired():
+        if self._reader.too_far():
             return
         bound = list(_bindings(self._tree, path[0]))
         for statement, alias in bound:
@@ -154,7 +154,7 @@ class _Module:
         return ".".join([*package, *([statement.module] if statement.module else [])])
 
     def _value(self, value: ast.expr, rest: Sequence[str]) -> Iterator[Origin]:
-        """What an expression of the module stands for."""
+        """What an expression of the module leads to."""
         if isinstance(value, ast.Call) and value.args and not rest:
             made_by = {origin.name for origin in self._value(value.func, ())}
             if made_by and made_by <= _WRAPPERS:

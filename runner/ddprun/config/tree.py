@@ -1,8 +1,8 @@
-"""The tree of a pipeline file: plain values that remember where they stand, and key paths into them."""
+"""The tree of a pipeline file: plain values with their places, and key paths into them."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ddprun.config.faults import Fault, Severity
@@ -45,11 +45,6 @@ class Place:
     line: int
     column: int
 
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Sorts places as a reader meets them: the file from its top, then the overrides."""
-        return (self.source.order, self.line, self.column)
-
     def fault(
         self,
         path: str,
@@ -74,7 +69,7 @@ class Place:
 
 @dataclass
 class Node:
-    """One value and where it stands. An aliased node is shared, so nodes are replaced and never changed."""
+    """One value and its place. An aliased node is shared, so nodes are replaced and never changed."""
 
     place: Place
     value: "Scalar | list[Node] | dict[str, Entry]"
@@ -102,51 +97,51 @@ class Node:
 
 @dataclass(frozen=True)
 class Entry:
-    """A value of a mapping, and where its key stands."""
+    """A value of a mapping, and the place of its key."""
 
     key: Place
     node: Node
 
 
 @dataclass(frozen=True)
-class Found:
+class Nearest:
     """The node at a path, or the nearest one above it that the file has."""
 
     node: Node
     key: Place
-    """Where the node's key stands; the node's own place in a list and at the top."""
+    """Place of the node's key; in a list and at the top, the node's own place."""
 
-    rest: KeyPath = field(default=())
-    """What of the path the file does not have."""
+    missing: KeyPath = ()
+    """The end of the path that the file does not have; empty if the node is the one at the path."""
 
     broken: bool = False
     """The node, or one above it, has a fault already."""
 
 
-def find(root: Node, path: Sequence[str | int]) -> Found:
+def find(root: Node, path: Sequence[str | int]) -> Nearest:
     """Follow a path as far as the tree goes. A choice's name may be spelled otherwise."""
-    found = Found(root, root.place, tuple(path), root.broken)
+    node, key, broken = root, root.place, root.broken
     for depth, segment in enumerate(path):
-        value = found.node.value
-        rest = tuple(path[depth + 1 :])
+        value, above = node.value, path[:depth]
         if isinstance(value, dict) and isinstance(segment, str):
             entry = value.get(segment)
-            if entry is None and len(value) == 1 and is_choice(path[:depth]):
+            if entry is None and len(value) == 1 and is_choice(above):
                 ((name, only),) = value.items()
-                entry = None if part_of_pair(path[:depth], segment, name) else only
+                entry = None if part_of_pair(above, segment, name) else only
             if entry is None:
-                break
-            found = Found(entry.node, entry.key, rest, found.broken or entry.node.broken)
+                return Nearest(node, key, tuple(path[depth:]), broken)
+            node, key = entry.node, entry.key
         elif isinstance(value, list) and isinstance(segment, int) and segment < len(value):
-            item = value[segment]
-            found = Found(item, item.place, rest, found.broken or item.broken)
+            node = value[segment]
+            key = node.place
         else:
-            break
-    return found
+            return Nearest(node, key, tuple(path[depth:]), broken)
+        broken = broken or node.broken
+    return Nearest(node, key, (), broken)
 
 
 def spelling(name: str) -> str:
-    """What is left of a name that may be written in several ways: `cross_entropy` is `CrossEntropyLoss`."""
+    """One spelling for all that mean the same name: `cross_entropy` and `CrossEntropyLoss` become equal."""
     return name.lower().replace("_", "").removesuffix("loss")
 
 
@@ -156,7 +151,7 @@ _CHOICE_LISTS = frozenset({"hooks", "within", "across", "metrics", "stages"})
 
 
 def is_choice(path: Sequence[str | int]) -> bool:
-    """Whether `name` or `name: {options}` stands at this path."""
+    """Whether `name` or `name: {options}` is written at this path."""
     match tuple(path):
         case (str(key),):
             return key in _CHOICES
@@ -175,7 +170,7 @@ def part_of_pair(path: Sequence[str | int], *keys: str) -> bool:
 
 
 def show(path: Sequence[str | int]) -> str:
-    """A path as text: `stages[2].train.steps`; a key that holds dots stands in double quotes."""
+    """A path as text: `stages[2].train.steps`; a key that holds dots is in double quotes."""
     text = ""
     for segment in path:
         if isinstance(segment, int):
@@ -203,14 +198,12 @@ def parse_path(text: str) -> list[tuple[str | int, int]]:
     while offset < len(text):
         match = _SEGMENT.match(text, offset)
         if match is None or (match["dot"] == "" and offset) or (match["index"] and not segments):
-            raise ValueError(
-                "a key path cannot go on like this; write one such as stages[0].train.steps", offset
-            )
+            raise ValueError("invalid key path from here on; write one such as stages[0].train.steps", offset)
         if match["index"]:
             segments.append((int(match["index"]), offset + 1))
         else:
             segments.append((match["quoted"] or match["key"].strip(), match.start("key")))
         offset = match.end()
     if not segments:
-        raise ValueError("nothing stands before the =; write one such as optimizer.sgd.lr=0.2", 0)
+        raise ValueError("the key before the = is missing; write one such as optimizer.sgd.lr=0.2", 0)
     return segments

@@ -1,0 +1,599 @@
+"""Checks across keys: what has no effect, or breaks, together with the rest of the file."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ddprun.config.choices import Choice
+from ddprun.config.faults import Severity
+from ddprun.config.options import (
+    Cnn,
+    Mlp,
+    Synthetic,
+    Text,
+    Transformer,
+)
+from ddprun.config.resolved import plain
+from ddprun.config.schema import (
+    OVERRIDABLE,
+    AverageStage,
+    BroadcastStage,
+    DataPair,
+    Ddp,
+    Evaluate,
+    Forward,
+    Pipeline,
+    Save,
+    Stage,
+    StepStage,
+    Train,
+)
+from ddprun.config.tree import KeyPath
+from ddprun.sync.plan import SyncPlan
+from ddprun.sync.policy import SyncPolicy
+from ddprun_hooks.config import grammar
+
+_OF_UPDATES = ("optimizer", "schedule", "warmup_steps", "clip_norm")
+"""What a stage uses only if it updates the weights."""
+
+
+@dataclass(frozen=True)
+class CrossCheck:
+    """Two keys that do not go together."""
+
+    path: KeyPath
+    """The key at which it is shown; the message names the other."""
+
+    problem: str
+    allowed: str | None = None
+    severity: Severity = "error"
+
+
+_Check = Callable[[Pipeline], Iterator[CrossCheck]]
+_CHECKS: list[tuple[frozenset[str], _Check]] = []
+"""Every check with the top-level keys that it reads."""
+
+
+def _reads(*keys: str) -> Callable[[_Check], _Check]:
+    """Register a check that reads these top-level keys."""
+
+    def register(check: _Check) -> _Check:
+        _CHECKS.append((frozenset(keys), check))
+        return check
+
+    return register
+
+
+def cross_checks(pipeline: Pipeline, faulty: frozenset[str] = frozenset()) -> Iterator[CrossCheck]:
+    """What the checks find in a pipeline.
+
+    Args:
+        pipeline: what is checked.
+        faulty: top-level keys that hold placeholders; checks that read one of them are left out.
+    """
+    for keys, check in _CHECKS:
+        if not keys & faulty:
+            yield from check(pipeline)
+
+
+def _known_ranks(pipeline: Pipeline) -> int | None:
+    """How many ranks the file says there are; None if it leaves that to the machine."""
+    launch = pipeline.launch
+    least, most = launch.hosts
+    return launch.nproc_per_node * most if launch.nproc_per_node and least == most else None
+
+
+def _own(stage: Stage, *keys: str | int) -> KeyPath:
+    """The path of a key of the stage itself."""
+    return ("stages", stage.index, stage.name, *keys)
+
+
+def _place(stage: StepStage, key: str) -> KeyPath:
+    """Where the value of a key comes from that applies to the stage: the stage, or the top of the file."""
+    return _own(stage, key) if key in stage.model_fields_set else (key,)
+
+
+def _shown(stage: StepStage, key: str, value: object) -> str:
+    """The key, with the stage if it names the key, and the value, as a message shows them."""
+    own = f"{stage.path}." if key in stage.model_fields_set else ""
+    return f'"{own}{key}: {value.name if isinstance(value, Choice) else value}"'
+
+
+def _all_of(pipeline: Pipeline, key: str) -> Iterator[tuple[KeyPath, Any]]:
+    """The value of a key at the top and in each stage that names it, with its place."""
+    yield (key,), getattr(pipeline, key)
+    for stage in pipeline.step_stages():
+        if key in stage.model_fields_set:
+            yield _own(stage, key), getattr(stage, key)
+
+
+def _updates(stage: Train | Forward) -> bool:
+    """Whether a stage updates the weights, by gradients or by its `update`."""
+    return isinstance(stage, Train) or stage.update is not None
+
+
+# Model, data, loss and optimizer
+
+
+@_reads("model", "data")
+def _model_fits_data(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    data = pipeline.train_data()
+    shape, tokens = _samples(data)
+    model = pipeline.model.settings
+    if shape is None or model is None:
+        return
+    at: KeyPath = ("model", pipeline.model.name)
+    what = f'"data: {data.name}"'
+    if isinstance(model, Transformer) != tokens:
+        text = f'"{pipeline.model.name}" clashes with {what}: it takes '
+        text += "tokens, and these are numbers" if not tokens else "numbers, and these are tokens"
+        yield CrossCheck(at, text, "allowed: " + ("mlp, cnn" if not tokens else "transformer"))
+    elif isinstance(model, Mlp) and model.inputs != math.prod(shape):
+        text = f'"inputs: {model.inputs}" clashes with {what}, whose samples hold {math.prod(shape)} values'
+        yield CrossCheck((*at, "inputs"), text, f"write inputs: {math.prod(shape)}")
+    elif isinstance(model, Cnn) and model.inputs != shape:
+        text = f'"inputs: {list(model.inputs)}" clashes with {what}, whose samples have the shape '
+        hint = f"write inputs: {list(shape)}" if len(shape) == 3 else "a cnn takes [C, H, W]"
+        yield CrossCheck((*at, "inputs"), f"{text}{list(shape)}", hint)
+    elif isinstance(model, Transformer) and shape[-1] > model.context:
+        text = f'"context: {model.context}" clashes with {what}, whose samples hold {shape[-1]} tokens'
+        yield CrossCheck((*at, "context"), text, f"write context: {shape[-1]}, or shorten the samples")
+    elif isinstance(model, Transformer) and shape[-1] < model.context:
+        text = f'of "context: {model.context}" only {shape[-1]} are ever used: {what} gives no more'
+        yield CrossCheck((*at, "context"), text, f"write context: {shape[-1]}", "warning")
+
+
+def _samples(data: Choice) -> tuple[tuple[int, ...] | None, bool]:
+    """Shape of a built-in's samples and whether they are tokens; no shape for what is not built in."""
+    if data.name == "digits" and data.settings:
+        return (1, 8, 8), False
+    if isinstance(data.settings, Text):
+        return (data.settings.context,), True
+    if isinstance(data.settings, Synthetic):
+        return data.settings.shape, data.settings.dtype == "int64"
+    return None, False
+
+
+@_reads("model", "data", "loss")
+def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    model, data = pipeline.model.settings, pipeline.train_data()
+    classes = 10 if data.name == "digits" and data.settings else None
+    if isinstance(data.settings, Synthetic) and data.settings.dtype != "int64":
+        classes = data.settings.classes
+    by_class = pipeline.loss.name in ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss")
+    if isinstance(model, (Mlp, Cnn)) and classes and model.outputs < classes and by_class:
+        text = f'"outputs: {model.outputs}" clashes with "data: {data.name}", which has {classes} classes'
+        yield CrossCheck(("model", pipeline.model.name, "outputs"), text, f"at least {classes}")
+    if isinstance(model, Transformer) and data.name == "text" and data.settings and model.vocabulary < 256:
+        text = f'"vocabulary: {model.vocabulary}" clashes with "data: text", whose tokens are bytes'
+        yield CrossCheck(("model", "transformer", "vocabulary"), text, "at least 256")
+
+
+@_reads("optimizer")
+def _nesterov_without_momentum(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    yield from _nesterov(pipeline.optimizer, ("optimizer",))
+
+
+@_reads("stages")
+def _nesterov_without_momentum_in_a_stage(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for stage in pipeline.step_stages():
+        if stage.optimizer is not None:
+            yield from _nesterov(stage.optimizer, _own(stage, "optimizer"))
+
+
+def _nesterov(optimizer: Choice, at: KeyPath) -> Iterator[CrossCheck]:
+    options = optimizer.options
+    if optimizer.name != "SGD" or optimizer.source != "torch" or not options.get("nesterov"):
+        return
+    if not options.get("momentum"):
+        text = '"nesterov: true" needs "momentum", which is 0'
+        yield CrossCheck((*at, "SGD", "nesterov"), text, "give a momentum such as 0.9")
+    if options.get("dampening"):
+        text = f'"nesterov: true" clashes with "dampening: {options["dampening"]}"'
+        yield CrossCheck((*at, "SGD", "dampening"), text, "nesterov needs a dampening of 0")
+
+
+@_reads("model", "optimizer")
+def _muon_with_biases(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    if pipeline.optimizer.name == "Muon" and pipeline.optimizer.source == "torch" and pipeline.model.settings:
+        text = f'"Muon" clashes with "model: {pipeline.model.name}": it takes matrices, no biases'
+        yield CrossCheck(("optimizer",), text, "use another optimizer, such as adamw")
+
+
+@_reads("loss", "stages")
+def _metrics_with_loss(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    loss = pipeline.loss
+    for path, metric in _metrics(pipeline):
+        if metric.source != "built-in":
+            continue
+        clash = f'"{metric.name}" clashes with "loss: {loss.name}"'
+        if loss.name == "model" and loss.source == "built-in":
+            text = f"{clash}: the model returns its loss, not its output"
+            yield CrossCheck(path, text, "remove the metric, or name a loss")
+        elif metric.name == "perplexity" and loss.name not in ("CrossEntropyLoss", "NLLLoss"):
+            text = f"{clash}: it is the exponential of a cross-entropy"
+            yield CrossCheck(path, text, "use the loss cross_entropy or nll_loss")
+
+
+@_reads("stages")
+def _metrics_twice(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    seen = set[tuple[KeyPath, str]]()
+    for path, metric in _metrics(pipeline):
+        if (path[:-1], metric.name) in seen:
+            text = f'"{metric.name}" is in the list twice, and metrics are told apart by name'
+            yield CrossCheck(path, text, "remove one, or give the other a function of its own name")
+        seen.add((path[:-1], metric.name))
+
+
+def _metrics(pipeline: Pipeline) -> Iterator[tuple[KeyPath, Choice]]:
+    """Every metric of the evaluate stages, with its place."""
+    for stage in pipeline.stages:
+        for number, metric in enumerate(stage.metrics if isinstance(stage, Evaluate) else ()):
+            yield _own(stage, "metrics", number), metric
+
+
+@_reads("data", "stages")
+def _evaluate_without_data(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    evaluations = [stage for stage in pipeline.stages if isinstance(stage, Evaluate)]
+    if reason := _nothing_held_out(pipeline.data):
+        for stage in evaluations:
+            text = f'"evaluate" has no data: {reason}'
+            yield CrossCheck(("stages", stage.index), text, "give data: {train: …, evaluate: …}")
+    if isinstance(pipeline.data, DataPair) and pipeline.data.evaluate is not None and not evaluations:
+        text = '"data.evaluate" has no effect: no stage of "stages" is "evaluate"'
+        yield CrossCheck(("data", "evaluate"), text, "add an evaluate stage", "warning")
+
+
+@_reads("data", "loader")
+def _sharded_built_in(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    data = pipeline.train_data()
+    if pipeline.loader.sharded and data.source == "built-in":
+        text = (
+            f'"sharded: true" clashes with "data: {data.name}", which is the same on every rank: each sample '
+        )
+        yield CrossCheck(("loader", "sharded"), text + "would count once for each rank", "remove it")
+
+
+def _nothing_held_out(data: Choice | DataPair) -> str | None:
+    """Why there is nothing to evaluate on; None if there is."""
+    if isinstance(data, DataPair):
+        return '"data" gives "train" only' if data.evaluate is None else None
+    if data.settings is None:
+        return f'"data: {data.name}" holds nothing out'
+    return None if data.options["held_out"] else f'"held_out" of "{data.name}" keeps nothing'
+
+
+# DDP's settings, the launch, and hooks
+
+
+@_reads("ddp", "accumulate", "sync", "stages")
+def _accumulate_with_ddp(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for stage in pipeline.train_stages():
+        settings = stage.effective(pipeline)
+        if settings.accumulate == 1 or settings.gradients is None:
+            continue
+        effects = {
+            "static_graph": "DDP crashes or stops reducing",
+            "find_unused_parameters": "DDP reduces only what the last micro-step used",
+        }
+        for key, effect in effects.items():
+            if getattr(pipeline.ddp, key):
+                text = (
+                    f'"{key}: true" clashes with {_shown(stage, "accumulate", settings.accumulate)}: {effect}'
+                )
+                yield CrossCheck(("ddp", key), text, "remove one of the two")
+
+
+@_reads("ddp")
+def _static_with_unused(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    if pipeline.ddp.static_graph and pipeline.ddp.find_unused_parameters:
+        text = '"find_unused_parameters: true" has no effect with "static_graph: true", which finds them once'
+        yield CrossCheck(("ddp", "find_unused_parameters"), text, "remove one of the two")
+
+
+@_reads("ddp", "sync", "stages")
+def _unused_parameters_inside_hosts(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    inside = any(stage.effective(pipeline).gradients == "host" for stage in pipeline.train_stages())
+    if pipeline.ddp.find_unused_parameters and inside:
+        text = (
+            '"find_unused_parameters: true" slows "hierarchical_sgd" with "within: 1": at every step DDP '
+            "tells all ranks which parameters were used, so hosts wait for each other"
+        )
+        hint = "remove it if every parameter is used"
+        yield CrossCheck(("ddp", "find_unused_parameters"), text, hint, "warning")
+
+
+@_reads("ddp", "sync", "stages")
+def _ddp_without_gradients(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    if any(stage.effective(pipeline).gradients for stage in pipeline.train_stages()):
+        return
+    for key in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
+        value = getattr(pipeline.ddp, key)
+        if value != getattr(Ddp(), key):
+            text = f'"{key}: {str(value).lower()}" has no effect: by "sync", no train stage exchanges '
+            yield CrossCheck(("ddp", key), f"{text}gradients", "remove it", "warning")
+
+
+@_reads("timings", "sync", "stages")
+def _fidelity_without_gradients(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    every = pipeline.timings.fidelity_every
+    if every and all(stage.effective(pipeline).gradients != "all" for stage in pipeline.train_stages()):
+        text = f'"fidelity_every: {every}" has no effect: no train stage has "sync: every_step", '
+        text += "so gradients are not exchanged among all ranks"
+        yield CrossCheck(("timings", "fidelity_every"), text, "remove it", "warning")
+
+
+@_reads("launch")
+def _nccl_on_cpu(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    if pipeline.launch.backend == "nccl" and pipeline.launch.device == "cpu":
+        text = '"backend: nccl" clashes with "device: cpu": NCCL carries GPU tensors only'
+        yield CrossCheck(("launch", "backend"), text, "use gloo, or device: cuda")
+
+
+@_reads("launch", "checkpoint")
+def _restarts(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    least, most = pipeline.launch.hosts
+    restarts = pipeline.launch.max_restarts
+    if least < most and not restarts:
+        text = f'"nnodes: {pipeline.launch.nnodes}" has little effect with "max_restarts: 0": '
+        text += "a host that is lost ends the run"
+        yield CrossCheck(("launch", "nnodes"), text, "write max_restarts: 3", "warning")
+    if restarts and not pipeline.checkpoint.keep:
+        text = f'"max_restarts: {restarts}" clashes with "checkpoint" and its "keep: 0": '
+        text += "after a failure the run would start anew"
+        yield CrossCheck(("launch", "max_restarts"), text, "keep at least 1", "warning")
+
+
+@_reads("hooks", "stages", "launch")
+def _hooks(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for path, hooks in _all_of(pipeline, "hooks"):
+        for wrong in grammar.problems([grammar.entry(hook.name, hook.options) for hook in hooks]):
+            if wrong.severity == "warning":
+                yield CrossCheck((*path, *wrong.path), wrong.text, None, "warning")
+        for number, hook in enumerate(hooks):
+            here = (*path, number)
+            options = hook.options if hook.name == "hierarchical" else {}
+            in_leg = "shared_memory" in options.get("within", ())
+            if pipeline.launch.device == "cuda" and (hook.name == "shared_memory" or in_leg):
+                text = '"shared_memory" clashes with "device: cuda" of "launch": it sums tensors on the CPU'
+                at = (*here, "hierarchical", "within") if in_leg else here
+                yield CrossCheck(at, text, "remove it: NCCL uses shared memory by itself")
+            yield from _hosts_divide_ranks(pipeline, options.get("hosts"), (*here, "hierarchical", "hosts"))
+
+
+def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: KeyPath) -> Iterator[CrossCheck]:
+    ranks = _known_ranks(pipeline)
+    if hosts and ranks and ranks % hosts:
+        text = f'"hosts: {hosts}" clashes with "launch": it does not divide {ranks} ranks'
+        yield CrossCheck(path, text, "hosts that hold equally many ranks")
+
+
+@_reads("hooks", "sync", "stages")
+def _hooks_that_nothing_uses(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    inherit = [stage for stage in pipeline.step_stages() if "hooks" not in stage.model_fields_set]
+    unused = {
+        settings.sync.name: _without_hooks(settings.plan)
+        for settings in (stage.effective(pipeline) for stage in inherit)
+    }
+    if pipeline.hooks and unused and all(unused.values()):
+        by = " and ".join(f'"sync: {name}" {why}' for name, why in sorted(unused.items()))
+        yield CrossCheck(("hooks",), f'"hooks" has no effect: {by}', "remove it", "warning")
+    for stage in pipeline.step_stages():
+        settings = stage.effective(pipeline)
+        if stage.hooks and (why := _without_hooks(settings.plan)):
+            text = f'"hooks" clashes with {_shown(stage, "sync", settings.sync)}, which {why}'
+            yield CrossCheck(_place(stage, "hooks"), text, "remove one of the two")
+
+
+def _without_hooks(plan: SyncPlan) -> str:
+    """Why a policy uses no hooks; empty if it does, or if nothing in its stage could use them."""
+    if plan.uses_hooks or not plan.changes_weights:
+        return ""
+    return "sends parameters as they are" if plan.transfers else "sends nothing"
+
+
+# Sync policies, the ranks there are, and the lengths of stages
+
+
+@_reads("sync", "stages", "launch")
+def _source_is_a_rank(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    ranks = _known_ranks(pipeline)
+    sources = [
+        ((*path, sync.name, "source"), sync.options["source"])
+        for path, sync in _all_of(pipeline, "sync")
+        if "source" in sync.options
+    ]
+    sources += [
+        (_own(stage, "source"), stage.source)
+        for stage in pipeline.stages
+        if isinstance(stage, BroadcastStage)
+    ]
+    for path, source in sources:
+        if ranks and source >= ranks:
+            there_are, allowed = (
+                (f"are {ranks} ranks", f"0 to {ranks - 1}") if ranks > 1 else ("is 1 rank", "0")
+            )
+            text = f'"source: {source}" clashes with "launch": there {there_are}'
+            yield CrossCheck(path, text, f"allowed: {allowed}")
+
+
+@_reads("sync", "stages", "launch")
+def _two_levels(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for path, sync in _all_of(pipeline, "sync"):
+        hosts, within, across = (sync.options.get(key) for key in ("hosts", "within", "across"))
+        yield from _hosts_divide_ranks(pipeline, hosts, (*path, sync.name, "hosts"))
+        if within is not None and within == across:
+            text = f'"within: {within}" has no effect with "across: {across}": all ranks average whenever '
+            text += "those of a host do"
+            hint = "lengthen across, or use local_sgd"
+            yield CrossCheck((*path, sync.name, "within"), text, hint, "warning")
+
+
+@_reads("sync", "stages")
+def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for stage in pipeline.step_stages():
+        settings = stage.effective(pipeline)
+        policy, period = settings.sync.settings, settings.plan.period
+        assert isinstance(policy, SyncPolicy)
+        key = policy.period_key
+        if settings.steps is None or period <= settings.steps:
+            continue
+        text = f'"{key}: {period}" is longer than "steps: {settings.steps}" of {stage.path}: '
+        if _next_takes_ranks_apart(pipeline, stage):
+            text += "ranks do not synchronise in it"
+        elif len({one.fragment for one in settings.plan.transfers}) > 1:
+            text += "some fragments are exchanged only at its end"
+        else:
+            text += "ranks synchronise only at its end"
+        own = ("sync", settings.sync.name, key) if "sync" in stage.model_fields_set else ("steps",)
+        yield CrossCheck(_own(stage, *own), text, "shorten the period or lengthen the stage", "warning")
+
+
+def _next_takes_ranks_apart(pipeline: Pipeline, stage: Stage) -> bool:
+    """Whether the next stage takes ranks as they are, so that this one does not end in a synchronisation."""
+    if stage.index + 1 == len(pipeline.stages):
+        return False
+    following = pipeline.stages[stage.index + 1]
+    if isinstance(following, StepStage):
+        return following.effective(pipeline).plan.keeps_apart
+    return isinstance(following, (AverageStage, BroadcastStage))
+
+
+@_reads("sync", "hooks", "stages")
+def _parameters_are_equal_already(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    equal, why = True, "all ranks start with the same parameters"
+    for stage in pipeline.stages:
+        if isinstance(stage, (AverageStage, BroadcastStage)):
+            if equal:
+                text = f'"{stage.name}" has no effect: {why}'
+                yield CrossCheck(("stages", stage.index), text, None, "warning")
+            equal = True
+        elif isinstance(stage, (Train, Forward)):
+            equal = _leaves_equal(pipeline, stage, before=equal)
+        else:
+            continue
+        why = f"{stage.path} leaves all ranks with the same parameters"
+
+
+def _leaves_equal(pipeline: Pipeline, stage: Train | Forward, *, before: bool) -> bool:
+    """Whether all ranks surely hold the same parameters after a stage."""
+    settings = stage.effective(pipeline)
+    if not _next_takes_ranks_apart(pipeline, stage):
+        return True  # the stage ends in one more synchronisation
+    if not _updates(stage) and settings.mutate is None:
+        return before
+    sent = settings.plan.period == 1 and all(hook.name != "noop" for hook in settings.hooks)
+    return sent and (settings.mutate is None or isinstance(stage, Forward))
+
+
+# Buffers
+
+
+@_reads("buffers", "model", "stages")
+def _no_buffers_to_send(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    if not isinstance(pipeline.model.settings, (Mlp, Transformer)):
+        return
+    for path, buffers in _all_of(pipeline, "buffers"):
+        if buffers.when not in ("auto", "never"):
+            said = f"{{every: {buffers.every}}}" if buffers.when == "every" else buffers.when
+            text = f'"buffers: {said}" has no effect with "model: {pipeline.model.name}", which has no '
+            yield CrossCheck(path, f"{text}buffers", "remove it", "warning")
+
+
+@_reads("buffers", "model", "stages")
+def _evaluates_with_own_buffers(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    if not isinstance(pipeline.model.settings, Cnn):
+        return
+    last: Train | Forward | None = None
+    for stage in pipeline.stages:
+        if isinstance(stage, (Train, Forward)):
+            last = stage
+        elif isinstance(stage, Evaluate) and last and last.effective(pipeline).buffers.when == "never":
+            text = f"{_shown(last, 'buffers', 'never')} clashes with {stage.path}: each rank evaluates with "
+            text += f'its own running statistics of "model: {pipeline.model.name}"'
+            yield CrossCheck(_place(last, "buffers"), text, "use before_evaluate", "warning")
+
+
+# Stages: what they name for themselves, and their order
+
+
+@_reads("warmup_steps", "stages")
+def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for stage in filter(_updates, pipeline.step_stages()):
+        settings = stage.effective(pipeline)
+        if settings.steps is not None and settings.warmup_steps >= settings.steps:
+            text = (
+                f'"warmup_steps: {settings.warmup_steps}" is not shorter than "steps: {settings.steps}" of '
+            )
+            text += f"{stage.path}: the full learning rate would never be used"
+            path = _own(stage, "warmup_steps" if "warmup_steps" in stage.model_fields_set else "steps")
+            yield CrossCheck(path, text, "shorten the warm-up or lengthen the stage")
+
+
+@_reads("optimizer", "stages")
+def _another_optimizer(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    above = pipeline.optimizer
+    for stage in pipeline.step_stages():
+        own = stage.optimizer
+        if own is not None and (own.name, own.source) != (above.name, above.source):
+            text = f'"optimizer: {own.name}" of {stage.path} clashes with "optimizer: {above.name}": a stage '
+            text += "changes the optimizer's settings, not the optimizer, whose state would be lost"
+            yield CrossCheck(_place(stage, "optimizer"), text, f"write {above.name}: {{…}}")
+
+
+@_reads("stages")
+def _nothing_is_updated(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for stage in pipeline.step_stages():
+        for key in _OF_UPDATES if not _updates(stage) else ():
+            if key in stage.model_fields_set and getattr(stage, key):
+                text = f'"{key}" clashes with "forward" without "update": nothing is updated'
+                yield CrossCheck(_place(stage, key), text, "remove it, or name an update")
+
+
+@_reads("stages")
+def _saves(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    changed = False
+    written: dict[str, int] = {}
+    for stage in pipeline.stages:
+        if isinstance(stage, (Train, Forward)):
+            changed = changed or _updates(stage) or stage.mutate is not None
+        if not isinstance(stage, Save):
+            continue
+        if stage.to in written:
+            text = f'{stage.path} writes "{stage.to}", as stages[{written[stage.to]}].save does'
+            yield CrossCheck(_own(stage, "to"), text, "name another file")
+        written.setdefault(stage.to, stage.index)
+        if not changed:
+            text = '"save" comes before every "train": it saves the initial weights'
+            yield CrossCheck(("stages", stage.index), text, None, "warning")
+
+
+@_reads("stages", *OVERRIDABLE)
+def _overridden_everywhere(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for key in OVERRIDABLE:
+        users = [
+            stage
+            for stage in pipeline.step_stages()
+            if key in type(stage).model_fields and (key not in _OF_UPDATES or _updates(stage))
+        ]
+        overridden = bool(users) and all(key in stage.model_fields_set for stage in users)
+        if not overridden or not _says_something(pipeline, key):
+            continue
+        names = " and ".join(dict.fromkeys(stage.name for stage in users))
+        text = f'"{key}" has no effect: every {names} stage of "stages" has its own "{key}"'
+        hint = "remove it here or there"
+        if key == "optimizer":
+            text = f"the options of {text.replace('has no effect', 'have no effect')}"
+            hint = "remove them here or there"
+        yield CrossCheck((key,), text, hint, "warning")
+
+
+def _says_something(pipeline: Pipeline, key: str) -> bool:
+    """Whether the file gives a key another value than its default; of the optimizer, which must be given, its
+    options.
+    """
+    if key == "optimizer":
+        return bool(pipeline.optimizer.options)
+    said, default = plain(getattr(pipeline, key)), plain(Pipeline.model_fields[key].default)
+    return bool(said != default)
