@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from ddprun.cli import main
-from ddprun.cli.compare import _fitted
-from ddprun.compare.compare import Side, Variant, noise, ratio, rows, variants, verdict
+from ddprun.compare import text
+from ddprun.compare.compare import Side, noise, ratio, rows, verdict
 from ddprun.compare.time_slices import TimeSliceScheduler
+from ddprun.compare.variants import Variant, fitted, variants
 from ddprun.config import load
 from ddprun.report.digest import digest
 from ddprun.report.runs import Run
@@ -101,6 +102,22 @@ def test_losses_are_compared_after_equal_samples(tmp_path: Path) -> None:
     assert [row["verdict"] for row in table][2] == "failed"
 
 
+def test_the_table_has_four_forms(tmp_path: Path) -> None:
+    """Text and Markdown for readers, CSV and JSON with every number; no name is taken for markup."""
+    first = side(tmp_path, "first", [0.01] * 8)
+    other = side(tmp_path, "other", [0.005] * 8)
+    other.variant = Variant("[bold]a|b", Path("p.yaml"))
+    table = rows([first, other])
+    head, _, *lines = text.table(table, "markdown", None).splitlines()
+    assert head == "|  | steps/s | times the first | exposed | sent per step | fidelity | loss |  |"
+    assert lines[1] == (
+        r"| [bold]a\|b | 200.0 ± 0.0 | 2.00 (2.00 to 2.00) | 30% | 8.0 kB | - | 0.0513 | faster |"
+    )
+    assert "[bold]a|b" in text.table(table, "text", 160)
+    assert [row["variant"] for row in json.loads(text.table(table, "json", None))] == ["first", "[bold]a|b"]
+    assert [row["turns"] for row in csv.DictReader(io.StringIO(text.table(table, "csv", None)))] == ["8", "8"]
+
+
 def test_all_combinations_are_named() -> None:
     """The twin stands behind the first, nothing sent at the end."""
     keys = [("hooks", ["[]", '["fp16"]']), ("seed", ["0", "1"])]
@@ -126,8 +143,8 @@ def test_steps_and_noop_keep_what_a_stage_says(tmp_path: Path) -> None:
     for noop in (False, True):
         overrides = ("hooks=[noop]",) if noop else ("seed=1",)
         variant = Variant("v", tmp_path / "p.yaml", overrides)
-        fitted = _fitted(variant, load(variant.pipeline, overrides), 40)
-        pipeline = load(fitted.pipeline, fitted.overrides).pipeline
+        longer = fitted(variant, 40)
+        pipeline = load(longer.pipeline, longer.overrides).pipeline
         (train,) = pipeline.train_stages()
         settings = train.effective(pipeline)
         assert pipeline.stages[1].name == "evaluate"
@@ -262,7 +279,7 @@ def test_an_interrupt_ends_all_runs(tmp_path: Path) -> None:
     [
         (["--vary", "hooks"], "an override has no ="),
         (["--vary", "hooks=[fp16"], "--vary 1:1:"),
-        (["--vary", "hooks=fp16"], "hooks: is no list of values; write KEY=[A, B]"),
+        (["--vary", "hooks=fp16"], "hooks: is not a list of values; write KEY=[A, B]"),
         (["--vary", "hooks=[[fp17]]"], 'did you mean "fp16"'),
         (["--turn", "1"], "1 is not in the range x>=2"),
         (["--output", "full"], "the folder full is not empty"),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ddprun.telemetry.records import PARTS
+from ddprun.telemetry.steps import PARTS
 
 STEP_US = 10_000
 LAPS = (

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ddprun.cli import main
-from ddprun.report.digest import digest
+from ddprun.report import html
+from ddprun.report.digest import Digest, digest
 from ddprun.report.findings import sentences
-from ddprun.report.report import report
 from ddprun.report.runs import Run
 from tests.engine.running import run_pipeline
 from tests.report.made_up import make
@@ -64,16 +64,21 @@ def charts_in(page: str) -> dict[str, Any]:
     return charts
 
 
+def page_of(*digests: Digest) -> str:
+    return html.page(html.named(digests))
+
+
 def words(page: str) -> str:
     return " ".join(" ".join(Page(page).text).split())
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     """No address but its own parts; every chart has a label, and can be reached without a mouse."""
-    text = report([digest(Run(make(tmp_path / "run", late=1)))])
+    text = page_of(digest(Run(make(tmp_path / "run", late=1))))
     page = Page(text)
     assert page.addresses == ["data:,"]
     assert "default-src 'none'" in text
+    assert "<code>trace.json</code>" in text
     assert len(set(page.ids)) == len(page.ids)
     assert set(page.anchors) <= set(page.ids)
     charts = charts_in(text)
@@ -88,12 +93,11 @@ def test_three_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path)
     """On made-up runs: one with a late rank, one without."""
     late = sentences(digest(Run(make(tmp_path / "late", ranks=4, late=1))))
     assert late == [
-        "A step took 10.0 ms in the mean: 68% was forward, backward and optimizer, 22% was communication "
-        "that training could not hide (0% the wire, 22% waiting for the last rank, 0% hooks), 5% was what "
-        "lies between steps, and 5% was loading data.",
-        "Rank 1 was late by 3.0 ms in backward, before bucket 1 (1.weight, 1.bias), in steps 1 to 20, and "
-        "the others waited.",
-        "Try a look at the layers of that bucket, and at what else runs on that rank's cores or GPU.",
+        "A step took 10.0 ms on average: 68% forward, backward and optimizer, 22% exposed communication (0% "
+        "on the wire, 22% waiting for the last rank, 0% in hooks), 5% loading data, and 5% between steps.",
+        "Rank 1 was 3.0 ms late in backward, before bucket 1 (1.weight, 1.bias), in steps 1 to 20, and the "
+        "others waited for it.",
+        "Look at the layers of that bucket, and at what else runs on that rank's cores or GPU.",
     ]
     assert sentences(digest(Run(make(tmp_path / "even"))))[1:] == [
         "No rank was late for long.",
@@ -101,11 +105,11 @@ def test_three_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path)
         "`loader.batch_size`, or more ranks.",
     ]
     assert sentences(digest(Run(make(tmp_path / "alone", ranks=1))))[1] == (
-        "There was one rank, which waits for nobody."
+        "There was one rank, so no rank waited for another."
     )
 
 
-def test_spells_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
+def test_episodes_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
     """In words and in a table, the single ones behind it; one that cost little is not what to try first."""
     run = make(tmp_path / "run", ranks=4, late=1)
     summary = json.loads((run / "summary.json").read_text())
@@ -114,18 +118,19 @@ def test_spells_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
     def told(*episodes: dict[str, Any]) -> tuple[list[str], str]:
         (run / "summary.json").write_text(json.dumps({**summary, "stragglers": episodes}))
         found = digest(Run(run))
-        return sentences(found), words(report([found]))
+        return sentences(found), words(page_of(found))
 
     parts = [{**whole, "first_step": first, "last_step": first + 3} for first in (1, 11)]
     other = {**whole, "rank": 0, "cause": "data", "bucket": None, "params": []}
     some, page = told(*parts, {**other, "last_step": 2})
     assert some[1] == (
-        "Rank 1 was late by 3.0 ms in backward, before bucket 1 (1.weight, 1.bias), in 8 steps (2 episodes), "
-        "and the others waited; 1 more episode of a late rank below."
+        "Rank 1 was 3.0 ms late in backward, before bucket 1 (1.weight, 1.bias), in 8 steps (2 episodes), "
+        "and the others waited for it; 1 more episode of late ranks below."
     )
-    assert some[2].startswith("Try a look at the layers of that bucket")
+    assert some[2].startswith("Look at the layers of that bucket")
     assert (
-        "rank late by, ms of a step cause bucket parameters steps from step to step 1 3 30% backward" in page
+        "rank late by, ms share of a step cause bucket parameters steps from step to step 1 3 30% backward"
+        in page
     )
     assert "1.weight, 1.bias 8 1 14 0 3 30% data" in page
     assert "Each of 3 episodes" in page
@@ -139,7 +144,7 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     """Means over ranks and steps, bytes by stack, the steps whose timeline is shown."""
     found = digest(Run(make(tmp_path / "run", late=1, hooks=("fp16",), steps=50, every=5)))
     assert found.recorded == list(range(5, 51, 5))
-    assert found.step_us == 10_000
+    assert found.mean_parts_us["step_us"] == 10_000
     assert found.parts_us[0]["exposed_wait_us"] == 3000
     assert found.parts_us[1]["exposed_wait_us"] == 0
     assert found.loss.steps[0] == 5
@@ -165,14 +170,14 @@ def test_a_long_run_is_thinned_and_not_cut(tmp_path: Path, monkeypatch: pytest.M
     assert 400 < found.bucket_steps < 600
     (sent,) = found.sent
     assert sent.payloads == 4 * sent.steps == 4 * found.bucket_steps
-    assert len(report([found])) < 10e6
+    assert len(page_of(found)) < 10e6
 
 
 def test_runs_stand_side_by_side_under_names_that_tell_them_apart(tmp_path: Path) -> None:
     """And nothing of a run's own words is taken for HTML."""
     odd = "</script><b>&amp;"
     runs = [Run(make(tmp_path / "x" / "one", name=odd)), Run(make(tmp_path / "y" / "one", late=0))]
-    text = report([digest(run) for run in runs])
+    text = page_of(*map(digest, runs))
     told = words(text)
     assert "x/one" in told
     assert "y/one" in told
@@ -186,9 +191,9 @@ def test_a_run_without_records_has_a_page(tmp_path: Path) -> None:
     """One that ended before its first step."""
     folder = make(tmp_path / "run", steps=0)
     (folder / "summary.json").unlink()
-    told = words(report([digest(Run(folder))]))
+    told = words(page_of(digest(Run(folder))))
     assert "The run has no step records" in told
-    assert "has not ended, or was killed" in told
+    assert "still running, or killed" in told
 
 
 def test_a_run_that_goes_on_meanwhile_has_a_page(tmp_path: Path) -> None:
@@ -196,7 +201,7 @@ def test_a_run_that_goes_on_meanwhile_has_a_page(tmp_path: Path) -> None:
     run = Run(make(tmp_path / "run", late=1))
     run.__dict__["recorded"] = range(1, 13)  # as it was when the reading began
     assert digest(run).recorded == list(range(1, 13))
-    assert "<main" in report([digest(run)])
+    assert "<main" in page_of(digest(run))
 
 
 def test_a_real_run_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,8 +240,8 @@ stages:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere is no run's folder: it does not exist"),
-        (["run", "--steps", "9:3"], '"9:3" is no range of steps such as 100:200'),
+        (["nowhere"], "nowhere is not the folder of a run: it does not exist"),
+        (["run", "--steps", "9:3"], '"9:3" is not a range of steps such as 100:200'),
         (
             ["run", "--output", "no/such/page.html"],
             "cannot write no/such/page.html: No such file or directory",
@@ -266,7 +271,7 @@ def test_a_browser_draws_every_chart_and_asks_for_nothing(tmp_path: Path, runs: 
     """Nothing on the console; each chart has its shapes."""
     digests = [digest(Run(make(tmp_path / f"run-{n}", late=n % 2, hooks=("fp16",)))) for n in range(runs)]
     file = tmp_path / "page.html"
-    file.write_text(report(digests))
+    file.write_text(page_of(*digests))
     assert BROWSER is not None
     done = subprocess.run(
         [

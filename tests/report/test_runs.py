@@ -10,7 +10,7 @@ from tests.report.made_up import make
 
 def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
     """With what is wrong about it."""
-    with pytest.raises(NoRunError, match="nowhere is no run's folder: it does not exist"):
+    with pytest.raises(NoRunError, match="nowhere is not the folder of a run: it does not exist"):
         Run(tmp_path / "nowhere")
     with pytest.raises(NoRunError, match=r"it has no events\.jsonl"):
         Run(tmp_path)

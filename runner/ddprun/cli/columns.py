@@ -1,4 +1,4 @@
-"""Text in two columns, a label and what it is about; tables; sizes and counts."""
+"""Text for the screen: labelled paragraphs, tables, sizes, counts, and which steps of a stage."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ def table(rows: Sequence[Sequence[str]], aligned: str) -> list[str]:
 
 
 def size(count: float) -> str:
-    """Bytes for a reader: three digits that count."""
+    """Bytes for a reader, with three significant digits."""
     if count < 1000:
         return f"{count:.3g} B"
     for unit in ("kB", "MB", "GB", "TB"):
@@ -50,24 +50,24 @@ def count(number: int, thing: str) -> str:
 
 
 def ends(names: Sequence[str]) -> str:
-    """The first and the last of many names, and how many they are."""
+    """The first and the last of many names, and their number."""
     if len(names) <= 2:
         return ", ".join(names)
     return f"{names[0]} … {names[-1]} ({len(names)})"
 
 
 def capital(text: str) -> str:
-    """Begin with a capital letter."""
+    """The text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
 def named_steps(steps: Sequence[int], cycle: int, last: int | None) -> str:
-    """Which steps of a row these are.
+    """Steps in words, such as `steps 8, 16, 24 …`.
 
     Args:
-        steps: those of the first `cycle`, in order.
-        cycle: after so many it begins again.
-        last: number of the last step; None: not known.
+        steps: the steps among the first `cycle`, in order.
+        cycle: the number of steps after which they repeat.
+        last: the last step of the stage; None: unknown.
     """
     if len(steps) == cycle:
         return "every step"
@@ -82,9 +82,8 @@ def named_steps(steps: Sequence[int], cycle: int, last: int | None) -> str:
     first = [step for step in steps if step <= period]
     if len(first) > 1:
         even = len({after - before for before, after in pairwise(first)}) == 1
-        return f"{_listed(first) if even or len(first) <= 4 else len(first)} of every {period}" + (
-            "" if even or len(first) <= 4 else " steps"
-        )
+        named = _listed(first) if even or len(first) <= 4 else str(len(first))
+        return f"{named} of every {period}{'' if named.startswith('steps') else ' steps'}"
     found = range(first[0], last + 1 if last is not None else first[0] + 3 * period + 1, period)
     return _listed(found[:3], " …" if len(found) > 3 else "")
 

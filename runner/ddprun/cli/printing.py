@@ -1,4 +1,4 @@
-"""How faults look on a terminal, in a log, and to GitHub."""
+"""Faults as text for a terminal or a log, as JSON, and as GitHub's workflow commands."""
 
 import os
 from collections.abc import Iterable
@@ -20,8 +20,8 @@ def text(faults: Iterable[Fault], color: bool = False) -> str:
     return "\n".join(_colored(str(fault), fault) if color else str(fault) for fault in faults)
 
 
-def _colored(told: str, fault: Fault) -> str:
-    head, _, quoted = told.partition("\n")
+def _colored(plain: str, fault: Fault) -> str:
+    head, _, quoted = plain.partition("\n")
     where, _, message = head.partition(": ")
     tone = "yellow" if fault.severity == "warning" else "red"
     lines = [f"{click.style(where, bold=True)}: {message}"]

@@ -22,19 +22,23 @@ def report(runs: tuple[Path, ...], output: Path | None, steps: str | None, trace
     """Write one self-contained HTML page about one run, or several side by side, and each run's trace.json.
 
     The page opens without a network; trace.json opens in https://ui.perfetto.dev. Exit code 0; 2 if a folder
-    is no run's.
+    is not a run's.
     """
+    from ddprun.report import html
     from ddprun.report import trace as traces
     from ddprun.report.digest import digest
-    from ddprun.report.report import report as page
     from ddprun.report.runs import NoRunError, Run
 
     chosen = _steps(steps)
     target = output if output is not None else runs[0] / "report.html"
     try:
         found = [Run(folder) for folder in runs]
-        text = page([digest(run) for run in found]).encode(errors="replace")
-        _write(target, text, own=output is None)
+        page = html.page(html.named([digest(run) for run in found])).encode(errors="replace")
+        if output is not None:
+            output.write_bytes(page)
+        else:
+            with replacing(target.parent, target.name) as file:
+                file.write(page)
         click.echo(str(target))
         for run in found if trace else ():
             target = run.folder / "trace.json"
@@ -47,19 +51,10 @@ def report(runs: tuple[Path, ...], output: Path | None, steps: str | None, trace
     return 0
 
 
-def _write(target: Path, text: bytes, *, own: bool) -> None:
-    """Write the page: where its reader wants it, or as a file of the run's own."""
-    if own:
-        with replacing(target.parent, target.name) as file:
-            file.write(text)
-    else:
-        target.write_bytes(text)
-
-
 def _steps(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     low, colon, high = text.partition(":")
     if not (colon and low.isdigit() and high.isdigit() and int(low) <= int(high)):
-        raise click.BadParameter(f'"{text}" is no range of steps such as 100:200', param_hint="--steps")
+        raise click.BadParameter(f'"{text}" is not a range of steps such as 100:200', param_hint="--steps")
     return int(low), int(high)

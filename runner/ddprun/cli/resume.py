@@ -7,7 +7,7 @@ import click
 from ddprun.cli.run import start, torchrun_flags
 from ddprun.run_files import open_file, read_object
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 @click.command(options_metavar="[OPTIONS]")
@@ -22,19 +22,19 @@ _MOST_BYTES = 1 << 20
 def resume(run: Path, overrides: tuple[str, ...], **flags: str | int | float | bool | None) -> int:
     """Go on with a run from its newest whole checkpoint.
 
-    RUN is the run's folder. A checkpoint that is damaged is named and not used. Another number of ranks goes
-    on in the same order of samples.
+    RUN is the run's folder. A damaged checkpoint is named and not used. With another number of ranks the run
+    goes on in the same order of samples.
     """
     try:
-        folder = Path(read_object(run, "run.json", _MOST_BYTES)["pipeline_folder"])
-        open_file(run, "pipeline.yaml").close()  # nobody else may make it a pipe that is waited for
+        folder = Path(read_object(run, "run.json", _MAX_BYTES)["pipeline_folder"])
+        open_file(run, "pipeline.yaml").close()  # refuses a pipe, which would be waited for
     except (OSError, ValueError, KeyError, TypeError) as error:
-        click.echo(f"ddprun: {run} is not the folder of a run: {_told(run, error)}", err=True)
+        click.echo(f"ddprun: {run} is not the folder of a run: {_problem(run, error)}", err=True)
         return 2
     return start(run / "pipeline.yaml", overrides, run, flags, folder, resuming="yes")
 
 
-def _told(run: Path, error: Exception) -> str:
+def _problem(run: Path, error: Exception) -> str:
     if not run.is_dir():
         return "there is no such folder"
     if isinstance(error, FileNotFoundError):

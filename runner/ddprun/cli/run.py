@@ -11,7 +11,7 @@ import click
 from ddprun import COMPARED, LAUNCHED
 
 if TYPE_CHECKING:
-    from ddprun.engine.run_folder import Resuming
+    from ddprun.run_files import Resuming
 
 _TORCHRUN: dict[str, tuple[Any, str]] = {
     "nnodes": (str, "Number of hosts, or MIN:MAX."),

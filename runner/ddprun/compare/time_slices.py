@@ -1,4 +1,4 @@
-"""The side of a comparison that gives its runs their turns."""
+"""The scheduler of a comparison: one run at a time works for a turn, the others wait."""
 
 import hmac
 import json
@@ -12,33 +12,35 @@ from dataclasses import dataclass, field
 
 _HELLO_BYTES = 1024
 _HELLO_S = 5.0
-"""How long a connection may take to say which rank it is. Every user of this host can connect, so nobody is
-waited for meanwhile."""
+"""How long a connection may take to say which rank it is. Every user of this host can connect, so nothing
+waits for it meanwhile."""
+
+_POLL_S = 0.2
 
 
 @dataclass(slots=True)
 class _Unknown:
-    """A connection that has not said who it is."""
+    """A connection that has not said yet which rank it is."""
 
     until: float
     said: bytes = b""
 
 
 @dataclass(slots=True)
-class Member:
+class _Member:
     """One run."""
 
     alive: Callable[[], bool]
     """Whether its process still runs."""
 
     ranks: int | None = None
-    """How many it has; None until one has come."""
+    """How many it has; None until one has connected."""
 
     connections: list[socket.socket] = field(default_factory=list)
     paused: set[socket.socket] = field(default_factory=set)
 
     def ready(self) -> bool:
-        """All its ranks wait for their turn."""
+        """Whether all its ranks wait for their turn."""
         return self.ranks is not None and len(self.paused) == len(self.connections) == self.ranks
 
 
@@ -56,12 +58,12 @@ class TimeSliceScheduler:
         self._listening.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
-        self.members: dict[int, Member] = {}
-        self._of: dict[socket.socket, Member] = {}
+        self._members: dict[int, _Member] = {}
+        self._of: dict[socket.socket, _Member] = {}
         self._unknown: dict[socket.socket, _Unknown] = {}
 
     def close(self) -> None:
-        """End all turns: runs that wait for one fail."""
+        """Close all connections: runs that wait for a turn fail."""
         for connection in (*self._of, *self._unknown):
             connection.close()
         self._listening.close()
@@ -73,52 +75,52 @@ class TimeSliceScheduler:
         return json.dumps({"port": port, "secret": self._secret, "run": run, "every": self._every})
 
     def expect(self, run: int, alive: Callable[[], bool]) -> None:
-        """A run has been started.
+        """Take up a run that has been started.
 
         Args:
             run: its number.
             alive: whether its process still runs.
         """
-        self.members[run] = Member(alive)
+        self._members[run] = _Member(alive)
 
     def wait_for_all(self) -> None:
-        """Until every run has started and waits for its first turn, or has ended."""
-        while any(member.alive() and not member.ready() for member in self.members.values()):
-            self._turn_over(0.2)
+        """Wait until every run has connected and waits for a turn, or has ended."""
+        while any(member.alive() and not member.ready() for member in self._members.values()):
+            self._poll()
 
     def give(self, run: int) -> None:
-        """Let a run work for a turn, or to its end."""
-        member = self.members[run]
+        """Let a run work for one turn, or to its end."""
+        member = self._members[run]
         if not member.ready():
             return
         for connection in list(member.paused):
-            with suppress(OSError):  # that rank has just died; `_hear` finds out
+            with suppress(OSError):  # that rank has just died; `_receive` notices
                 connection.sendall(b"g")
         member.paused.clear()
         while member.alive() and not member.ready():
-            self._turn_over(0.2)
+            self._poll()
 
     def any_alive(self) -> bool:
         """Whether any run has not ended."""
-        return any(member.alive() for member in self.members.values())
+        return any(member.alive() for member in self._members.values())
 
     def left(self) -> Sequence[int]:
-        """The runs that wait for a turn."""
-        return [run for run, member in self.members.items() if member.ready() and member.alive()]
+        """The runs that wait for a turn and have not ended."""
+        return [run for run, member in self._members.items() if member.ready() and member.alive()]
 
-    def _turn_over(self, timeout_s: float) -> None:
-        for key, _ in self._selector.select(timeout_s):
+    def _poll(self) -> None:
+        for key, _ in self._selector.select(_POLL_S):
             connection = key.fileobj
             assert isinstance(connection, socket.socket)
             if connection is self._listening:
                 self._accept()
             elif connection in self._unknown:
-                self._introduce(connection)
+                self._identify(connection)
             else:
-                self._hear(connection)
+                self._receive(connection)
         now = time.monotonic()
         for connection in [one for one, unknown in self._unknown.items() if now > unknown.until]:
-            self._send_away(connection)
+            self._reject(connection)
 
     def _accept(self) -> None:
         try:
@@ -129,8 +131,8 @@ class TimeSliceScheduler:
         self._unknown[connection] = _Unknown(time.monotonic() + _HELLO_S)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _introduce(self, connection: socket.socket) -> None:
-        """Hear who a connection is."""
+    def _identify(self, connection: socket.socket) -> None:
+        """Read which rank a connection is."""
         unknown = self._unknown[connection]
         try:
             heard = connection.recv(_HELLO_BYTES - len(unknown.said))
@@ -143,12 +145,12 @@ class TimeSliceScheduler:
         try:
             hello = json.loads(line)
             known = hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode())
-            member = self.members[hello["run"]] if known else None
+            member = self._members[hello["run"]] if known else None
             ranks = int(hello["ranks"])
         except (ValueError, KeyError, TypeError, RecursionError):
             member, ranks = None, 0
         if member is None:
-            self._send_away(connection)
+            self._reject(connection)
             return
         del self._unknown[connection]
         connection.settimeout(_HELLO_S)
@@ -158,12 +160,12 @@ class TimeSliceScheduler:
         if more == b"p":
             member.paused.add(connection)
 
-    def _send_away(self, connection: socket.socket) -> None:
+    def _reject(self, connection: socket.socket) -> None:
         del self._unknown[connection]
         self._selector.unregister(connection)
         connection.close()
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _receive(self, connection: socket.socket) -> None:
         member = self._of[connection]
         try:
             heard = connection.recv(1)

@@ -1,47 +1,48 @@
-"""The charts of a report: plain data for plotly.js, with colours that colour-blind readers tell apart."""
+"""The charts of a report, as plain data for plotly.js."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddprun.report.digest import Curve, Digest
-from ddprun.telemetry.records import PARTS
+from ddprun.telemetry.steps import PARTS
 
 Chart = dict[str, Any]
 
-# Okabe and Ito, https://jfly.uni-koeln.de/color/, and patterns, so that nothing hangs on colour alone.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
-_PART_LOOKS = {
-    "data": ("#999999", "."),
-    "forward": ("#56B4E9", ""),
-    "backward": ("#0072B2", ""),
-    "exposed_hook": ("#CC79A7", "x"),
-    "exposed_wait": ("#D55E00", "/"),
-    "exposed_wire": ("#E69F00", "\\"),
-    "optimizer": ("#009E73", ""),
-    "sync": ("#F0E442", "-"),
-    "other": ("#777777", "+"),
+
+class Look(NamedTuple):
+    """How a part of a step is shown."""
+
+    name: str
+    colour: str
+    pattern: str = ""
+
+    @property
+    def marker(self) -> dict[str, Any]:
+        """For plotly's bars."""
+        pattern = {"shape": self.pattern, "fillmode": "overlay", "fgcolor": "rgba(0,0,0,0.45)", "size": 6}
+        return {"color": self.colour, "pattern": pattern}
+
+
+# Colours that colour-blind readers tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/), and patterns
+# and dashes, so that nothing depends on colour alone.
+LOOKS = {
+    "data_us": Look("loading data", "#999999", "."),
+    "forward_us": Look("forward", "#56B4E9"),
+    "backward_us": Look("backward", "#0072B2"),
+    "exposed_hook_us": Look("hooks, exposed", "#CC79A7", "x"),
+    "exposed_wait_us": Look("waiting for the last rank", "#D55E00", "/"),
+    "exposed_wire_us": Look("wire, exposed", "#E69F00", "\\"),
+    "optimizer_us": Look("optimizer", "#009E73"),
+    "sync_us": Look("between steps", "#F0E442", "-"),
+    "other_us": Look("other", "#777777", "+"),
 }
-WORDS = {
-    "data": "loading data",
-    "forward": "forward",
-    "backward": "backward",
-    "exposed_hook": "hooks, exposed",
-    "exposed_wait": "waiting for the last rank",
-    "exposed_wire": "the wire, exposed",
-    "optimizer": "optimizer",
-    "sync": "between steps",
-    "other": "the rest",
-}
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_OUTLINE = {"color": "rgba(0,0,0,0)", "line": {"color": "#D55E00", "width": 1.5}}
 
 
-def _look(part: str) -> dict[str, Any]:
-    colour, shape = _PART_LOOKS[part]
-    pattern = {"shape": shape, "fillmode": "overlay", "fgcolor": "rgba(0,0,0,0.45)", "size": 6}
-    return {"color": colour, "pattern": pattern}
-
-
-def _layout(x: str, y: str, **more: Any) -> dict[str, Any]:
+def _layout(x: str, y: str = "", **more: Any) -> dict[str, Any]:
     return {
         "margin": {"l": 10, "r": 15, "t": 10, "b": 45},
         "xaxis": {"title": {"text": x}, "automargin": True},
@@ -52,210 +53,134 @@ def _layout(x: str, y: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def curves(named: Mapping[str, Curve], y: str, *, scale: float = 1.0, log: bool = False) -> Chart:
+def curves(named: Mapping[str, Curve], y: str) -> Chart:
     """Lines over steps, each with the band between its lowest and its highest value."""
     data: list[dict[str, Any]] = []
     for place, (name, curve) in enumerate(named.items()):
-        colour = COLOURS[place % len(COLOURS)]
+        colour = _COLOURS[place % len(_COLOURS)]
         line = {"color": colour, "dash": _DASHES[place % len(_DASHES)], "width": 2}
         if curve.lowest != curve.highest and len(named) <= 3:
-            for edge, fill in ((curve.lowest, None), (curve.highest, "tonexty")):
-                band = {"x": curve.steps, "y": _scaled(edge, scale), "mode": "lines", "line": {"width": 0}}
-                band |= {"hoverinfo": "skip", "showlegend": False, "fillcolor": f"{colour}33"}
-                data.append(band | ({"fill": fill} if fill else {}))
-        points = "lines" if len(curve.steps) > 1 else "markers"
-        data.append(
-            {"x": curve.steps, "y": _scaled(curve.means, scale), "name": name, "mode": points, "line": line}
-        )
+            hidden = {"hoverinfo": "skip", "showlegend": False, "mode": "lines", "line": {"width": 0}}
+            band = {"x": curve.steps, "fillcolor": f"{colour}33", **hidden}
+            data.append({**band, "y": _rounded(curve.lowest)})
+            data.append({**band, "y": _rounded(curve.highest), "fill": "tonexty"})
+        mode = "lines" if len(curve.steps) > 1 else "markers"
+        data.append({"x": curve.steps, "y": _rounded(curve.means), "name": name, "mode": mode, "line": line})
     layout = _layout("step", y)
     layout["yaxis"]["rangemode"] = "normal"
-    if log:
-        layout["yaxis"]["type"] = "log"
     return {"data": data, "layout": layout}
 
 
-def split_by_rank(digest: Digest) -> Chart:
-    """A step's mean time on each rank, part on part."""
-    ranks = [f"rank {rank}" for rank in digest.run.ranks]
+def split(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
+    """A bar for each row: its parts of a step, one after the other.
+
+    Args:
+        rows: by name, the microseconds of each part.
+        x: title of the axis of milliseconds.
+    """
     data = []
     for part in PARTS:
-        name = part.removesuffix("_us")
-        us = [one.get(part, 0.0) / 1000 for one in digest.parts_us]
-        if max(us, default=0.0) > 0:
-            data.append(_bar(name, {"y": ranks, "x": us}))
-    layout = _layout("milliseconds of a step", "", barmode="stack", hovermode="closest")
+        ms = [us.get(part, 0.0) / 1000 for us in rows.values()]
+        if max(ms, default=0.0) > 0:
+            name = LOOKS[part].name
+            bar = _bars(name, LOOKS[part].marker, f"{name}: %{{x:.2f}} ms<extra>%{{y}}</extra>")
+            data.append({**bar, "y": list(rows), "x": ms})
+    layout = _layout(x, barmode="stack", hovermode="closest")
     layout["yaxis"] = {"autorange": "reversed", "automargin": True}
-    return {"data": data, "layout": layout, "height": f"{min(60, 9 + 2 * len(ranks))}rem"}
+    return {"data": data, "layout": layout, "height": f"{min(60, 9 + 2 * len(rows))}rem"}
 
 
 def split_over_time(digest: Digest) -> Chart:
-    """A step's parts over the run, means over ranks."""
+    """The parts of a step over the run, means over ranks."""
     data = []
     for part in PARTS:
-        name = part.removesuffix("_us")
-        curve = digest.parts[part]
+        look, curve = LOOKS[part], digest.parts[part]
         if any(curve.means):
-            data.append(
-                {
-                    "x": curve.steps,
-                    "y": _scaled(curve.means, 1e-3),
-                    "name": WORDS[name],
-                    "stackgroup": "step",
-                    "mode": "lines",
-                    "line": {"width": 0.5, "color": _PART_LOOKS[name][0]},
-                    "fillcolor": _PART_LOOKS[name][0],
-                }
-            )
+            line = {"width": 0.5, "color": look.colour}
+            area = {"stackgroup": "step", "mode": "lines", "line": line, "fillcolor": look.colour}
+            data.append({"x": curve.steps, "y": _rounded(curve.means, 1e-3), "name": look.name, **area})
     return {"data": data, "layout": _layout("step", "milliseconds")}
-
-
-def split_side_by_side(digests: Sequence[tuple[str, Digest]]) -> Chart:
-    """Several runs' mean steps, part on part."""
-    data = []
-    for part in PARTS:
-        name = part.removesuffix("_us")
-        means = [
-            sum(one.get(part, 0.0) for one in digest.parts_us) / max(1, len(digest.parts_us)) / 1000
-            for _, digest in digests
-        ]
-        if max(means) > 0:
-            data.append(_bar(name, {"y": [label for label, _ in digests], "x": means}))
-    layout = _layout("milliseconds of a step, mean over ranks", "", barmode="stack", hovermode="closest")
-    layout["yaxis"] = {"autorange": "reversed", "automargin": True}
-    return {"data": data, "layout": layout, "height": f"{9 + 2 * len(digests)}rem"}
-
-
-def _gradients(step: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A mark for each gradient where it was complete, if that was recorded."""
-    marks = [
-        (
-            (one["start_us"] + at) / 1000,
-            f"rank {one['rank']}, {bucket['kind']} {bucket['bucket']}",
-            f"{name} is complete"
-            + (", and with it the bucket" if name == bucket["gradients"][-1][0] else ""),
-        )
-        for one in step["ranks"]
-        for bucket in one["buckets"]
-        for name, at in bucket["gradients"]
-    ]
-    if not marks:
-        return []
-    at, rows, texts = (list(column) for column in zip(*marks, strict=True))
-    return [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "a gradient is complete",
-            "marker": {"symbol": "line-ns-open", "size": 14, "line": {"width": 2}, "color": "#CC79A7"},
-            "hovertemplate": "%{text}<extra>%{y}</extra>",
-            "x": at,
-            "y": rows,
-            "text": texts,
-        }
-    ]
 
 
 def timeline(step: Mapping[str, Any]) -> Chart:
     """What every rank did in one step: its training thread, and below it each bucket."""
-    bars: dict[str, dict[str, list[Any]]] = {}
+    bars: dict[str, dict[str, list[Any]]] = defaultdict(lambda: {"y": [], "base": [], "x": [], "text": []})
     rows: list[str] = []
 
     def add(kind: str, row: str, start_us: float, us: float, text: str) -> None:
         if us > 0:
-            bar = bars.setdefault(kind, {"y": [], "base": [], "x": [], "text": []})
-            bar["y"].append(row)
-            bar["base"].append(start_us / 1000)
-            bar["x"].append(us / 1000)
-            bar["text"].append(text)
+            values = {"y": row, "base": start_us / 1000, "x": us / 1000, "text": text}
+            for key, value in values.items():
+                bars[kind][key].append(value)
 
     for one in step["ranks"]:
         start, thread = one["start_us"], f"rank {one['rank']}"
         rows.append(thread)
-        waits = one["waits"]
         for part, at, us in one["laps"]:
-            for begin, length in _without(at, us, waits):
-                add(part, thread, start + begin, length, f"{WORDS[part]}, {length / 1000:.2f} ms")
-        for at, us in waits:
+            kind = f"{part}_us" if f"{part}_us" in LOOKS else "other_us"
+            for begin, length in _without(at, us, one["waits"]):
+                add(kind, thread, start + begin, length, f"{LOOKS[kind].name}, {length / 1000:.2f} ms")
+        for at, us in one["waits"]:
             add("waits", thread, start + at, us, f"waits, {us / 1000:.2f} ms")
         for bucket in one["buckets"]:
-            row = f"rank {one['rank']}, {bucket['kind']} {bucket['bucket']}"
+            row = f"{thread}, {bucket['kind']} {bucket['bucket']}"
             rows.append(row)
             ready, done = bucket["ready_us"], bucket["done_us"]
-            late = min(max(bucket["all_ready_us"] or ready, ready), done)
+            all_ready = min(max(bucket["all_ready_us"] or ready, ready), done)
             about = f"bucket {bucket['bucket']}: {', '.join(bucket['params'])}"
+            late, wire = all_ready - ready, done - all_ready
             add(
-                "late",
+                "exposed_wait_us",
                 row,
                 start + ready,
-                late - ready,
-                f"{about}: {(late - ready) / 1000:.2f} ms until the last rank",
+                late,
+                f"{about}: {late / 1000:.2f} ms until the last rank",
             )
-            add(
-                "wire",
-                row,
-                start + late,
-                done - late,
-                f"{about}: {(done - late) / 1000:.2f} ms, {bucket['wire_bytes']:,} bytes",
-            )
-    looks = {
-        "waits": (
-            "the training thread waits",
-            {"color": "rgba(0,0,0,0)", "line": {"color": "#D55E00", "width": 1.5}},
-        ),
-        "late": (WORDS["exposed_wait"], _look("exposed_wait")),
-        "wire": ("under way", _look("exposed_wire")),
-    }
-    data = []
-    for kind, bar in bars.items():
-        name, marker = looks.get(kind) or (WORDS[kind], _look(kind))
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": name,
-                "marker": marker,
-                "hovertemplate": "%{text}<extra>%{y}</extra>",
-                "textposition": "none",
-                **bar,
-            }
-        )
-    data += _gradients(step)
-    layout = _layout(
-        "milliseconds since the first rank began the step", "", barmode="overlay", hovermode="closest"
-    )
-    layout["yaxis"] = {
-        "categoryorder": "array",
-        "categoryarray": rows[::-1],
-        "automargin": True,
-        "range": [-0.5, len(rows) - 0.5],
-    }
+            sent = f"{about}: {wire / 1000:.2f} ms, {bucket['wire_bytes']:,} bytes"
+            add("wire", row, start + all_ready, wire, sent)
+    looks = {part: (look.name, look.marker) for part, look in LOOKS.items()}
+    looks["waits"] = "the training thread waits", _OUTLINE
+    looks["wire"] = "exchange", LOOKS["exposed_wire_us"].marker
+    hover = "%{text}<extra>%{y}</extra>"
+    data = [{**_bars(*looks[kind], hover), "textposition": "none", **bar} for kind, bar in bars.items()]
+    data += _gradients(step, hover)
+    layout = _layout("milliseconds since the step began", barmode="overlay", hovermode="closest")
+    order = {"categoryorder": "array", "categoryarray": rows[::-1], "range": [-0.5, len(rows) - 0.5]}
+    layout["yaxis"] = {**order, "automargin": True}
     return {"data": data, "layout": layout, "height": f"{min(90, 8 + 1.4 * len(rows))}rem"}
 
 
-def _without(at: int, us: int, holes: Sequence[list[int]]) -> list[tuple[int, int]]:
-    """A stretch without others: (start, length)."""
-    found, place = [], at
-    for begin, length in sorted(holes):
-        low, high = max(begin, at), min(begin + length, at + us)
+def _gradients(step: Mapping[str, Any], hover: str) -> list[dict[str, Any]]:
+    """A mark where each gradient was complete, if that was recorded."""
+    marks: dict[str, list[Any]] = {"x": [], "y": [], "text": []}
+    for one in step["ranks"]:
+        for bucket in one["buckets"]:
+            for name, at in bucket["gradients"]:
+                last = ", and with it the bucket" if name == bucket["gradients"][-1][0] else ""
+                marks["x"].append((one["start_us"] + at) / 1000)
+                marks["y"].append(f"rank {one['rank']}, {bucket['kind']} {bucket['bucket']}")
+                marks["text"].append(f"{name} is complete{last}")
+    if not marks["x"]:
+        return []
+    marker = {"symbol": "line-ns-open", "size": 14, "line": {"width": 2}, "color": "#CC79A7"}
+    about = {"type": "scatter", "mode": "markers", "name": "gradient complete", "marker": marker}
+    return [{**about, "hovertemplate": hover, **marks}]
+
+
+def _without(at: int, us: int, waits: Sequence[list[int]]) -> list[tuple[int, int]]:
+    """What is left of an interval without the waits in it: (start, length) each."""
+    found, end = [], at + us
+    for begin, length in sorted(waits):
+        low, high = max(begin, at), min(begin + length, end)
         if low < high:
-            if low > place:
-                found.append((place, low - place))
-            place = max(place, high)
-    if place < at + us:
-        found.append((place, at + us - place))
-    return found
+            found.append((at, low - at))
+            at = high
+    return [(start, length) for start, length in (*found, (at, end - at)) if length > 0]
 
 
-def _bar(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": WORDS[name],
-        "marker": _look(name),
-        "hovertemplate": f"{WORDS[name]}: %{{x:.2f}} ms<extra>%{{y}}</extra>",
-        **values,
-    }
+def _bars(name: str, marker: Mapping[str, Any], hover: str) -> dict[str, Any]:
+    return {"type": "bar", "orientation": "h", "name": name, "marker": marker, "hovertemplate": hover}
 
 
-def _scaled(values: Sequence[float | None], scale: float) -> list[float | None]:
+def _rounded(values: Sequence[float | None], scale: float = 1.0) -> list[float | None]:
     return [None if value is None else float(f"{value * scale:.5g}") for value in values]

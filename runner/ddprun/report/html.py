@@ -1,84 +1,123 @@
-"""The pieces of a page: charts with their numbers beside them, tables, values as a reader wants them."""
+"""`report.html`: one page about one run or several, which loads nothing from elsewhere.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from html import escape
+This module gathers what stands on the page: sections of texts, tables and charts. How it looks is in the
+folder `page`: the template, the style sheet, and the script that draws the charts with plotly.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
-from ddprun.report.charts import Chart
-from ddprun.report.digest import Digest
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from ddprun import __version__
+from ddprun.report import charts
+from ddprun.report.charts import LOOKS, Chart
+from ddprun.report.digest import Curve, Digest
+from ddprun.report.findings import sentences, stragglers
+from ddprun.telemetry.progress import data_size
+from ddprun.telemetry.steps import PARTS
+from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
+from ddprun.telemetry.writer import finite
+
+_FAULTS = {
+    "resumed": "resumed",
+    "hang": "hang",
+    "checkpoint_left_out": "checkpoint left out",
+    "checkpoint_passed_by": "damaged checkpoint not used",
+    "overflow": "overflow",
+    "nonfinite": "not finite",
+    "data_differs": "ranks read different data",
+    "step_skipped": "step skipped",
+}
+_MOST_FAULTS = 50
+_CURVE_ROWS = 20
+_NO_STEPS = "No step records."
+
+Runs = Sequence[tuple[str, Digest]]
+"""Each with the name under which the page shows it."""
 
 
-@dataclass
-class Page:
-    """A page while it grows."""
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A heading, a paragraph or a note; what stands in backticks is shown as code."""
 
-    digests: Sequence[tuple[str, Digest]]
-    """By a short name."""
+    text: str
+    kind: str = "paragraph"
 
-    charts: dict[str, Chart] = field(default_factory=dict)
 
-    def chart(self, chart: Chart, label: str, rows: Sequence[Sequence[Any]], heads: Sequence[str]) -> str:
-        """A chart, and the same as a table for those who read it so.
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under their heads; columns of numbers are aligned right."""
 
-        Args:
-            chart: as `charts` makes them.
-            label: what it shows, for a screen reader.
-            rows: of the table.
-            heads: of its columns.
-        """
-        name = f"chart-{len(self.charts)}"
-        self.charts[name] = chart
-        return (
-            f'<div class="chart" id="{name}" role="img" tabindex="0" aria-label="{escape(label)}"></div>'
-            f"<details><summary>{escape(label)}: the numbers</summary>{table(heads, rows)}</details>"
-        )
-
-    def choice(self, choices: Mapping[str, Chart], chosen: str, ask: str, label: str) -> str:
-        """A chart of which the reader chooses one."""
-        name = f"chart-{len(self.charts)}"
-        self.charts[name] = {"choices": dict(choices), "chosen": chosen}
-        options = "".join(
-            f'<option{" selected" if key == chosen else ""} value="{escape(key)}">{escape(key)}</option>'
-            for key in choices
-        )
-        return (
-            f'<label>{escape(ask)} <select data-for="{name}">{options}</select></label>'
-            f'<div class="scroll"><div class="chart" id="{name}" role="img" tabindex="0" '
-            f'aria-label="{escape(label)}"></div></div>'
-        )
+    kind: ClassVar[str] = "table"
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    caption: str = ""
+    folded: str = ""
+    """If not empty, the table is folded away under this title."""
 
     @property
-    def several(self) -> bool:
-        """Whether runs stand side by side."""
-        return len(self.digests) > 1
-
-    def each(self, part: Callable[[Digest], str]) -> str:
-        """The same part of each run."""
-        if not self.several:
-            return part(self.digests[0][1])
-        return "".join(f"<h3>{escape(name)}</h3>{part(digest)}" for name, digest in self.digests)
+    def numeric(self) -> list[bool]:
+        """For each column, whether all its cells are numbers."""
+        columns = zip_longest(*self.rows) if self.rows else [[""]] * len(self.heads)
+        return [all(cell is None or isinstance(cell, int | float) for cell in column) for column in columns]
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """A table; numbers to the right."""
-    numeric = [
-        all(isinstance(cell, int | float) or cell is None for cell in column)
-        for column in zip_longest(*rows, fillvalue=None)
-    ] or [False] * len(heads)
+@dataclass(slots=True)
+class Figure:
+    """A chart, or several of which the reader chooses one."""
 
-    def cell(kind: str, value: Any, place: int) -> str:
-        css = ' class="number"' if place < len(numeric) and numeric[place] else ""
-        return f"<{kind}{css}>{escape(shown(value))}</{kind}>"
+    kind: ClassVar[str] = "figure"
+    label: str
+    """What it shows, for a screen reader."""
 
-    head = "".join(cell("th", title, place) for place, title in enumerate(heads))
-    body = "".join(
-        f"<tr>{''.join(cell('td', value, place) for place, value in enumerate(row))}</tr>" for row in rows
+    chart: Chart
+    choices: Sequence[str] = ()
+    id: str = ""
+
+    @property
+    def chosen(self) -> str:
+        """The choice that is shown first."""
+        return next((choice for choice in self.choices if "the median step" in choice), self.choices[0])
+
+
+Block = Text | Table | Figure
+
+
+def page(runs: Runs, comparison: Table | None = None) -> str:
+    """The page.
+
+    Args:
+        runs: at least one.
+        comparison: a table of them, to stand first.
+    """
+    found: dict[str, list[Block]] = {"Comparison": [comparison] if comparison else []}
+    found |= {title: list(blocks(runs)) for title, blocks in _SECTIONS.items()}
+    sections = {title: blocks for title, blocks in found.items() if blocks}
+    figures = [block for blocks in sections.values() for block in blocks if isinstance(block, Figure)]
+    for number, figure in enumerate(figures):
+        figure.id = f"chart-{number}"
+    environment = Environment(
+        loader=PackageLoader("ddprun.report", "page"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
-    title = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return (
-        f'<div class="scroll"><table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    environment.filters |= {"shown": shown, "code": _code}
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment.get_template("report.html").render(
+        runs=[(name, sentences(digest)) for name, digest in runs],
+        sections=[(title, title.lower().replace(" ", "-"), blocks) for title, blocks in sections.items()],
+        charts=finite({figure.id: figure.chart for figure in figures}),
+        plotly=Markup((files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8")),
+        version=__version__,
     )
 
 
@@ -93,3 +132,278 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return str(value)
+
+
+def _code(text: str) -> Markup:
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def named(digests: Sequence[Digest]) -> Runs:
+    """The runs under short names: as many of the last parts of each folder as it takes to tell them apart."""
+    paths = [digest.run.folder.resolve() for digest in digests]
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names) and length >= min(2, len(paths[0].parts)):
+            return list(zip(names, digests, strict=True))
+    return [
+        (f"{path} ({place})", digest)
+        for place, (path, digest) in enumerate(zip(paths, digests, strict=True), 1)
+    ]
+
+
+def _each(
+    blocks: Callable[[Digest], Iterator[Block]], has_any: Callable[[Digest], Any] = lambda _: True
+) -> Callable[[Runs], Iterator[Block]]:
+    """A section that says the same of each run; none if `has_any` holds for no run."""
+
+    def section(runs: Runs) -> Iterator[Block]:
+        if any(has_any(digest) for _, digest in runs):
+            for name, digest in runs:
+                if len(runs) > 1:
+                    yield Text(name, "heading")
+                yield from blocks(digest)
+
+    return section
+
+
+def _chart(chart: Chart, label: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[Block]:
+    """A chart, and its numbers as a table."""
+    yield Figure(label, chart)
+    yield Table(heads, rows, folded=f"{label}: the numbers")
+
+
+def _curves(chart: Chart, label: str, named: Mapping[str, Curve], unit: str) -> Iterator[Block]:
+    """A chart of curves; its table has few enough rows to be read."""
+    rows: list[list[Any]] = []
+    for name, curve in named.items():
+        every = max(1, len(curve.steps) // _CURVE_ROWS)
+        rows += [[name, round(s), m] for s, m in zip(curve.steps[::every], curve.means[::every], strict=True)]
+    return _chart(chart, label, ["", "step", unit], rows)
+
+
+# The sections.
+
+
+def _facts(runs: Runs) -> Iterator[Block]:
+    columns = [dict(_facts_of(digest)) for _, digest in runs]
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [[key, *(shown(column.get(key)) for column in columns)] for key in keys]
+    yield Table(["", *(name for name, _ in runs)], rows)
+
+
+def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
+    run, summary = digest.run, digest.run.summary or {}
+    started = run.first("started") or {}
+    hosts = len(set(started.get("hosts", ())))
+    world = started.get("world_size", digest.ranks)
+    yield "pipeline", started.get("pipeline")
+    yield "status", summary.get("status", "still running, or killed")
+    yield "ranks", f"{world} on {hosts} {'host' if hosts == 1 else 'hosts'}"
+    yield "device", f"{started.get('device')} over {started.get('backend')}"
+    yield "steps", summary.get("steps", run.last_step)
+    yield "steps per second", summary.get("steps_per_s")
+    yield "samples, all ranks", summary.get("samples")
+    yield "mean loss, last step", summary.get("loss")
+    for name, value in (summary.get("metrics") or {}).items():
+        yield f"held-out {name}", value
+    exposed_s, steps_s = summary.get("exposed_communication_s"), summary.get("seconds_in_steps")
+    if exposed_s is not None and steps_s:
+        yield "exposed communication", f"{exposed_s:.2f} s, {exposed_s / steps_s:.0%} of step time"
+    if "wire_bytes" in summary:
+        yield "sent by all ranks", data_size(summary["wire_bytes"])
+    yield "seconds", summary.get("seconds")
+    for name, version in (summary.get("versions") or {}).items():
+        yield name, version
+    yield "started", started.get("time")
+
+
+def _loss(runs: Runs) -> Iterator[Block]:
+    if not any(digest.loss.steps for _, digest in runs):
+        return
+    if len(runs) > 1:
+        named = {name: digest.loss for name, digest in runs}
+    else:
+        digest = runs[0][1]
+        of_ranks = zip(digest.run.ranks, digest.rank_losses, strict=False)
+        named = {"mean over ranks": digest.loss}
+        named |= {f"rank {rank}": curve for rank, curve in of_ranks if digest.ranks > 1}
+    yield from _curves(charts.curves(named, "loss"), "Loss over steps", named, "loss")
+
+
+def _step_time(runs: Runs) -> Iterator[Block]:
+    heads = ["rank", *(LOOKS[part].name for part in PARTS), "step"]
+
+    def rows(digest: Digest, prefix: str = "") -> list[list[Any]]:
+        return [
+            [f"{prefix}rank {rank}", *(one.get(part, 0.0) / 1000 for part in (*PARTS, "step_us"))]
+            for rank, one in zip(digest.run.ranks, digest.parts_us, strict=True)
+        ]
+
+    def of_run(digest: Digest) -> Iterator[Block]:
+        if not digest.recorded:
+            yield Text(_NO_STEPS, "note")
+            return
+        of_ranks = {f"rank {rank}": one for rank, one in zip(digest.run.ranks, digest.parts_us, strict=True)}
+        chart = charts.split(of_ranks, "milliseconds per step")
+        yield from _chart(chart, "Step time by rank, in milliseconds", heads, rows(digest))
+        used = {LOOKS[part].name: curve for part, curve in digest.parts.items() if any(curve.means)}
+        in_ms = {
+            name: Curve(curve.steps, [None if mean is None else mean / 1000 for mean in curve.means], [], [])
+            for name, curve in used.items()
+        }
+        label = "Step time over the run, mean over ranks"
+        yield from _curves(charts.split_over_time(digest), label, in_ms, "milliseconds")
+
+    if len(runs) > 1:
+        chart = charts.split(
+            {name: digest.mean_parts_us for name, digest in runs}, "milliseconds per step, mean over ranks"
+        )
+        together = [row for name, digest in runs for row in rows(digest, f"{name}, ")]
+        yield from _chart(chart, "Step time of the runs, in milliseconds", heads, together)
+    yield from _each(of_run)(runs)
+
+
+def _timeline(runs: Runs) -> Iterator[Block]:
+    link = Markup('<a href="https://ui.perfetto.dev">Perfetto</a>')
+    note = Markup(
+        "The first row of each rank is its training thread; an outline marks where it only waits. The rows "
+        "below it are its buckets, from the moment each is ready: first the time until the last rank has it "
+        "ready, then the exchange. For more steps, open `trace.json` from the run's folder in {}."
+    )
+    yield Text(note.format(link), "note")
+
+    def of_run(digest: Digest) -> Iterator[Block]:
+        choices = {
+            f"step {step['step']:,}{f' ({why})' if (why := step['why']) else ''}": charts.timeline(step)
+            for step in digest.timelines
+        }
+        if not choices:
+            yield Text(_NO_STEPS, "note")
+            return
+        figure = Figure("Timeline of one step, one rank below the other", {}, list(choices))
+        figure.chart = {"choices": choices, "chosen": figure.chosen}
+        yield figure
+
+    yield from _each(of_run)(runs)
+
+
+def _gradients(digest: Digest) -> Iterator[Block]:
+    rows: list[list[Any]] = []
+    for bucket, one in digest.gathered.items():
+        total = one.completed_by.total()
+        for place, (name, times) in enumerate(one.completed_by.most_common(3)):
+            about = ["", ""] if place else [bucket, len(one.params)]
+            spread = "" if place else one.us / total / 1000
+            rows.append([*about, name, f"{times / total:.0%}", spread])
+    if rows:
+        heads = ["bucket", "parameters", "last gradient", "how often", "first to last gradient, ms"]
+        yield Table(heads, rows, "A bucket is sent when its last gradient is complete.")
+    else:
+        yield Text("Not recorded: `timings.gradients` is off.", "note")
+
+
+def _communication(digest: Digest) -> Iterator[Block]:
+    heads = ["what", "hooks", "payloads per step", "before hooks", "sent by a rank", "between hosts"]
+    heads += ["ready to done, ms", "encode, ms", "decode, ms"]
+    rows, shares = [], []
+    for one in digest.sent:
+        steps, payloads = max(1, one.steps) * max(1, digest.ranks), max(1, one.payloads)
+        sizes = [data_size(number / steps) for number in (one.bytes, one.wire_bytes, one.between_hosts_bytes)]
+        times = [number / payloads / 1000 for number in (one.us, one.encode_us, one.decode_us)]
+        hooks = ", ".join(one.hooks) or "none: all-reduce"
+        rows.append([one.kind, hooks, one.payloads / steps, *sizes, *times])
+        shares.append(f"{one.kind} in {one.steps / max(1, digest.bucket_steps):.0%} of the steps")
+    if rows:
+        caption = (
+            "Means over ranks and over the steps with such an exchange; times are for one payload. "
+            f"Exchanged: {', '.join(shares)}."
+        )
+        yield Table(heads, rows, caption)
+    else:
+        yield Text("Nothing was exchanged, or there are no bucket records.", "note")
+
+
+def _fidelity(digest: Digest) -> Iterator[Block]:
+    if digest.fidelity:
+        label = "Mean gradient with hooks compared with the exact mean, over steps"
+        yield from _curves(charts.curves(digest.fidelity, ""), label, digest.fidelity, "value")
+    else:
+        yield Text("Not measured: `timings.fidelity_every` is 0.", "note")
+
+
+def _stragglers(digest: Digest) -> Iterator[Block]:
+    """The total for each rank, cause and bucket; folded below them the episodes."""
+    heads = ["rank", "late by, ms", "share of a step", "cause", "bucket", "parameters", "steps"]
+    heads += ["from step", "to step"]
+
+    def row(one: StragglerTotal) -> list[Any]:
+        params = ", ".join(one.params[:4]) + (" …" if len(one.params) > 4 else "")
+        late = [one.late_us / 1000, f"{one.late_us / one.step_us:.0%}"]
+        return [one.rank, *late, one.cause, one.bucket, params, one.steps, one.first_step, one.last_step]
+
+    episodes = stragglers(digest)
+    sums = straggler_totals(episodes)
+    if not episodes:
+        yield Text("No straggler.")
+        return
+    yield Table(heads, list(map(row, sums)))
+    if len(sums) < len(episodes):
+        singly = [row(one) for episode in episodes for one in straggler_totals([episode])]
+        yield Table(heads, singly, folded=f"Each of {len(episodes)} episodes")
+
+
+def _stages(digest: Digest) -> Iterator[Block]:
+    begun = {event["stage"]: event for event in digest.run.all("stage_started")}
+    rows = []
+    for place, stage in enumerate((digest.run.summary or {}).get("stages", ())):
+        event = begun.get(place, {})
+        sync = event.get("sync")
+        sync = sync if sync is None or isinstance(sync, str) else json.dumps(sync)
+        about = [stage.get(key) for key in ("kind", "steps", "seconds")]
+        rows.append([place, *about, sync, ", ".join(event.get("hooks", ())) or None])
+    if rows:
+        yield Table(["stage", "kind", "steps", "seconds", "sync", "hooks"], rows)
+    else:
+        yield Text("The run has no summary yet.", "note")
+
+
+def _buffers(digest: Digest) -> Iterator[Block]:
+    verdict = (digest.run.first("buffers") or {}).get("verdict")
+    yield Text(str(verdict or "The pipeline file says when buffers are sent."))
+
+
+def _faults(digest: Digest) -> Iterator[Block]:
+    found = [event for event in digest.run.events if event["event"] in _FAULTS]
+    starts = len(digest.run.all("started"))
+    yield Text(f"Started {starts} {'time' if starts == 1 else 'times'}.")
+    if not found:
+        yield Text("Nothing went wrong.")
+        return
+    rows = [
+        [event.get("time"), _FAULTS[event["event"]], event.get("step"), _details(event)]
+        for event in found[-_MOST_FAULTS:]
+    ]
+    left_out = f"The last {_MOST_FAULTS} of {len(found)}." if len(found) > _MOST_FAULTS else ""
+    yield Table(["when", "what", "step", ""], rows, left_out)
+
+
+def _details(event: Mapping[str, Any]) -> str:
+    left_out = {"event", "level", "time", "monotonic_us", "rank", "step", "params"}
+    if event["event"] == "nonfinite":
+        left_out.remove("rank")  # whose loss it was
+    return ", ".join(f"{key}: {shown(value)}" for key, value in event.items() if key not in left_out)
+
+
+_SECTIONS: dict[str, Callable[[Runs], Iterator[Block]]] = {
+    "The run": _facts,
+    "Loss": _loss,
+    "Step time": _step_time,
+    "Timeline of a step": _timeline,
+    "Gradients": _each(_gradients, lambda digest: digest.gathered),
+    "Communication": _each(_communication),
+    "Fidelity": _each(_fidelity, lambda digest: digest.fidelity),
+    "Stragglers": _each(_stragglers),
+    "Stages": _each(_stages),
+    "Buffers": _each(_buffers),
+    "Faults and restarts": _each(_faults),
+}

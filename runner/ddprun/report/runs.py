@@ -1,41 +1,222 @@
-"""Reading what a run left: its folder may be of a run that goes on, was killed, or is very long."""
+"""Reading the folder of a run that may still go on, was killed, is very long, or was made by somebody else.
+
+Nothing in the folder is believed. No link or pipe is followed, and a line that is not a record as
+`docs/records.md` describes it is skipped: a torn last line, and any line with a missing or a wrong field.
+"""
 
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, Literal, Self
 
-from ddprun.report import fields
+from pydantic import BaseModel, Field, ValidationError, create_model, model_validator
+
 from ddprun.run_files import open_file, parse, read_object
-from ddprun.telemetry.events import FILE as EVENTS
-from ddprun.telemetry.profile import FOLDER as PROFILE
-from ddprun.telemetry.records import file_of, ranks_in
+from ddprun.telemetry.record_files import ranks_in
+from ddprun.telemetry.steps import PARTS
+from ddprun.telemetry.writer import EVENTS, PROFILE, file_of
 
-_STEP = re.compile(rb'"step": ?(\d{1,18})\b')
+_STEP_NUMBER = re.compile(rb'"step": ?(\d{1,18})\b')
 _TAIL_BYTES = 1 << 20
-_LINE_BYTES = 64 << 20
-"""A line that is longer is none of a run's."""
-
-_SUMMARY_BYTES = 256 << 20
-_DRIFT = 1e-3
+_MAX_LINE_BYTES = 64 << 20
+_MAX_SUMMARY_BYTES = 256 << 20
+_MAX_PROFILED_STEPS = 100_000
+_MAX_DRIFT = 1e-3
 """Clocks of computers drift by less than this."""
 
 
+# What readers rely on in each kind of record. Other fields may be there.
+
+_Number = Annotated[float, Field(strict=True, gt=-(2**63), lt=2**63)]
+_PositiveNumber = Annotated[float, Field(strict=True, gt=0, lt=2**63)]
+_Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+_StepNumber = Annotated[int, Field(strict=True, gt=0, lt=2**63)]
+_OPTIONAL: Any = Field(default=None)  # may be left out, but must not be null
+
+
+class _Step(BaseModel):
+    step: _StepNumber
+    stage: _Count
+    samples: _Number
+    loss: _Number | None
+    mean_loss: _Number | None
+    start_us: _Number
+    step_us: _Number
+    laps: list[tuple[str, _Number]] = _OPTIONAL
+    waits: list[tuple[_Number, _Number]] = _OPTIONAL
+
+
+class _Leg(BaseModel):
+    op: str
+    group: str
+    dtype: str
+    bytes: _Number
+    wire_bytes: _Number
+    start_us: _Number
+    done_us: _Number
+
+
+class _Fidelity(BaseModel):
+    cosine: _Number | None
+    relative_l2: _Number | None
+
+
+class _Bucket(BaseModel):
+    step: _StepNumber
+    kind: Literal["gradient", "delta", "parameters", "buffers", "optimizer"]
+    bucket: _Count
+    params: list[str]
+    hooks: list[str]
+    legs: list[_Leg]
+    bytes: _Number
+    wire_bytes: _Number
+    between_hosts_bytes: _Number
+    ready_us: _Number
+    done_us: _Number
+    encode_us: _Number
+    decode_us: _Number
+    all_ready_us: _Number | None = None
+    params_ready_us: list[_Number | None] = _OPTIONAL
+    completed_by: str | None = None
+    fidelity: _Fidelity = _OPTIONAL
+
+
+class _Profiled(BaseModel):
+    step: _StepNumber
+    first_step: _StepNumber
+    track: str
+    ph: str
+    name: str
+    cat: str
+    args: dict[str, Any]
+    start_us: _Number
+    us: _Number = _OPTIONAL
+    id: _Count = _OPTIONAL
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if (
+            not {"us", "id"} & self.model_fields_set
+            or not 0 <= self.step - self.first_step < _MAX_PROFILED_STEPS
+        ):
+            raise ValueError
+        return self
+
+
+class _Episode(BaseModel):
+    cause: str
+    bucket: _Count | None
+    params: list[str]
+    late_us: _Number
+    step_us: _PositiveNumber
+    first_step: _Count
+    last_step: _Count
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.first_step > self.last_step:
+            raise ValueError
+        return self
+
+
+class _Event(BaseModel):
+    event: str
+    monotonic_us: _Number = _OPTIONAL
+
+
+class _ClockOffsets(_Event):
+    monotonic_us: _Number
+    offset_us: list[_Number]
+
+
+class _Started(_Event):
+    hosts: list[str] = _OPTIONAL
+    world_size: _Count = _OPTIONAL
+    time: str = _OPTIONAL
+
+
+class _StageStarted(_Event):
+    stage: _Count
+    hooks: list[str] = _OPTIONAL
+
+
+class _Straggler(_Event, _Episode):
+    straggler: _Count
+
+
+class _CheckpointWritten(_Event):
+    step: _Count
+    seconds: _Number
+
+
+class _SummaryEpisode(_Episode):
+    rank: _Count
+
+
+class _Summary(BaseModel):
+    stragglers: list[_SummaryEpisode] = _OPTIONAL
+    metrics: dict[str, Any] | None = None
+    versions: dict[str, Any] | None = None
+    stages: list[dict[str, Any]] = _OPTIONAL
+    steps: _Count = _OPTIONAL
+    samples: _Count = _OPTIONAL
+    wire_bytes: _Count = _OPTIONAL
+    steps_per_s: _Number = _OPTIONAL
+    seconds: _Number = _OPTIONAL
+    exposed_communication_s: _Number = _OPTIONAL
+    seconds_in_steps: _Number = _OPTIONAL
+
+
+_Check = Callable[[Any], bool]
+
+
+def _check(model: type[BaseModel]) -> _Check:
+    return model.__pydantic_validator__.isinstance_python
+
+
+_parts: dict[str, Any] = dict.fromkeys(PARTS, (_Number, ...))
+_is_step = _check(create_model("_StepWithParts", __base__=_Step, **_parts))
+_is_bucket = _check(_Bucket)
+_is_profiled = _check(_Profiled)
+_is_any_event = _check(_Event)
+_IS_EVENT = {
+    "clock_offsets": _check(_ClockOffsets),
+    "started": _check(_Started),
+    "stage_started": _check(_StageStarted),
+    "straggler": _check(_Straggler),
+    "checkpoint_written": _check(_CheckpointWritten),
+}
+
+
+def _is_event(value: Any) -> bool:
+    return _is_any_event(value) and _IS_EVENT.get(value["event"], _is_any_event)(value)
+
+
+def _plausible(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """A summary without the fields whose values cannot be what their names say."""
+    try:
+        _Summary.model_validate(summary)
+        wrong = set()
+    except ValidationError as error:
+        wrong = {fault["loc"][0] for fault in error.errors()}
+    return {name: value for name, value in summary.items() if name not in wrong}
+
+
 class NoRunError(Exception):
-    """A folder that is no run's: bad input."""
+    """The folder is not a run's: bad input."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run's folder.
+    """The folder of one run.
 
     Raises:
-        NoRunError: it is none.
+        NoRunError: it is not a run's folder, or cannot be read.
     """
 
     folder: Path
@@ -45,18 +226,21 @@ class Run:
             open_file(self.folder, EVENTS).close()
         except FileNotFoundError:
             what = "has no events.jsonl" if self.folder.is_dir() else "does not exist"
-            raise NoRunError(f"{self.folder} is no run's folder: it {what}") from None
+            raise NoRunError(f"{self.folder} is not the folder of a run: it {what}") from None
         except OSError as error:
-            raise NoRunError(f"{self.folder} cannot be read: {error.strerror}") from None
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: OSError) -> NoRunError:
+        return NoRunError(f"{self.folder} cannot be read: {error.strerror}")
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """All events, in the order in which they came."""
-        return list(self._lines(EVENTS, fields.event))
+        """All events, in order of time."""
+        return list(self._lines(EVENTS, _is_event))
 
     def first(self, event: str) -> dict[str, Any] | None:
         """The first event of a kind."""
-        return next((one for one in self.events if one["event"] == event), None)
+        return next(iter(self.all(event)), None)
 
     def all(self, event: str) -> list[dict[str, Any]]:
         """All events of a kind."""
@@ -64,143 +248,128 @@ class Run:
 
     @cached_property
     def summary(self) -> dict[str, Any] | None:
-        """What the run came to; None if it has not ended, or was killed."""
+        """`summary.json`; None if the run has not ended, or was killed."""
         try:
-            found = read_object(self.folder, "summary.json", _SUMMARY_BYTES, finite=False)
+            return _plausible(read_object(self.folder, "summary.json", _MAX_SUMMARY_BYTES, finite=False))
         except (OSError, ValueError):
             return None
-        return fields.of_summary(found)
 
     @cached_property
     def ranks(self) -> list[int]:
-        """The ranks of which there are step records."""
+        """The ranks that have step records."""
         try:
             return ranks_in(self.folder, "steps")
         except OSError as error:
-            raise NoRunError(f"{self.folder} cannot be read: {error.strerror}") from None
+            raise self._unreadable(error) from None
 
     @cached_property
     def last_step(self) -> int:
-        """Of which there are records; 0 if there are none."""
+        """The last recorded step; 0 if there is none."""
         return max((self._last_step(rank) for rank in self.ranks), default=0)
+
+    def _last_step(self, rank: int) -> int:
+        with self._open(file_of("steps", rank)) as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            found = _STEP_NUMBER.findall(file.read())
+        return int(found[-1]) if found else 0
 
     @cached_property
     def recorded(self) -> Sequence[int]:
-        """The steps of which any rank has a record, in order."""
+        """The steps that any rank has a record of, in order."""
         found: set[int] = set()
         for rank in self.ranks:
-            with self._opened(file_of("steps", rank)) as file:
-                while line := file.readline(_LINE_BYTES):
-                    if step := _STEP.search(line):
+            with self._open(file_of("steps", rank)) as file:
+                while line := file.readline(_MAX_LINE_BYTES):
+                    if step := _STEP_NUMBER.search(line):
                         found.add(int(step[1]))
         return array("q", sorted(found))
 
     def steps(self, rank: int, wanted: Callable[[int], bool] | None = None) -> Iterator[dict[str, Any]]:
-        """A rank's step records.
-
-        Args:
-            rank: whose.
-            wanted: of these steps only.
-        """
-        return self._lines(file_of("steps", rank), fields.STEP, wanted)
+        """A rank's step records; only those of `wanted` steps, if given."""
+        return self._lines(file_of("steps", rank), _is_step, wanted)
 
     def buckets(
         self, rank: int, wanted: Callable[[int], bool] | None = None, *, holding: bytes = b""
     ) -> Iterator[dict[str, Any]]:
-        """A rank's bucket records, of all kinds.
+        """A rank's bucket records of all kinds.
 
         Args:
             rank: whose.
-            wanted: of these steps only.
-            holding: only those whose line has this in it.
+            wanted: only the records of these steps.
+            holding: only the records whose line contains this.
         """
-        return self._lines(file_of("buckets", rank), fields.BUCKET, wanted, holding)
+        return self._lines(file_of("buckets", rank), _is_bucket, wanted, holding)
 
     def profile(self, rank: int) -> Iterator[dict[str, Any]]:
-        """What torch's profiler saw of a rank; nothing if it was not asked to look."""
-        return self._lines(file_of(PROFILE, rank), fields.profiled)
+        """What torch's profiler recorded on a rank; nothing if it did not run."""
+        return self._lines(file_of(PROFILE, rank), _is_profiled)
 
     @cached_property
     def profiled(self) -> set[int]:
-        """The steps that torch's profiler looked at."""
-        stretches = {
+        """The steps that torch's profiler recorded."""
+        intervals = {
             (line["first_step"], line["step"]) for rank in self.ranks[:1] for line in self.profile(rank)
         }
-        ends = {step for stretch in stretches for step in stretch}
-        return ends.union(*(between(self.recorded, first, last + 1) for first, last in stretches))
+        ends = {step for interval in intervals for step in interval}
+        return ends.union(*(between(self.recorded, first, last + 1) for first, last in intervals))
 
     @cached_property
     def clocks(self) -> "Clocks":
         """How to compare times of different ranks."""
-        return Clocks.of(self.all("clock_offsets"))
+        found = self.all("clock_offsets")
+        return Clocks([one["monotonic_us"] for one in found], [one["offset_us"] for one in found])
 
     def _lines(
-        self,
-        name: str,
-        fits: fields.Shape,
-        wanted: Callable[[int], bool] | None = None,
-        holding: bytes = b"",
+        self, name: str, is_record: _Check, wanted: Callable[[int], bool] | None = None, holding: bytes = b""
     ) -> Iterator[dict[str, Any]]:
-        """The records of a file; a last line that is torn, and what is no record, are passed over."""
-        with self._opened(name) as file:
-            while line := file.readline(_LINE_BYTES):
+        with self._open(name) as file:
+            while line := file.readline(_MAX_LINE_BYTES):
                 if holding not in line:
                     continue
                 if wanted is not None:
-                    step = _STEP.search(line)
+                    step = _STEP_NUMBER.search(line)
                     if step is None or not wanted(int(step[1])):
                         continue
                 try:
                     found = parse(line, finite=False)
                 except ValueError:
                     continue
-                if fits(found):
+                if is_record(found):
                     yield found
 
-    def _last_step(self, rank: int) -> int:
-        with self._opened(file_of("steps", rank)) as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            found = _STEP.findall(file.read())
-        return int(found[-1]) if found else 0
-
-    def _opened(self, name: str) -> IO[bytes]:
-        """A file; an empty one if it is not there."""
+    def _open(self, name: str) -> IO[bytes]:
+        """A file of the run; an empty one if it is missing."""
         try:
             return open_file(self.folder, name)
         except FileNotFoundError:
             return BytesIO()
         except OSError as error:
-            raise NoRunError(f"{self.folder} cannot be read: {error.strerror}") from None
+            raise self._unreadable(error) from None
 
 
 def between(steps: Sequence[int], low: int, high: int) -> Sequence[int]:
-    """Those from `low` up to, and without, `high`."""
+    """The steps from `low` up to, but not including, `high`; `steps` are in order."""
     return steps[bisect_left(steps, low) : bisect_left(steps, high)]
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """How far each rank's clock was ahead of rank 0's, from time to time."""
+    """How far each rank's clock was ahead of rank 0's, measured from time to time."""
 
     at_us: list[int]
     """When it was measured, on rank 0's clock."""
 
     offset_us: list[list[float]]
-    """Then, by rank."""
+    """For each measurement the offset of every rank."""
 
-    _known: dict[int, tuple[list[float], list[float]]] = field(
+    _of_rank: dict[int, tuple[list[float], list[float]]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
-    @classmethod
-    def of(cls, events: list[dict[str, Any]]) -> "Clocks":
-        """From the events `clock_offsets`."""
-        return cls([one["monotonic_us"] for one in events], [one["offset_us"] for one in events])
-
     def aligned(self, rank: int, at_us: float) -> float:
-        """A time of a rank's clock on rank 0's: between two measurements clocks drift evenly."""
-        times, offsets = self._of(rank)
+        """A time of a rank's clock on rank 0's clock; between two measurements clocks drift evenly."""
+        times, offsets = self._measured(rank)
         if not times:
             return at_us
         place = bisect_right(times, at_us)  # on the rank's own clock, which may have started at another time
@@ -210,18 +379,17 @@ class Clocks:
         if place == len(times):
             return at_us - before
         length, after = times[place] - times[place - 1], offsets[place]
-        if length <= 0 or abs(after - before) > _DRIFT * length:
+        if length <= 0 or abs(after - before) > _MAX_DRIFT * length:
             return at_us - before  # another clock, as after a restart on another host
         return at_us - before - (at_us - times[place - 1]) / length * (after - before)
 
-    def _of(self, rank: int) -> tuple[list[float], list[float]]:
-        """When a rank's offset was measured, on its own clock, and what it was."""
-        if rank not in self._known:
-            rows = [
+    def _measured(self, rank: int) -> tuple[list[float], list[float]]:
+        """When a rank's offset was measured, on its own clock, and the offsets."""
+        if rank not in self._of_rank:
+            rows = sorted(
                 (at + offsets[rank], offsets[rank])
                 for at, offsets in zip(self.at_us, self.offset_us, strict=True)
                 if rank < len(offsets)
-            ]
-            rows.sort()
-            self._known[rank] = [at for at, _ in rows], [offset for _, offset in rows]
-        return self._known[rank]
+            )
+            self._of_rank[rank] = [at for at, _ in rows], [offset for _, offset in rows]
+        return self._of_rank[rank]

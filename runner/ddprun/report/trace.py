@@ -1,8 +1,8 @@
 """The timeline of a run in the Chrome trace format, which Perfetto opens.
 
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format. One
-process stands for each rank, with a track each for the training thread, for its waiting and for every bucket;
-all on rank 0's clock. Of a long run some stretches of steps are taken, evenly over the run.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format. Each
+rank is a process with a track for the training thread, one for its waiting and one for every bucket; all on
+rank 0's clock. Of a long run some intervals of steps are taken, evenly over the run.
 """
 
 import json
@@ -19,22 +19,22 @@ from ddprun.telemetry.writer import finite
 _EVENTS = 200_000
 """In a trace at most, about: what a browser still opens at once."""
 
-_STRETCH = 10
-"""Steps that follow each other in a trace that leaves others out."""
+_INTERVAL = 10
+"""Consecutive recorded steps in a trace that leaves others out."""
 
 _TRACKS = 1_000_000
-"""Numbers of tracks are unique over all processes, and none is a process's: Perfetto would take it for the
-main thread's.
+"""Track numbers are unique over all processes, and none is a process's: Perfetto would take it for that
+process's main thread.
 """
 
-_RUN = 0  # place of the process for what concerns all ranks; rank 0's is 1
+_RUN = 0  # the process for what concerns all ranks; rank 0's is 1
 _STEPS, _THREAD, _WAITING, _FIRST_BUCKET = 1, 2, 3, 10
 _EVENT_TRACK, _CHECKPOINTS = 1, 2
 _PROFILER = 100_000
 _FLOWS = 1_000_000_000
 _KINDS = ("gradient", "delta", "parameters", "buffers", "optimizer")
 _PER_KIND = 10_000
-_TOLD = {
+_EVENT_NAMES = {
     "straggler": "straggler",
     "straggler_over": "straggler over",
     "checkpoint_taken": "checkpoint taken",
@@ -52,6 +52,8 @@ _TOLD = {
     "stage_started": "stage",
 }
 
+Event = dict[str, Any]
+
 
 def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> int:
     """Write `trace.json`; gives how many steps are in it.
@@ -59,7 +61,7 @@ def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> in
     Args:
         run: whose.
         target: the file.
-        steps: from and to, both included; None: a selection that is small enough.
+        steps: first and last; None: a selection that is small enough.
     """
     chosen = _choose(run) if steps is None else range(steps[0], steps[1] + 1)
     with replacing(target.parent, target.name) as file:
@@ -73,47 +75,39 @@ def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> in
 
 
 def _choose(run: Run) -> range | set[int]:
-    """All steps, or stretches of steps that begin evenly over the run."""
+    """All steps, or intervals of steps that begin evenly over the run."""
     last = run.last_step
     if not run.ranks or not last:
         return range(0)
-    every = _recorded_every(run)
-    sample = range(1, last + 1) if last <= 3 * every else range(last - 3 * every + 1, last + 1)
-    count = sum(1 for rank in run.ranks[:1] for _ in _of_rank(run, rank, sample))
+    first = [line["step"] for line in islice(run.steps(run.ranks[0]), 3)]
+    every = max(1, first[-1] - first[-2]) if len(first) > 1 else 1
+    sample = range(max(1, last - 3 * every + 1), last + 1)
+    count = sum(1 for _ in _rank_events(run, run.ranks[0], sample))
     per_step = max(1.0, count / len(sample)) * len(run.ranks)
-    room = max(_STRETCH * every, int(_EVENTS / per_step))
+    length = _INTERVAL * every
+    room = max(length, int(_EVENTS / per_step))
     if last <= room:
         return range(1, last + 1)
-    stretches = max(1, room // (_STRETCH * every))
-    starts = [
-        1 + round(place * (last - _STRETCH * every) / max(1, stretches - 1)) for place in range(stretches)
-    ]
-    shown = chain.from_iterable(between(run.recorded, start, start + _STRETCH * every) for start in starts)
-    return run.profiled.union(shown)
+    intervals = max(1, room // length)
+    starts = [1 + round(place * (last - length) / max(1, intervals - 1)) for place in range(intervals)]
+    return run.profiled.union(*(between(run.recorded, start, start + length) for start in starts))
 
 
-def _recorded_every(run: Run) -> int:
-    """Every how manieth step is recorded."""
-    first = [line["step"] for line in islice(run.steps(run.ranks[0]), 3)]
-    return max(1, first[-1] - first[-2]) if len(first) > 1 else 1
-
-
-def _events(run: Run, chosen: range | set[int], *, whole: bool) -> Iterator[dict[str, Any]]:
+def _events(run: Run, chosen: range | set[int], *, whole: bool) -> Iterator[Event]:
     yield from _names(run)
     low, high = math.inf, -math.inf
     for rank in run.ranks:
-        for event in chain(_of_rank(run, rank, chosen), _profiled(run, rank, chosen)):
+        for event in chain(_rank_events(run, rank, chosen), _profiler_events(run, rank, chosen)):
             if "ts" in event:
                 low, high = min(low, event["ts"]), max(high, event["ts"])
             yield event
-    for event in _of_run(run):  # outside of steps that somebody has chosen it would be far away
+    for event in _run_events(run):  # those outside of steps that the user has chosen would be far away
         if whole or low <= event["ts"] <= high:
             yield event
 
 
-def _names(run: Run) -> Iterator[dict[str, Any]]:
-    started = run.first("started") or {}
-    hosts = started.get("hosts") or []
+def _names(run: Run) -> Iterator[Event]:
+    hosts = (run.first("started") or {}).get("hosts") or []
     yield _meta(_RUN, None, "process_name", name="run")
     yield _meta(_RUN, None, "process_sort_index", sort_index=0)
     yield _meta(_RUN, _EVENT_TRACK, "thread_name", name="events")
@@ -122,12 +116,17 @@ def _names(run: Run) -> Iterator[dict[str, Any]]:
         host = f" on {hosts[rank]}" if rank < len(hosts) else ""
         yield _meta(rank + 1, None, "process_name", name=f"rank {rank}{host}")
         yield _meta(rank + 1, None, "process_sort_index", sort_index=rank + 1)
-        for place, name in ((_STEPS, "steps"), (_THREAD, "training thread"), (_WAITING, "waiting")):
-            yield _meta(rank + 1, place, "thread_name", name=name)
-            yield _meta(rank + 1, place, "thread_sort_index", sort_index=place)
+        yield from _named_track(rank, _STEPS, "steps")
+        yield from _named_track(rank, _THREAD, "training thread")
+        yield from _named_track(rank, _WAITING, "waiting")
 
 
-def _meta(process: int, track: int | None, what: str, **args: Any) -> dict[str, Any]:
+def _named_track(rank: int, track: int, name: str) -> Iterator[Event]:
+    yield _meta(rank + 1, track, "thread_name", name=name)
+    yield _meta(rank + 1, track, "thread_sort_index", sort_index=track)
+
+
+def _meta(process: int, track: int | None, what: str, **args: Any) -> Event:
     at = {"pid": process + 1} if track is None else _at(process, track)
     return {"ph": "M", "name": what, **at, "args": args}
 
@@ -137,27 +136,20 @@ def _at(process: int, track: int) -> dict[str, int]:
     return {"pid": process + 1, "tid": (process + 1) * _TRACKS + track}
 
 
-def _of_rank(run: Run, rank: int, chosen: range | set[int]) -> Iterator[dict[str, Any]]:
-    def slice_(track: int, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
-        # Whole microseconds on both sides: what lies in another slice on this rank's clock does on rank 0's.
-        begin, done = round(run.clocks.aligned(rank, start)), round(run.clocks.aligned(rank, end))
-        return {
-            "ph": "X",
-            "name": name,
-            **_at(rank + 1, track),
-            "ts": begin,
-            "dur": max(0, done - begin),
-            "args": args,
-        }
+def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Event]:
+    def time(at_us: float) -> int:
+        # In whole microseconds: slices that lie inside one another on this rank's clock do so on rank 0's.
+        return round(run.clocks.aligned(rank, at_us))
 
-    def instant(track: int, name: str, at: float) -> dict[str, Any]:
-        when = round(run.clocks.aligned(rank, at))
-        return {"ph": "i", "s": "t", "name": name, **_at(rank + 1, track), "ts": when}
+    def slice_(track: int, name: str, start_us: float, end_us: float, **args: Any) -> Event:
+        start = time(start_us)
+        at = {**_at(rank + 1, track), "ts": start, "dur": max(0, time(end_us) - start)}
+        return {"ph": "X", "name": name, **at, "args": args}
 
     for line in run.steps(rank, chosen.__contains__):
         start = line["start_us"]
-        shown = {name: line[name] for name in ("stage", "samples", "loss", "mean_loss")}
-        yield slice_(_STEPS, f"step {line['step']}", start, start + line["step_us"], **shown)
+        facts = {name: line[name] for name in ("stage", "samples", "loss", "mean_loss")}
+        yield slice_(_STEPS, f"step {line['step']}", start, start + line["step_us"], **facts)
         for part, us in line.get("laps", ()):
             yield slice_(_THREAD, part, start, start + us, step=line["step"])
             start += us
@@ -169,36 +161,29 @@ def _of_rank(run: Run, rank: int, chosen: range | set[int]) -> Iterator[dict[str
         name = f"{line['kind']} {line['bucket']}"
         if track not in named:
             named.add(track)
-            yield _meta(rank + 1, track, "thread_name", name=name)
-            yield _meta(rank + 1, track, "thread_sort_index", sort_index=track)
-        yield slice_(
-            track,
-            f"{name} of step {line['step']}",
-            line["ready_us"],
-            line["done_us"],
-            params=_some(line["params"]),
-            hooks=line["hooks"],
-            bytes=line["bytes"],
-            wire_bytes=line["wire_bytes"],
-            **({"completed_by": line["completed_by"]} if "completed_by" in line else {}),
-            encode_us=line["encode_us"],
-            decode_us=line["decode_us"],
-        )
-        for name, at in zip(line["params"], line.get("params_ready_us", ()), strict=False):
+            yield from _named_track(rank, track, name)
+        params = line["params"]
+        facts = {
+            "params": ", ".join(params[:8]) + (f" and {len(params) - 8} more" if len(params) > 8 else "")
+        }
+        known = ("hooks", "bytes", "wire_bytes", "completed_by", "encode_us", "decode_us")
+        facts |= {key: line[key] for key in known if key in line}
+        yield slice_(track, f"{name} of step {line['step']}", line["ready_us"], line["done_us"], **facts)
+        for param, at in zip(params, line.get("params_ready_us", ()), strict=False):
             if at is not None:
-                yield instant(track, f"{name} ready", at)
-        late = line.get("all_ready_us") or 0
+                place = {**_at(rank + 1, track), "ts": time(at)}
+                yield {"ph": "i", "s": "t", "name": f"{param} ready", **place}
+        all_ready = line.get("all_ready_us") or 0
         for leg in line["legs"]:
-            told = {key: leg[key] for key in ("group", "dtype", "bytes", "wire_bytes")}
-            yield slice_(track, leg["op"], leg["start_us"], leg["done_us"], **told)
-            if late > leg["start_us"]:
-                yield slice_(
-                    track, "until the last rank is ready", leg["start_us"], min(late, leg["done_us"])
-                )
+            start, end = leg["start_us"], leg["done_us"]
+            facts = {key: leg[key] for key in ("group", "dtype", "bytes", "wire_bytes")}
+            yield slice_(track, leg["op"], start, end, **facts)
+            if all_ready > start:
+                yield slice_(track, "until the last rank is ready", start, min(all_ready, end))
 
 
-def _profiled(run: Run, rank: int, chosen: range | set[int]) -> Iterator[dict[str, Any]]:
-    """What torch's profiler saw, in tracks of their own below the rank's others."""
+def _profiler_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Event]:
+    """What torch's profiler recorded, in tracks of their own below the rank's others."""
     tracks: dict[str, int] = {}
     for line in run.profile(rank):
         if not any(step in chosen for step in range(line["first_step"], line["step"] + 1)):
@@ -206,11 +191,9 @@ def _profiled(run: Run, rank: int, chosen: range | set[int]) -> Iterator[dict[st
         name = line["track"]
         if name not in tracks:
             tracks[name] = _PROFILER + len(tracks)
-            yield _meta(rank + 1, tracks[name], "thread_name", name=f"torch: {name}")
-            yield _meta(rank + 1, tracks[name], "thread_sort_index", sort_index=tracks[name])
-        begin = run.clocks.aligned(rank, line["start_us"])
+            yield from _named_track(rank, tracks[name], f"torch: {name}")
         event = {key: line[key] for key in ("ph", "name", "cat", "args")}
-        event |= {**_at(rank + 1, tracks[name]), "ts": round(begin, 3)}
+        event |= {**_at(rank + 1, tracks[name]), "ts": round(run.clocks.aligned(rank, line["start_us"]), 3)}
         if "us" in line:
             yield event | {"dur": round(line["us"], 3)}
         else:
@@ -218,29 +201,19 @@ def _profiled(run: Run, rank: int, chosen: range | set[int]) -> Iterator[dict[st
             yield event | {"id": rank * _FLOWS + line["id"], "bp": "e"}
 
 
-def _of_run(run: Run) -> Iterator[dict[str, Any]]:
+def _run_events(run: Run) -> Iterator[Event]:
     for event in run.events:
         kind, at = event["event"], event.get("monotonic_us")
         if at is None:
             continue
         if kind == "checkpoint_written":
-            # Not a slice of a track: when it is told of, the next one may be on its way.
+            # Not a slice of a track: when it is reported, the next one may have begun.
             one = {"cat": "checkpoint", "id": event["step"], **_at(_RUN, _CHECKPOINTS)}
             name = f"checkpoint of step {event['step']}"
             yield {"ph": "b", "name": name, "ts": round(at - event["seconds"] * 1e6), **one}
             yield {"ph": "e", "name": name, "ts": at, **one}
-        elif kind in _TOLD:
+        elif kind in _EVENT_NAMES:
             left_out = ("event", "level", "time", "monotonic_us", "rank")
             args = {key: value for key, value in event.items() if key not in left_out}
-            yield {
-                "ph": "i",
-                "s": "t",
-                "name": _TOLD[kind],
-                **_at(_RUN, _EVENT_TRACK),
-                "ts": at,
-                "args": args,
-            }
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            about = {**_at(_RUN, _EVENT_TRACK), "ts": at, "args": args}
+            yield {"ph": "i", "s": "t", "name": _EVENT_NAMES[kind], **about}
