@@ -5,11 +5,11 @@
 
 A run switches, every few steps, between all of its telemetry (marks, control message, looking for stragglers,
 records to disk, progress) and none of it, behind the same dispatcher and hooks. What is left to do when it is
-switched off waits until it is switched on again: so all that it costs falls to its own steps, though blocks
-are short, and beside each other see the same of whatever else the machine does. The blocks of three sides, in
-an order drawn anew for each three of them, make the comparison: full, none, and none once more. Printed are
-ratios of step time, with their 95 % intervals: of full to the mean of both nones, and, as the control, of
-none once more to none. Exits 1 if telemetry costs more than 3 %.
+switched off waits until it is switched on again. So its whole cost falls to its own steps. Blocks are short,
+and those beside each other see the same of whatever else the machine does. Three sides are compared, in an
+order drawn anew for each three blocks: full, none, and none once more. Printed are ratios of step time with
+their 95 % intervals: of full to the mean of both nones, and, as the control, of none once more to none. Exits
+1 if telemetry costs more than 3 %.
 
 For the disk, the run's folder is on a file system of its own, which is frozen (fsfreeze) for one of three
 stretches of time, in an order drawn anew for each three: whoever writes there then hangs in the kernel. The
@@ -32,7 +32,7 @@ from typing import Any
 from ddprun.compare.compare import ratio_of
 from ddprun.telemetry.global_step import GlobalStep
 from ddprun.telemetry.recorder import StepRecorder
-from ddprun.telemetry.step import Step
+from ddprun.telemetry.steps import Step
 
 BLOCK = 32
 """Steps. What one leaves to the next, as a file that is still being written, is little beside a block."""
@@ -69,7 +69,7 @@ def side_of(step: int) -> str:
     return random.Random(three).sample(SIDES, len(SIDES))[place]
 
 
-class SwitchedLedger(StepRecorder):
+class SwitchedRecorder(StepRecorder):
     """A recorder that does nothing at all in the blocks that are none's."""
 
     def __init__(self, **settings: Any) -> None:
@@ -119,7 +119,7 @@ def work(file: str) -> int:
     from ddprun.cli import main as ddprun
     from ddprun.engine import setup
 
-    vars(setup)["StepRecorder"] = SwitchedLedger
+    vars(setup)["StepRecorder"] = SwitchedRecorder
     sys.argv = ["ddprun", file]
     return int(ddprun() or 0)
 
@@ -213,8 +213,8 @@ def _do(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
-def told(found: dict[str, list[float]], base: str, again: str) -> dict[str, float]:
-    """Print each side's ratio: the control's to the base, others' to the mean of these two; gives them."""
+def print_ratios(found: dict[str, list[float]], base: str, again: str) -> dict[str, float]:
+    """Print and return each side's ratio: the control's to the base, others' to the mean of these two."""
     factors = {}
     both = [(one + other) / 2 for one, other in zip(found[base], found[again], strict=True)]
     for side, times in found.items():
@@ -236,15 +236,15 @@ def main() -> None:
     if asked.work:
         sys.exit(work(asked.work))
     if asked.stalled_disk:
-        told(stalled(max(2, asked.blocks // 60), 2.0), "not", "not again")
+        print_ratios(stalled(max(2, asked.blocks // 60), 2.0), "not", "not again")
         return
     too_much = False
     for model in [asked.model] if asked.model else MODELS:
         print(f"{model}: {MODELS[model]}")
         on_the_clock, of_processor = cost(model, asked.blocks)
-        too_much = told(on_the_clock, "none", "none again")["full"] > 1 + MOST or too_much
+        too_much = print_ratios(on_the_clock, "none", "none again")["full"] > 1 + MOST or too_much
         print("  processor time of rank 0, all its threads:")
-        told(of_processor, "none", "none again")
+        print_ratios(of_processor, "none", "none again")
     sys.exit(too_much)
 
 

@@ -19,8 +19,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-from ddprun.engine import tcp_store
-from ddprun.host import network
+from ddprun.host import network, tcp_store
 from ddprun.host.network import owners
 from ddprun.launch.rendezvous import check_state, make_handler
 from tests.launch.test_processes import ENDLESS, wait_for_steps

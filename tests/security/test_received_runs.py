@@ -15,9 +15,9 @@ from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.tensors import DamagedError, write_tensors
 from ddprun.cli import main
 from ddprun.config import load
+from ddprun.engine.finish import write_summary
 from ddprun.engine.hang import log_of, note_failure
 from ddprun.engine.state import check_fields
-from ddprun.engine.summary import write_summary
 from ddprun.run_files import NotPlainError, check_folder, names_in, open_file, parse, replacing
 from ddprun.telemetry.writer import Writer
 from tests.engine.running import events, run_pipeline, summary, to_its_end

@@ -164,7 +164,7 @@ def test_literal_secrets_are_redacted_and_do_not_load_again(loaded: Callable[...
         "url",
         "ref",
     }
-    assert all("a secret stood here" in fault.problem for fault in caught.value.faults)
+    assert all("there was a secret here" in fault.problem for fault in caught.value.faults)
     options = found.pipeline.train_data().options
     assert options["password"] == CANARY
 
@@ -424,7 +424,7 @@ def test_the_literal_of_a_password_is_not_written(loaded: Callable[..., Loaded])
     found = loaded(pipeline('data: {mylab.Files: {password: "literal-${env:HOME}"}}\n'), base=False)
     assert 'password: "[redacted]${env:HOME}"' in found.resolved()
     assert "literal" not in found.secrets.redact(f"bad password literal-{os.environ['HOME']}")
-    with pytest.raises(PipelineError, match="a secret stood here"):
+    with pytest.raises(PipelineError, match="there was a secret here"):
         loaded(found.resolved(), base=False, name="again.yaml")
 
 
@@ -470,7 +470,7 @@ def test_keys_are_replaced_and_kept_apart(
     written = found.resolved()
     assert "s3cr3t" not in written
     assert "\noptimizer:" in written
-    with pytest.raises(PipelineError, match=r"a secret stood here.*; write the key itself"):
+    with pytest.raises(PipelineError, match=r"there was a secret here.*; write the key itself"):
         loaded(written, base=False, name="again.yaml")
     with pytest.raises(PipelineError, match=r"\$\{env:NAME\} is not filled in for keys"):
         loaded(pipeline("data: {mylab.Files: {'${env:B_TOKEN}': 1}}\n"), base=False)

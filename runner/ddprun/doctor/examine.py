@@ -68,7 +68,7 @@ def all_hosts(
         LostError, NetworkError, RuntimeError: hosts cannot be reached any more.
     """
     from ddprun.doctor.host_group import HostGroup, bounded
-    from ddprun.engine.ranks import Environment, Ranks
+    from ddprun.parallel.ranks import Environment, Ranks
 
     loopbacks = loopback_variables(os.environ)
     found = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddprun.engine.ranks import Ranks
+from ddprun.parallel.ranks import Ranks
 from ddprun.screen import say
 
 _TICK_S = 0.05
