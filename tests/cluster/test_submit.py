@@ -423,7 +423,8 @@ def test_restricted_fields_may_be_written_out(tmp_path: Path) -> None:
     )
     pod = f"{{hostNetwork: false, initContainers: [{{name: a, image: b, securityContext: {context}}}]}}"
     (tmp_path / "p.yaml").write_text(f"{PIPELINE}kubernetes: {{pod: {pod}}}\n")
-    assert load(tmp_path / "p.yaml").pipeline.kubernetes.pod["initContainers"][0]["image"] == "b"
+    asked = vars(load(tmp_path / "p.yaml").pipeline)["kubernetes"]
+    assert asked.pod["initContainers"][0]["image"] == "b"
 
 
 def test_without_slurm_it_says_so(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from ddprun.config.options import NonNegativeInt, PositiveFloat, PositiveInt
-from ddprun.config.problems import all_within, problem
+from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, all_within, problem
 from ddprun.sync.plan import OuterOptimizer, StageFacts, SyncPlan, Transfer
 from ddprun.sync.policy import SyncPolicy
 
