@@ -29,8 +29,9 @@ hooks: [{{clamp: {{limit: 0.01}}}}, fp16]
 track: [{{csv: {{every: 2}}}}]
 stages:
   - train: {{steps: 6}}
+  - train: {{steps: 5, sync: {{gossip: {{every: 2}}}}}}
   - evaluate: {{metrics: [accuracy]}}
-launch: {{nproc_per_node: 2}}
+launch: {{nproc_per_node: 4}}
 {KEYS}"""
 WITHOUT_TORCH = """
 import sys
@@ -68,20 +69,34 @@ def mylab(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a pipeline that names the hook, the tracker and the cluster backend."""
+    """A folder with a pipeline that names all four."""
     (tmp_path / "p.yaml").write_text(PIPELINE)
     return tmp_path
 
 
-def test_the_hook_and_the_tracker_take_part_in_a_run(mylab: Mapping[str, str], folder: Path) -> None:
-    """On two ranks: the hook's name is in the records, and the tracker's file has what it was given."""
+def test_hook_policy_and_tracker_take_part_in_a_run(mylab: Mapping[str, str], folder: Path) -> None:
+    """On four ranks: the records name the hook, neighbours average in turns and all at the end, as `explain`
+    says to the byte; the tracker's file has what it was given.
+    """
     done = ddprun("p.yaml", "--run-dir=run", cwd=folder, environment=mylab)
     assert done.code == 0, done.stderr
-    assert {tuple(line["hooks"]) for line in lines(folder / "run", "buckets")} == {("clamp", "fp16")}
+    trained, gossiped = (
+        [line for line in lines(folder / "run", "buckets") if line["stage"] == n] for n in (0, 1)
+    )
+    assert {tuple(line["hooks"]) for line in trained} == {("clamp", "fp16")}
+    assert [(line["rank"], line["step"], line["legs"][0]["group"]) for line in gossiped] == [
+        (rank, step, group)
+        for rank in range(4)
+        for step, group in ((8, "plain part/0.0"), (10, "plain part/1.0"), (11, "plain.0"))
+    ]
+    explained = ddprun("explain", "p.yaml", "--format=json", cwd=folder, environment=mylab)
+    stage = json.loads(explained.stdout)["stages"][1]
+    assert [pattern["steps"] for pattern in stage["patterns"] if pattern["exchanges"]] == [[2], [4]]
+    assert stage["whole"]["all_ranks"] == sum(line["wire_bytes"] for line in gossiped)
     with (folder / "run" / "curves.csv").open(newline="") as file:
         found = {(int(step), name): float(value) for step, name, value in csv.reader(file)}
-    assert [step for step, name in found if name == "loss/mean"] == [2, 4, 6]
-    assert found[6, "accuracy"] == summary(folder / "run")["metrics"]["accuracy"]
+    assert [step for step, name in found if name == "loss/mean"] == [2, 4, 6, 8, 10]
+    assert found[11, "accuracy"] == summary(folder / "run")["metrics"]["accuracy"]
 
 
 def test_a_job_is_sent_and_followed(mylab: Mapping[str, str], folder: Path) -> None:
@@ -98,7 +113,7 @@ def test_a_job_is_sent_and_followed(mylab: Mapping[str, str], folder: Path) -> N
     done = ddprun(*submit, "--follow", cwd=folder, environment=mylab)
     assert done.code == 0, done.stderr
     job = done.stdout.strip()
-    assert "2 ranks on cpu over gloo" in done.stderr
+    assert "4 ranks on cpu over gloo" in done.stderr
     assert f"ddprun: job {job}: ended with exit code 0" in done.stderr
     assert summary(folder / "runs" / "extended" / job)["status"] == "done"
 
@@ -122,8 +137,13 @@ def test_options_are_checked_as_those_of_built_in_ones(mylab: Mapping[str, str],
     told = done.stdout + done.stderr
     assert done.returncode == 2
     assert 'p.yaml:8:16: track[0].csv.evry: csv has no option "evry"; allowed: every (did you' in told
-    assert 'p.yaml:13:24: background.niceness: expected a whole number, got "low" (a string)' in told
-    assert set(done.stderr.splitlines()[-1].split()) == {"mylab", "mylab.trackers", "mylab.clusters"}
+    assert 'p.yaml:14:24: background.niceness: expected a whole number, got "low" (a string)' in told
+    assert set(done.stderr.splitlines()[-1].split()) == {
+        "mylab",
+        "mylab.sync",
+        "mylab.trackers",
+        "mylab.clusters",
+    }
 
 
 def test_they_are_listed_with_their_options(mylab: Mapping[str, str], folder: Path) -> None:
@@ -176,7 +196,8 @@ def test_what_is_not_trusted_is_not_imported(
     told = done.stdout + done.stderr
     for kind, name, target, place in (
         ("tracker", "csv", "mylab.trackers.Csv", "8:10"),
-        ("cluster", "background", "mylab.clusters.Background", "13:1"),
+        ("sync policy", "gossip", "mylab.sync.Gossip", "11:30"),
+        ("cluster", "background", "mylab.clusters.Background", "14:1"),
     ):
         refused = f'the installed {kind} "{name}" ({target}) may not be imported: '
         assert (f"p.yaml:{place}: " in told and refused in told) is (code == 2), told

@@ -32,15 +32,10 @@ def json_schema() -> Schema:
         "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _of_model(DataPair, definitions)]},
         "nnodes": {"anyOf": [count, {"type": "string", "pattern": HOSTS}]},
     }
-    for name in CLUSTERS.built_in():
-        definitions[name] = _of_model(CLUSTERS.options(name), definitions)
-    for name, model in CLUSTERS.options_of_installed().items():
-        if model:
-            definitions[name] = _of_model(model, definitions)
-    for name in CLUSTERS.names():
-        if name in definitions:
-            text = f"What `ddprun submit --to {name}` asks for."
-            schema["properties"][name] = {"$ref": f"#/$defs/{name}", "description": text}
+    for name, cluster in CLUSTERS.loadable().items():
+        definitions[cluster.__name__] = _of_model(cluster.Options, definitions)
+        text = f"What `ddprun submit --to {name}` asks for."
+        schema["properties"][name] = {"$ref": f"#/$defs/{cluster.__name__}", "description": text}
     del schema["properties"]["name"]["default"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

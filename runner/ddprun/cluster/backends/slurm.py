@@ -98,18 +98,16 @@ def _read_options(value: Any) -> dict[str, str | int | float | bool]:
     faults = []
     for name, item in value.items():
         if not isinstance(name, str) or not re.fullmatch(_OPTION, name):
-            faults.append(
-                (
-                    problem(f'"{name}" is no long option of sbatch', "as in mem-per-cpu", where="key"),
-                    str(name),
-                )
-            )
+            wrong = problem(f'"{name}" is not a long option of sbatch', "as in mem-per-cpu", where="key")
         elif name in _OWN_OPTIONS:
-            faults.append((problem(f'"{name}" is set by ddprun', _OWN_OPTIONS[name], where="key"), name))
+            wrong = problem(f'"{name}" is set by ddprun', _OWN_OPTIONS[name], where="key")
         elif not isinstance(item, (str, int, float)):
-            faults.append((problem("expected a string, a number, or true for a flag without a value"), name))
+            wrong = problem("expected a string, a number, or true for a flag without a value")
         elif isinstance(item, str) and not re.fullmatch(_PRINTABLE, item):
-            faults.append((problem("a line of a script cannot hold quotes, backslashes or line ends"), name))
+            wrong = problem("a line of a script cannot hold quotes, backslashes or line ends")
+        else:
+            continue
+        faults.append((wrong, (str(name),)))
     if faults:
         raise all_within(faults)
     return dict(value)
