@@ -6,18 +6,25 @@ BIN := $(VENV)/bin
 WORKERS ?= 0
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: quickstart test test-slow check bench clean
+.PHONY: quickstart test test-engines test-slow test-gpu check bench clean
 
 quickstart: $(VENV)/.run  ## virtual environment, install, train on real digits
 	$(BIN)/ddprun pipelines/quickstart.yaml
 
-test: check  ## linters, types and every test but the slow ones
+test: check  ## linters, types, and the tests: with one real run on Slurm, Docker and Kubeflow each
 	scripts/test-packages
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not engines"
+
+test-engines: $(VENV)/.dev  ## all other tests on Slurm and Docker
+	scripts/test-packages
+	$(PYTEST) -m "engines and not slow"
 
 test-slow: $(VENV)/.dev  ## soaks and large matrices
 	scripts/test-packages
 	$(PYTEST) -m slow
+
+test-gpu: $(VENV)/.dev  ## what needs an NVIDIA GPU
+	$(PYTEST) -m gpu
 
 check: $(VENV)/.dev  ## what can be said without running anything
 	$(BIN)/ruff check .

@@ -91,6 +91,7 @@ def test_mutated_pipelines_are_accepted_or_refused_with_a_place(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")  # hypothesis, of a case of its own
 def test_20000_mutated_pipelines_are_accepted_or_refused_with_a_place(tmp_path: Path) -> None:
     """The same at length."""
     fuzz(tmp_path, 20_000)
