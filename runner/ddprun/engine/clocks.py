@@ -1,4 +1,4 @@
-"""How far the ranks' clocks are apart, measured again and again: no clock runs like another."""
+"""The offsets between the ranks' clocks, measured again and again: no clock runs like another."""
 
 import time
 
@@ -12,14 +12,7 @@ _EVERY_S = 60.0
 
 
 class ClockOffsets:
-    """Measures each rank's clock against rank 0's.
-
-    Args:
-        clock: of this rank's steps.
-        control: for the messages; what they take is measured.
-        recorder: takes the offset.
-        events: takes what was measured.
-    """
+    """Measures each rank's clock against rank 0's, by messages over `control`."""
 
     def __init__(
         self, clock: Clock, control: Control, recorder: StepRecorder, events: FilteringBoundLogger

@@ -35,14 +35,10 @@ class Precision:
     `fp32`; `bf16` and `fp16`: autocast, weights stay fp32; `pure_bf16` and `pure_fp16`: weights, gradients
     and optimizer state are half themselves. Both kinds of fp16 scale the loss.
 
-    Args:
-        name: the kind.
-        device: what to compute on.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self.name = name
-        self.device = device
+        self.name, self.device = name, device
         self.pure = name.startswith("pure_")
         # A half-precision loss passes its own scale on as a gradient, and fp16 ends below torch's 2^16.
         first_scale = 2.0**15 if self.pure else 2.0**16

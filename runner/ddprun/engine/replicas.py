@@ -1,4 +1,4 @@
-"""Making ranks equal outside of a sync policy, and looking whether they are."""
+"""Making ranks equal outside of a sync policy, and auditing whether they are."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def average(session: Session, stage: AverageStage) -> dict[str, Any]:
     """Run an average stage; gives its entry in the summary."""
     session.reporter.where = stage.path
     average_parameters(session)
-    return _told(session, stage.index, stage.name, "every rank holds the mean of all ranks' parameters")
+    return _entry(session, stage.index, stage.name, "every rank holds the mean of all ranks' parameters")
 
 
 def broadcast(session: Session, stage: BroadcastStage) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def broadcast(session: Session, stage: BroadcastStage) -> dict[str, Any]:
     with torch.no_grad():
         runtime.exchanger.broadcast(buckets, "parameters", stage.source)
     session.state.replicas.parameters = "common"
-    return _told(session, stage.index, stage.name, f"every rank holds the parameters of rank {stage.source}")
+    return _entry(session, stage.index, stage.name, f"every rank holds the parameters of rank {stage.source}")
 
 
 def average_parameters(session: Session) -> None:
@@ -100,7 +100,7 @@ def _drift(finding: Finding, where: str) -> str:
     )
 
 
-def _told(session: Session, index: int, name: str, result: str) -> dict[str, Any]:
+def _entry(session: Session, index: int, name: str, result: str) -> dict[str, Any]:
     runtime, state, reporter = session.runtime, session.state, session.reporter
     runtime.recorder.write_between_steps(index, state.step)
     reporter.events.info(name, stage=index, step=state.step)

@@ -1,4 +1,4 @@
-"""What a person sees of a run while it goes on: the screen, the event log, the trackers."""
+"""What you see of a run while it lasts: the screen, the event log, the trackers."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +8,7 @@ from operator import itemgetter
 
 from structlog.typing import FilteringBoundLogger
 
+from ddprun.engine.nonfinite import Nonfinite
 from ddprun.sync.audit import Finding
 from ddprun.telemetry.control_message import Overflow
 from ddprun.telemetry.global_step import GlobalStep
@@ -18,7 +19,7 @@ from ddprun.track.trackers import Trackers, nobody
 
 
 class Reporter:
-    """Tells how a run goes; rank 0's says it aloud.
+    """Reports how a run goes; the screen shows what rank 0 reports.
 
     Args:
         screen: for lines and the progress bar.
@@ -27,26 +28,24 @@ class Reporter:
     """
 
     def __init__(self, screen: Screen, events: FilteringBoundLogger, recorder: StepRecorder) -> None:
-        self.screen = screen
-        self.events = events
+        self.screen, self.events, self._recorder = screen, events, recorder
         self.trackers: Trackers = nobody()
         self.where = "before the first stage"
         """For an error's message."""
 
         self.apart_reported = False
-        """The screen has said that ranks are apart, and not yet that they are equal again."""
+        """The screen has said that ranks differ, and not yet that they are equal again."""
 
-        self._recorder = recorder
         self._straggler: Straggler | None = None
 
     def note(self, text: str) -> None:
-        """Say something once."""
+        """Show a line."""
         self.screen.note(text)
 
     # Of the stage that is running.
 
     def begin_stage(self, name: str, steps: int | None, *, first: int, step: int) -> None:
-        """A stage begins, or goes on.
+        """A stage begins, or is resumed.
 
         Args:
             name: of its kind.
@@ -69,12 +68,7 @@ class Reporter:
         self._started += seconds
 
     def progress(self, known: Sequence[GlobalStep], step: int) -> None:
-        """What all ranks newly know alike.
-
-        Args:
-            known: oldest first; may be empty.
-            step: steps of the run that are done.
-        """
+        """Show what all ranks newly know alike, oldest first, after `step` steps of the run."""
         self._report_uncounted()
         for one in known:
             self._newest = one
@@ -88,12 +82,7 @@ class Reporter:
             self._show(known[-1].steps[-1] - self._first, step)
 
     def progress_alone(self, done: int, step: int) -> None:
-        """A step after which ranks know nothing of each other.
-
-        Args:
-            done: steps of the stage.
-            step: steps of the run.
-        """
+        """Show a step, after `done` of the stage and `step` of the run, in which ranks exchanged nothing."""
         self._report_uncounted()
         self._show(done, step)
 
@@ -103,7 +92,7 @@ class Reporter:
         self.screen.step(done, self._newest, self._recorder.own_loss, rate)
 
     def _report_uncounted(self) -> None:
-        """Collectives that hooks issue by themselves: once for each, as all ranks run the same hooks."""
+        """Report collectives that hooks issue by themselves: each once, as all ranks run the same hooks."""
         for step, note in self._recorder.uncounted:
             self.events.warning("uncounted", step=step, hook=note.hook, op=note.op)
             self.note(str(note))
@@ -116,9 +105,8 @@ class Reporter:
             assert before is not None
             self.events.info("straggler_over", step=step, straggler=before.rank)
             return
-        facts = {**asdict(now), "straggler": now.rank}
-        del facts["rank"]
-        self.events.warning("straggler", step=step, **facts)
+        facts = asdict(now)
+        self.events.warning("straggler", step=step, straggler=facts.pop("rank"), **facts)
         share = f"{now.late_us / now.step_us:.0%} of the time between two synchronisations"
         self.note(f"step {step}: {now.describe()}, {share}; the others wait for it")
 
@@ -136,14 +124,17 @@ class Reporter:
                 "loss (clip_norm comes too late)"
             )
 
-    # Of audits.
+    def nonfinite(self, found: Nonfinite) -> None:
+        """Report the first loss or parameter that is not finite."""
+        self.events.warning("nonfinite", **asdict(found))
+        self.note(found.describe())
 
     def audited(self, finding: Finding, step: int, *, at_end: bool) -> None:
-        """Say when ranks are first apart in a stage, and when a stage's end has made them equal again."""
+        """Report when ranks first differ in a stage, and when a stage's end has made them equal again."""
         if finding.farthest and not self.apart_reported:
             self.apart_reported = True
             self.note(
-                f"audit, step {step}: the ranks are apart, by up to {finding.largest_distance:.3g} "
+                f"audit, step {step}: the ranks differ by up to {finding.largest_distance:.3g} "
                 f"(in {finding.farthest})"
             )
         elif at_end and not finding.farthest and self.apart_reported:

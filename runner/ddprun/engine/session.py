@@ -1,9 +1,10 @@
-"""What the stages of one run work with, in three drawers: what stays, what changes, what a person sees."""
+"""What the stages of one run work with, in three drawers: what stays, what changes, what you see."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddprun.checkpoint.checkpoints import Checkpoints
 from ddprun.config import Loaded
 from ddprun.engine.clocks import ClockOffsets
-from ddprun.engine.cursor import Cursor
 from ddprun.engine.data import Feed
-from ddprun.engine.finite import FiniteCheck
+from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective
 from ddprun.engine.precision import Precision
 from ddprun.engine.reporter import Reporter
-from ddprun.engine.samples import HeldOut
 from ddprun.engine.stacks import Stacks
 from ddprun.engine.stop import StopRequest
 from ddprun.engine.time_slices import TimeSliceClient
@@ -87,6 +86,94 @@ class Runtime:
 
     time_slices: TimeSliceClient | None = None
     """None: this run is not one of several that `ddprun compare` runs."""
+
+
+@dataclass(slots=True)
+class HeldOut:
+    """The data to evaluate on."""
+
+    dataset: Any
+    """None: there is none."""
+
+    sharded: bool | None = None
+    """Each rank has samples of its own; None: ranks have not compared what they read."""
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Time spent in something, in all attempts at the run; of a broken one, up to its last checkpoint."""
+
+    seconds: float = 0.0
+    read_at: float = 0.0
+    """When it was read last, on this process's monotonic clock."""
+
+    def start(self) -> None:
+        """Begin, or resume."""
+        self.read_at = time.monotonic()
+
+    def read(self) -> float:
+        """Seconds so far."""
+        now = time.monotonic()
+        self.seconds += now - self.read_at
+        self.read_at = now
+        return self.seconds
+
+
+@dataclass(slots=True)
+class Cursor:
+    """Where in its pipeline the run is: which stage runs or comes next, and where its steps began."""
+
+    next: int = 0
+    """The index in `stages` of the stage that runs, or that comes next."""
+
+    stage: int | None = None
+    """The last stage that takes steps that has begun; it runs if it is `next`."""
+
+    first_step: int = 0
+    """Steps of the run when that stage began."""
+
+    first_epoch: int = 0
+    """The epoch in which it began."""
+
+    steps: int | None = None
+    """How many steps that stage has; None where nobody can know."""
+
+    stage_time: Stopwatch = field(default_factory=Stopwatch)
+    """Of that stage."""
+
+    run_time: Stopwatch = field(default_factory=Stopwatch)
+    """Of all stages."""
+
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    """The summary's entries of the stages that are done."""
+
+    @property
+    def mid_stage(self) -> bool:
+        """A stage that takes steps has begun and not ended."""
+        return self.stage == self.next
+
+    def begin(self, stage: int, step: int, epoch: int) -> None:
+        """A stage that takes steps begins."""
+        self.stage, self.first_step, self.first_epoch = stage, step, epoch
+        self.stage_time.seconds = 0.0
+
+    def end(self, entry: dict[str, Any]) -> None:
+        """A stage is done."""
+        self.entries.append(entry)
+        self.next += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it."""
+        state = {**asdict(self), "seconds": self.stage_time.seconds, "run_seconds": self.run_time.seconds}
+        del state["stage_time"], state["run_time"]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring it back."""
+        for name in ("next", "stage", "first_step", "first_epoch", "steps"):
+            setattr(self, name, state[name])
+        self.entries = list(state["entries"])
+        self.stage_time.seconds, self.run_time.seconds = state["seconds"], state["run_seconds"]
 
 
 @dataclass(slots=True)

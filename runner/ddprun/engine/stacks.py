@@ -1,4 +1,4 @@
-"""The hooks of each stage. Stages with the same hooks share them; what they keep goes from stage to stage."""
+"""The hooks of each stage. Stages with the same hooks share them; their state goes from stage to stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from ddprun_hooks.stack import Stack
 
 @dataclass(slots=True)
 class Stacks:
-    """Stacks by the place of their stage in `stages`."""
+    """Stacks by the index of their stage in `stages`."""
 
     all_ranks: dict[int, Stack] = field(default_factory=dict)
     within_hosts: dict[int, Stack] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Stacks:
         return next(iter(self.used.values()), Stack([]))
 
     def enter(self, stage: int) -> None:
-        """A stage begins: its hooks take over what hooks of the same name have kept in earlier stages."""
+        """A stage begins: its hooks take over the state of hooks of the same name in earlier stages."""
         for stacks in (self.all_ranks, self.within_hosts):
             stack = stacks[stage]
             stack.adopt_state([other for other in stacks.values() if other is not stack])
@@ -36,14 +36,12 @@ class Stacks:
         return {described: stack.state_dict() for described, stack in self.used.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring it back. Hooks of a stack that is described otherwise now take over what those of their name
-        kept.
-        """
+        """Bring it back. Hooks of a stack that is described otherwise now take over what is of their name."""
         for described, kept in self._assigned(state).items():
             self.used[described].load_state_dict(kept)
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """One state of those of all ranks, for ranks of another world or with other buckets."""
+        """One state from those of all ranks, for ranks of another world or with other buckets."""
         assigned = [self._assigned(state) for state in states]
         return {
             described: stack.merge([kept[described] for kept in assigned])
@@ -51,7 +49,7 @@ class Stacks:
         }
 
     def _assigned(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """What each stack goes on from; no hook's state goes to two of them."""
+        """The state of each stack; no hook's state goes to two of them."""
         found = {described: dict(state.get(described, {})) for described in self.used}
         for described, hooks in state.items():
             if described not in self.used:
@@ -68,7 +66,7 @@ def open_stacks(loaded: Loaded) -> Stacks:
     """Make the hooks of every stage that takes steps.
 
     Raises:
-        PipelineError: a hook that cannot be had.
+        PipelineError: a hook that cannot be made.
     """
     found = Stacks()
     names: dict[tuple[str, bool], str] = {}
@@ -78,7 +76,7 @@ def open_stacks(loaded: Loaded) -> Stacks:
         for inside, stacks in ((False, found.all_ranks), (True, found.within_hosts)):
             wanted = repr([hook.plain() for hook in hooks]), inside
             if wanted not in names:
-                # A checkpoint has this name, so it tells no secret of the hooks' options.
+                # A checkpoint has this name, so secrets in the hooks' options are hidden in it.
                 name = f"{loaded.secrets.hidden([hook.plain() for hook in hooks])!r}"
                 name += ", inside a host" if inside else ""
                 while name in found.used:

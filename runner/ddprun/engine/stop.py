@@ -1,4 +1,4 @@
-"""What signals ask a run for."""
+"""What signals request of a run."""
 
 import os
 import signal
@@ -15,16 +15,15 @@ _STOP, _ASK_EVERY_S = "stop", 1.0
 
 class StopRequest:
     """Notes SIGINT and SIGTERM, after which all ranks stop after the same step, and SIGUSR1, after which all
-    take a checkpoint and go on.
+    take a checkpoint and continue.
 
-    Under a launcher of ddprun's a wish to stop comes as SIGINT; SIGTERM is how torchelastic ends a rank when
-    another one has failed, and is left to do so at once; rank 0 tells its trackers first
+    Under a launcher of ddprun's a request to stop comes as SIGINT; SIGTERM is how torchelastic ends a rank
+    when another one has failed, and ends it at once; rank 0 closes its trackers first
     (`tracking.fail_when_ended`).
     """
 
     def __init__(self) -> None:
-        self.wanted = False
-        self._checkpoint_wanted = False
+        self.wanted = self._checkpoint_wanted = False
         self._asked_s = 0.0
         if LAUNCHED in os.environ:
             signal.signal(signal.SIGINT, self._note)
@@ -34,18 +33,14 @@ class StopRequest:
         if hasattr(signal, "SIGUSR1"):
             signal.signal(signal.SIGUSR1, self._note_checkpoint)
 
-    def take_checkpoint_wish(self) -> bool:
-        """Whether a checkpoint was asked for since this was asked last."""
+    def take_checkpoint_request(self) -> bool:
+        """Whether a checkpoint was requested since the last call."""
         wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
         return wanted
 
     def known_to_all(self, ranks: Ranks, failed: Callable[[], bool]) -> bool:
-        """Whether this rank is to stop, or has heard within the last second that another one is: for ranks
-        that exchange nothing else.
-
-        Args:
-            ranks: whose store tells it.
-            failed: another reason for this rank to stop.
+        """Whether this rank is to stop, by a signal or because it has `failed`, or another one is: for ranks
+        that exchange nothing else. It asks their store once a second.
         """
         if not self.wanted:
             if time.monotonic() - self._asked_s < _ASK_EVERY_S:

@@ -1,6 +1,6 @@
-"""Turns: runs that are compared take turns on one machine, so that whatever disturbs it disturbs all alike.
+"""Time slices: runs that are compared take turns on one machine, so what disturbs it disturbs all alike.
 
-`ddprun compare` starts its runs together. Each stops after every so many steps, until it is its turn again;
+`ddprun compare` starts its runs at once. Each stops after every so many steps, until it is its turn again;
 only one works at a time. Nothing of a run changes by that but when it happens.
 """
 
@@ -18,37 +18,37 @@ class TimeSliceClient:
     """This rank's side."""
 
     every: int
-    """Steps of a turn."""
+    """Steps of a time slice."""
 
     _connection: socket.socket
     _taken_at: int = -1
 
     @classmethod
     def of(cls, rank: int, ranks: int) -> "TimeSliceClient | None":
-        """What the environment says; None if this run is not one of several.
+        """As the environment says; None if this run is not one of several.
 
         Raises:
-            OSError: nobody gives turns any more.
+            OSError: the comparison has ended.
         """
         text = os.environ.get(COMPARED)
         if text is None:
             return None
-        told = json.loads(text)
-        connection = socket.create_connection(("127.0.0.1", told["port"]), timeout=60)
+        settings = json.loads(text)
+        connection = socket.create_connection(("127.0.0.1", settings["port"]), timeout=60)
         connection.settimeout(None)
-        hello = {"secret": told["secret"], "run": told["run"], "rank": rank, "ranks": ranks}
+        hello = {"secret": settings["secret"], "run": settings["run"], "rank": rank, "ranks": ranks}
         connection.sendall(json.dumps(hello).encode() + b"\n")
-        return cls(told["every"], connection)
+        return cls(settings["every"], connection)
 
     def due(self, step: int) -> bool:
-        """Whether a turn ends after so many steps of the run."""
+        """Whether a time slice ends after so many steps of the run."""
         return step % self.every == 0 and step != self._taken_at
 
     def wait(self, step: int) -> float:
-        """End this turn, and wait for the next one; gives the seconds that took.
+        """End this time slice, and wait for the next one; gives the seconds that took.
 
         Raises:
-            ConnectionError: nobody gives turns any more.
+            ConnectionError: the comparison has ended.
         """
         started = time.monotonic()
         self._taken_at = step
