@@ -3,10 +3,10 @@
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import Any
 
 from ddprun_hooks.config.import_path import import_dotted
+from ddprun_hooks.config.installed import import_installed, installed
 from ddprun_hooks.config.options import (
     BUILT_IN,
     ENTRY_POINT_GROUP,
@@ -115,20 +115,9 @@ def _name_of(target: Any) -> str:
 
 
 def _installed(name: str) -> Any:
-    points = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
-    if not points:
+    if name not in installed(ENTRY_POINT_GROUP):
         raise HookSetupError(unknown_hook(name))
-    if len({point.value for point in points}) > 1:
-        sources = " and ".join(point.value for point in points)
-        raise HookSetupError(f'the hook name "{name}" is claimed twice, by {sources}; use the dotted name')
-    try:
-        return import_dotted(f"{points[0].module}.{points[0].attr}", _WANTED)
-    except UntrustedError:
-        raise
-    except (ImportError, DottedNameError) as error:
-        raise HookSetupError(
-            f'the installed hook "{name}" ({points[0].value}) cannot be imported: {error}'
-        ) from error
+    return import_installed(ENTRY_POINT_GROUP, name, _WANTED)
 
 
 def _from_target(name: str, target: Any, options: dict[str, Any]) -> Hook:

@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubeflow_trainer_api import models
 
-from ddprun.cluster.kubernetes import KubernetesJob
-from ddprun.config import load
+from ddprun.cluster import Submission
+from ddprun.cluster.backends.kubernetes import Kubernetes
+from ddprun.config import Loaded, load
 from ddprun.config.secrets import REDACTED
 from tests.ranks import Finished, ddprun
 
@@ -75,6 +76,11 @@ LAUNCH = st.fixed_dictionaries(
 )
 
 
+def job_of(loaded: Loaded) -> Kubernetes:
+    """What `submit` would send."""
+    return Kubernetes(vars(loaded.pipeline)["kubernetes"], Submission(loaded))
+
+
 def check(manifest: dict[str, Any]) -> None:
     """Nothing that its kind does not have; every pod of it restricted."""
     kind = manifest["kind"]
@@ -126,7 +132,7 @@ def test_every_manifest_is_valid(name: str, asked: dict[str, Any], launch: dict[
         file = Path(scratch) / "p.yaml"
         file.write_text(PIPELINE + yaml.safe_dump({"name": name, "kubernetes": asked, "launch": launch}))
         loaded = load(file)
-        job = KubernetesJob(loaded, [])
+        job = job_of(loaded)
         manifests = list(yaml.safe_load_all(job.text))
         assert manifests == job.objects
         (config,) = (one["data"] for one in manifests if one["kind"] == "ConfigMap")
@@ -143,7 +149,7 @@ def test_a_field_that_is_none_is_refused(tmp_path: Path, at: str) -> None:
     """By the checks above."""
     (tmp_path / "p.yaml").write_text(PIPELINE)
     refused = 0
-    for manifest in KubernetesJob(load(tmp_path / "p.yaml"), []).objects:
+    for manifest in job_of(load(tmp_path / "p.yaml")).objects:
         place: Any = manifest
         for key in at.split("."):
             place = place.get(key, {}) if isinstance(place, dict) else {}

@@ -98,7 +98,7 @@ def test_a_job_that_shall_not_come_back_is_just_run(tmp_path: Path) -> None:
         ("{time: soon}", 'slurm.time: "soon" is no time; minutes, "HH:MM:SS", "D-HH" or "D-HH:MM:SS"'),
         ("{options: {time: 5}}", 'slurm.options.time: "time" is set by ddprun; write slurm.time'),
         ("{options: {gres: 'gpu:2'}}", '"gres" is set by ddprun; write slurm.gpus'),
-        ("{options: {-N: 2}}", '"-N" is no long option of sbatch'),
+        ("{options: {-N: 2}}", '"-N" is not a long option of sbatch'),
         ('{options: {comment: "a\\n#SBATCH --uid=0"}}', "cannot hold quotes, backslashes or line ends"),
         ('{options: {mem: "64G\\n"}}', "cannot hold quotes, backslashes or line ends"),
         ("{partition: 'a b'}", "slurm.partition"),
@@ -423,7 +423,8 @@ def test_restricted_fields_may_be_written_out(tmp_path: Path) -> None:
     )
     pod = f"{{hostNetwork: false, initContainers: [{{name: a, image: b, securityContext: {context}}}]}}"
     (tmp_path / "p.yaml").write_text(f"{PIPELINE}kubernetes: {{pod: {pod}}}\n")
-    assert load(tmp_path / "p.yaml").pipeline.kubernetes.pod["initContainers"][0]["image"] == "b"
+    asked = vars(load(tmp_path / "p.yaml").pipeline)["kubernetes"]
+    assert asked.pod["initContainers"][0]["image"] == "b"
 
 
 def test_without_slurm_it_says_so(tmp_path: Path) -> None:

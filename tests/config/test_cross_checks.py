@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from ddprun.config import Loaded
+from ddprun.plugins import SYNC
 from ddprun.sync.plan import StageFacts
-from ddprun.sync.registry import BUILT_IN as POLICIES
 
 Load = Callable[..., Loaded]
 
@@ -347,7 +347,7 @@ def test_every_policy_says_its_period() -> None:
     """The option that a message names is the one that the plan goes by; without one, ranks synchronise at
     every step or never.
     """
-    for name, policy in POLICIES.items():
+    for name, policy in SYNC.loadable().items():
         has_period = policy.period_key in policy.model_fields
         made = policy(**({policy.period_key: 6} if has_period else {}))
         plan = made.plan(StageFacts(backward=True, changes_weights=True))

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from ddprun.config import Pipeline, load
-from ddprun.config.containers import Docker, Kubernetes
+from ddprun.config import load
 from ddprun.config.resolved import plain
 from ddprun.config.scalars import write
 from ddprun.config.schema import (
@@ -19,9 +18,9 @@ from ddprun.config.schema import (
     Launch,
     Loader,
     Timings,
+    pipeline_model,
 )
-from ddprun.config.slurm import Slurm
-from ddprun.sync.registry import BUILT_IN as POLICIES
+from ddprun.plugins import CLUSTERS, SYNC, TRACKERS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
 
@@ -32,15 +31,13 @@ def defaults() -> dict[str, str]:
         "loader": Loader,
         "ddp": Ddp,
         "launch": Launch,
-        "slurm": Slurm,
-        "docker": Docker,
-        "kubernetes": Kubernetes,
         "checkpoint": Checkpoint,
         "timings": Timings,
         "audit": Audit,
     }
+    sections |= {name: CLUSTERS.load(name).Options for name in CLUSTERS.built_in()}
     found: dict[str, str] = {}
-    for key, field in Pipeline.model_fields.items():
+    for key, field in pipeline_model().model_fields.items():
         if key in sections:
             found |= {
                 f"{key}.{name}": shown(item.default) for name, item in sections[key].model_fields.items()
@@ -83,7 +80,7 @@ def cells(section: str) -> list[list[str]]:
 def test_every_policy_is_on_the_page_with_its_options() -> None:
     """The table of policies is complete; each is shown with its options and their defaults."""
     wanted = []
-    for name, model in POLICIES.items():
+    for name, model in SYNC.loadable().items():
         keys = [
             key if field.is_required() else f"{key}: {shown(field.default)}"
             for key, field in model.model_fields.items()
@@ -122,3 +119,12 @@ def test_the_examples_are_good(tmp_path: Path) -> None:
         )
         (tmp_path / "p.yaml").write_text(base + example)
         assert load(tmp_path / "p.yaml").warnings == ()
+
+
+def test_every_tracker_is_on_its_page_with_its_options() -> None:
+    """The table of trackers is complete, and names every option of each."""
+    text = (Path(__file__).parents[2] / "docs" / "track.md").read_text(encoding="utf-8")
+    wanted = {
+        f"`{name}: {{{', '.join(TRACKERS.load(name).Options.model_fields)}}}`" for name in TRACKERS.built_in()
+    }
+    assert {row.split(" | ")[0] for row in re.findall(r"^\| (`\w+: \{.*?) \|$", text, re.MULTILINE)} == wanted

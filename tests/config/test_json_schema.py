@@ -18,11 +18,13 @@ from ddprun.config.choices import KINDS, choose
 from ddprun.config.json_schema import json_schema
 from ddprun.config.reader import read_file
 from ddprun.config.schema import OVERRIDABLE, STAGES, read_buffers, read_stage
+from ddprun.plugins import CLUSTERS
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 SCHEMA = json_schema()
 SAMPLES: dict[str, Any] = {
     "files": "{stdlib}/*.py",
+    "memory": "1",
     "schedule": "cosineannealinglr",
     "optimizer": "sgd",
     "mutate": {"noise": {"std": 0.1}},
@@ -31,13 +33,20 @@ SAMPLES: dict[str, Any] = {
 
 
 def accepts(definition: str, value: Any) -> bool:
+    if definition == "cluster":
+        ((name, value),) = value.items()
+        definition = SCHEMA["properties"][name]["$ref"].removeprefix("#/$defs/")
     schema = {"$ref": f"#/$defs/{definition}", "$defs": SCHEMA["$defs"]}
     return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
 
 
 def check_accepts(kind: str, value: Any) -> bool:
     try:
-        read_stage(value) if kind == "stage" else choose(kind, value)
+        if kind == "cluster":
+            ((name, options),) = value.items()
+            CLUSTERS.load(name).Options.model_validate(options)
+        else:
+            read_stage(value) if kind == "stage" else choose(kind, value)
     except (ValidationError, ValueError):
         return False
     return True

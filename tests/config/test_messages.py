@@ -9,7 +9,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
-from ddprun.config import messages, options, schema, signatures
+from ddprun import options
+from ddprun.config import messages, schema, signatures
 from ddprun.config.choices import CONTEXT, KINDS, choose
 from ddprun_hooks.config.options import HookOptions
 

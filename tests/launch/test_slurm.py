@@ -1,5 +1,6 @@
 """Under a real Slurm: `srun ddprun` with a task for each rank, and one for each host; `ddprun submit`."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddprun.cluster.slurm import job_of
+from ddprun.cluster import Submission
+from ddprun.cluster.backends.slurm import Slurm as SlurmJob
 from ddprun.config import load
 from tests.engine.running import events, lines, summary
 from tests.ranks import ddprun
@@ -284,7 +286,10 @@ def test_sbatch_takes_every_script(cluster: Slurm, name: str, asked: dict[str, A
         file = Path(scratch) / "p.yaml"
         file.write_text(PIPELINE + yaml.safe_dump({"name": name, "slurm": asked}))
         script = Path(scratch) / "job.sh"
-        script.write_text(job_of(load(file), [], "ddprun", Path(scratch) / f"a {folder}").text)
+        (there := Path(scratch) / f"a {folder}").mkdir()
+        with contextlib.chdir(there):
+            loaded = load(file)
+            script.write_text(SlurmJob(vars(loaded.pipeline)["slurm"], Submission(loaded)).text)
         done = cluster.call("sbatch", "--test-only", str(script), cwd=Path(scratch))
     assert done.returncode == 0, done.stderr
     assert "in partition debug" in done.stderr

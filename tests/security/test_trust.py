@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddprun.config import Loaded, PipelineError, choices, load
+from ddprun.config import Loaded, PipelineError, load
 from ddprun.engine import build
 from ddprun_hooks import HookSetupError, registry
+from ddprun_hooks.config import installed as installing
 from ddprun_hooks.config.import_path import import_dotted
 from ddprun_hooks.config.trust import VARIABLE, TrustSettingError, UntrustedError, trust
 from ddprun_hooks.registry import make_hook, make_stack
@@ -452,10 +453,8 @@ def test_installed_hooks_are_judged_by_their_target(
     def found(group: str, name: str | None = None) -> list[EntryPoint]:
         return [point for point in points if name in (None, point.name)]
 
-    for module in (registry, choices):
-        monkeypatch.setattr(module, "entry_points", found)
-    choices.installed_hooks.cache_clear()
-    choices._installed_targets.cache_clear()
+    monkeypatch.setattr(installing, "entry_points", found)
+    installing.installed.cache_clear()
     try:
         trusted(LAB)
         assert make_hook("good") is not None
@@ -465,8 +464,7 @@ def test_installed_hooks_are_judged_by_their_target(
             pipeline("hooks=[foreign]")
         assert pipeline("hooks=[good]").pipeline.hooks[0].source == "installed"
     finally:
-        choices.installed_hooks.cache_clear()
-        choices._installed_targets.cache_clear()
+        installing.installed.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,21 @@
 """Curves that go elsewhere: what arrives there, and that nothing there can stop a run."""
 
+import importlib.util
 import threading
 import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from ddprun.track import trackers
-from ddprun.track.trackers import About, StepTold, Trackers
+from ddprun.config import PipelineError, load
+from ddprun.engine.tracking import check_trackers, open_trackers
+from ddprun.track import RunInfo, StepInfo, Tracker, trackers
+from ddprun.track.backends.mlflow import Mlflow
+from ddprun.track.backends.tensorboard import Tensorboard
+from ddprun.track.trackers import Trackers
 from tests.engine.running import events, lines, run_pipeline, summary
 from tests.ranks import Finished, Running, ddprun, free_port
 
@@ -46,7 +51,7 @@ def loss(outputs, targets):
 """
 
 
-class Listening:
+class Listening(Tracker):
     """Takes everything down; fails where it is told to."""
 
     def __init__(self, fail_at: int | None = None) -> None:
@@ -55,10 +60,10 @@ class Listening:
         self.closed = False
         self.fail_at = fail_at
 
-    def step(self, told: StepTold) -> None:
-        if told.record["step"] == self.fail_at:
+    def step(self, step: StepInfo) -> None:
+        if step.record["step"] == self.fail_at:
             raise ConnectionError("the server is gone")
-        self.steps.append(told.record["step"])
+        self.steps.append(step.record["step"])
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.measured |= values
@@ -67,22 +72,22 @@ class Listening:
         self.closed = True
 
 
-def about(folder: Path) -> About:
-    return About("p", folder, {})
+def about(folder: Path) -> RunInfo:
+    return RunInfo("p", folder, {})
 
 
 def test_one_that_fails_is_told_once_and_the_others_go_on(tmp_path: Path) -> None:
     """Whether when it is made or later."""
     good, bad = Listening(), Listening(fail_at=2)
 
-    def broken(about: About) -> Listening:
+    def broken(about: RunInfo) -> Listening:
         raise OSError("no network")
 
     told: list[tuple[str, str]] = []
     makers = {"good": lambda _: good, "bad": lambda _: bad, "broken": broken}
     it = Trackers(makers, about(tmp_path), lambda name, why: told.append((name, why)))
     for step in range(1, 5):
-        it.step(StepTold({"step": step}, {}))
+        it.step(StepInfo({"step": step}, {}))
     it.metrics(4, {"accuracy": 0.5})
     assert it.close({"status": "done"}) == []
     assert (good.steps, good.measured, good.closed) == ([1, 2, 3, 4], {"accuracy": 0.5}, True)
@@ -96,14 +101,14 @@ def test_one_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trackers, "_QUEUE_LIMIT", 5)
     release = threading.Event()
 
-    def hanging(about: About) -> Listening:
+    def hanging(about: RunInfo) -> Listening:
         release.wait(30)
         return Listening()
 
     it = Trackers({"hanging": hanging}, about(tmp_path), lambda name, why: None)
     started = time.monotonic()
     for step in range(100):
-        it.step(StepTold({"step": step}, {}))
+        it.step(StepInfo({"step": step}, {}))
     assert it.close({}) == ["hanging"]
     assert time.monotonic() - started < 5
     assert it.dropped["hanging"] > 90
@@ -287,12 +292,31 @@ def test_a_package_that_is_missing_is_a_fault_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told before the run starts, with the way to get it."""
-    monkeypatch.setitem(trackers.NEEDS, "wandb", "no_such_package")
-    assert trackers.missing(["wandb", "tensorboard"])[:1] == ["wandb"]
-    if trackers.missing(["mlflow"]):
+    monkeypatch.setattr(Tensorboard, "needs", "no_such_package")
+    (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", "[prometheus, tensorboard]"))
+    with pytest.raises(PipelineError) as caught:
+        check_trackers(load(tmp_path / "p.yaml"))
+    fault = caught.value.faults[-1]
+    assert (fault.line, fault.column, fault.path) == (7, 21, "track[1]")
+    assert fault.problem == "tensorboard needs the package no_such_package, which is not installed"
+    assert fault.allowed == "pip install 'ddprun[tensorboard]'"
+    if importlib.util.find_spec("mlflow") is None:
         (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", "[prometheus, mlflow]"))
         done = ddprun("p.yaml", "--nproc-per-node=1", cwd=tmp_path)
         assert done.code == 2
         assert "p.yaml:7:21: track[1]: mlflow needs the package mlflow, which is not installed" in done.stderr
         assert "pip install 'ddprun[mlflow]'" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_options_take_variables_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As other options do: an address with a password in it, for example."""
+    made: list[str | None] = []
+    monkeypatch.setattr(Mlflow, "__init__", lambda self, options, run: made.append(options.tracking_uri))
+    monkeypatch.setattr(Mlflow, "close", lambda self, summary: None)
+    monkeypatch.setenv("MLFLOW_SERVER", "https://mlflow.example.org")
+    tracked = "[{mlflow: {tracking_uri: '${env:MLFLOW_SERVER}/x'}}]"
+    (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", tracked))
+    events, screen = cast(Any, None), cast(Any, None)
+    assert open_trackers(load(tmp_path / "p.yaml"), tmp_path, screen, events).close({}) == []
+    assert made == ["https://mlflow.example.org/x"]

@@ -5,12 +5,12 @@ Nothing here imports torch, so `ddprun check` and `ddprun catalog` can read it i
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
+from ddprun_hooks.config.installed import installed
 from ddprun_hooks.config.messages import described, listing, option_fault, sentence, suggest
 
 Role = Literal["codec", "reducer", "alone"]
@@ -100,7 +100,7 @@ def parse_spec(spec: Any) -> tuple[str, dict[str, Any]]:
 
 def installed_names() -> list[str]:
     """Names that installed packages add; nothing is imported."""
-    return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
+    return list(installed(ENTRY_POINT_GROUP))
 
 
 def unknown_hook(name: str) -> str:

@@ -18,6 +18,7 @@ _KINDS = (
     "metric",
     "tracker",
     "stage",
+    "cluster",
 )
 
 

@@ -1,23 +1,35 @@
 """`ddprun submit`."""
 
-import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
-    from ddprun.cluster.job import Job
+    from ddprun.cluster import Cluster
     from ddprun.config import Loaded
 
-_VARIABLES = {"docker": "docker.env", "kubernetes": "the Secret that kubernetes.env_from names"}
-"""Where such a job has its environment variables from."""
+
+class _Submit(click.Command):
+    """Offers every cluster backend, and the flags that each of them takes."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The command's own, and those of backends."""
+        from ddprun.plugins import CLUSTERS
+
+        pipeline, *own = super().get_params(ctx)
+        to = click.Option(["--to"], type=click.Choice(CLUSTERS.names()), required=True, help="Whom to.")
+        flags = [
+            click.Option([f"--{flag}"], metavar=metavar, help=f"For {name}: {text}")
+            for name, cluster in CLUSTERS.loadable().items()
+            for flag, (metavar, text) in cluster.flags.items()
+        ]
+        return [pipeline, to, *own[:-1], *flags, own[-1]]  # --help is the last one
 
 
-@click.command()
+@click.command(cls=_Submit)
 @click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
-@click.option("--to", type=click.Choice(["slurm", "docker", "kubernetes"]), required=True, help="Whom to.")
 @click.option(
     "--set",
     "overrides",
@@ -29,43 +41,45 @@ _VARIABLES = {"docker": "docker.env", "kubernetes": "the Secret that kubernetes.
 @click.option(
     "--follow", is_flag=True, help="Show the job's output until it is over; the exit code is 1 if it fails."
 )
-@click.option(
-    "--program",
-    metavar="PATH",
-    help="For slurm: how ddprun is called on the hosts; by default this one, on a disk that all share.",
-)
 def submit(
-    pipeline: Path, to: str, overrides: tuple[str, ...], dry_run: bool, follow: bool, program: str | None
+    pipeline: Path, to: str, overrides: tuple[str, ...], dry_run: bool, follow: bool, **flags: str | None
 ) -> int:
     """Hand a pipeline to a cluster; prints the job's id.
 
-    What is asked for stands in the file under `launch` and under the engine's own name. The engine runs it:
+    What is asked for stands in the file under `launch` and under the cluster's own name. The cluster runs it:
     ddprun is no scheduler.
     """
     from ddprun.cli import printing
-    from ddprun.cluster.job import ClusterError
+    from ddprun.cluster import ClusterError, Submission
     from ddprun.config import PipelineError, load
+    from ddprun.plugins import CLUSTERS
+    from ddprun_hooks.errors import DottedNameError
 
     try:
         loaded = load(pipeline, overrides)
+        cluster = CLUSTERS.load(to)
     except PipelineError as error:
         click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
         return 2
+    except DottedNameError as error:
+        raise click.UsageError(str(error)) from None
     if loaded.warnings:
         click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
     if secret := next((one for one in overrides if loaded.secrets.redact(one) != one), None):
         key = secret.partition("=")[0]
         raise click.UsageError(f"--set {key} holds a secret, which the job would show: write ${{env:NAME}}")
-    if to != "slurm" and _holds_secret(loaded):
+    if cluster.shows_file and _holds_secret(loaded):
         text = f"{pipeline} holds a secret, which the job would show: write ${{env:NAME}}"
-        raise click.UsageError(f"{text}, and have it set by {_VARIABLES[to]}")
-    if program is not None and to != "slurm":
-        raise click.UsageError(f"--program says nothing to {to}, where the image has ddprun")
-    job = _job(loaded, to, overrides, program)
+        raise click.UsageError(text + _set_by(", and", cluster))
+    given = {name: value for name, value in flags.items() if value is not None}
+    if foreign := sorted(given.keys() - cluster.flags.keys()):
+        raise click.UsageError(f"--{foreign[0]} is not a flag for --to {to}")
+    job = cluster(_options(loaded, to, cluster), Submission(loaded, overrides, given))
     if loaded.secrets.redact(job.text) != job.text:
         raise click.UsageError(f"{pipeline} holds a secret under {to}, which the job would show")
-    if told := _not_passed_on(loaded, to):
-        click.echo(f"ddprun: warning: {told}", err=True)
+    if missing := job.lacks(loaded.variables()):
+        text = f"{', '.join(missing)}: only what the image sets is in the job" + _set_by(";", cluster)
+        click.echo(f"ddprun: warning: {text}", err=True)
     if dry_run:
         click.echo(job.text, nl=False)
         return 0
@@ -77,7 +91,7 @@ def submit(
         raise click.ClickException(loaded.secrets.redact(str(error))) from None
 
 
-def _follow(job: "Job", number: str) -> int:
+def _follow(job: "Cluster", number: str) -> int:
     """Show a job's output until it is over; gives the exit code."""
     try:
         outcome = job.follow(number, lambda text: click.echo(text, nl=False, err=True))
@@ -96,30 +110,17 @@ def _holds_secret(loaded: "Loaded") -> bool:
     return REDACTED in loaded.resolved() or loaded.secrets.redact(text) != text
 
 
-def _not_passed_on(loaded: "Loaded", to: str) -> str | None:
-    """What to tell about variables that the pipeline takes and the job may not have."""
-    asked = loaded.pipeline
-    if to == "slurm" or (to == "kubernetes" and asked.kubernetes.env_from is not None):
-        return None
-    missing = [name for name in loaded.variables() if to == "kubernetes" or name not in asked.docker.env]
-    if not missing:
-        return None
-    return f"{', '.join(missing)}: only what the image sets is in the job; have it set by {_VARIABLES[to]}"
+def _set_by(joint: str, cluster: type["Cluster"]) -> str:
+    """How the job gets an environment variable, as the end of a sentence."""
+    return f"{joint} have it set by {cluster.variables}" if cluster.variables else ""
 
 
-def _job(loaded: "Loaded", to: str, overrides: tuple[str, ...], program: str | None) -> "Job":
-    """What is sent to the engine."""
-    if to == "docker":
-        from ddprun.cluster.docker import DockerJob
+def _options(loaded: "Loaded", to: str, cluster: type["Cluster"]) -> Any:
+    """What the pipeline says under the backend's key; the defaults if it has no such key."""
+    from pydantic import ValidationError
 
-        return DockerJob(loaded, overrides)
-    if to == "kubernetes":
-        from ddprun.cluster.kubernetes import KubernetesJob
-
-        return KubernetesJob(loaded, overrides)
-    from ddprun.cluster import slurm
-
-    inside = "ddprun" if loaded.pipeline.slurm.image is not None else str(Path(sys.argv[0]).resolve())
-    if program is None and not Path(inside).name.startswith("ddprun"):  # as `python -m ddprun`
-        inside = shutil.which("ddprun") or "ddprun"
-    return slurm.job_of(loaded, overrides, program or inside, Path("runs").resolve())
+    try:
+        return getattr(loaded.pipeline, to, None) or cluster.Options()
+    except ValidationError as error:
+        needed = ", ".join(str(item["loc"][0]) for item in error.errors(include_url=False))
+        raise click.UsageError(f"{loaded.path} needs the key {to}, with {needed}") from None

@@ -6,8 +6,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from ddprun.config import docs, signatures
-from ddprun.config.choices import KINDS, Kind, installed_hooks
+from ddprun.config.choices import KINDS, Kind
 from ddprun.config.schema import STAGES, TIMES
+from ddprun.options import NoOptions
+from ddprun.plugins import CLUSTERS
 
 Entry = dict[str, Any]
 
@@ -19,6 +21,7 @@ GROUPS = {
     "mutate": "mutations",
     "update": "updates",
     "stage": "stages",
+    "cluster": "clusters",
 }
 """Kinds that can be asked for, and their headings."""
 
@@ -27,18 +30,19 @@ def catalog(kind: str) -> list[Entry]:
     """Entries of a kind: kind, name, source, description and options, each with name, type, required, default
     and description.
 
-    A hook that an installed package adds has its name only: more would mean importing it.
+    A hook that an installed package adds has its name only: more would mean importing it, and with it torch.
+    So has what `DDPRUN_TRUSTED` does not allow.
     """
     if kind == "stage":
         return [_of_model("stage", name, model) for name, model in STAGES.items()]
+    if kind == "cluster":
+        entries = [_of_model(kind, name, CLUSTERS.options(name)) for name in CLUSTERS.built_in()]
+        return entries + [_of_installed(kind, *added) for added in CLUSTERS.options_of_installed().items()]
     found = KINDS[kind]
     entries = [_of_model(kind, name, model) for name, model in found.built_in.items()]
     if found.torch:
         entries += [_of_torch(found, name) for name in signatures.names(found.torch)]
-    if found.installed:
-        added = "Added by an installed package."
-        entries += [_entry(kind, name, "installed", added, []) for name in installed_hooks()]
-    return entries
+    return entries + [_of_installed(kind, *added) for added in found.options_of_installed().items()]
 
 
 def dotted(kind: str) -> str:
@@ -64,6 +68,12 @@ def _of_model(kind: str, name: str, model: type[BaseModel]) -> Entry:
         for key, item in schema.get("properties", {}).items()
     ]
     return _entry(kind, name, "built-in", docs.summary(model), options)
+
+
+def _of_installed(kind: str, name: str, model: type[BaseModel] | None) -> Entry:
+    """What an installed package adds; `model` is None if it may not be imported here."""
+    entry = _of_model(kind, name, model or NoOptions) | {"source": "installed"}
+    return entry if model else entry | {"description": "Added by an installed package."}
 
 
 def _of_torch(kind: Kind, name: str) -> Entry:
@@ -124,6 +134,7 @@ def type_words(schema: dict[str, Any]) -> str:
         "boolean": "true or false",
         "string": "a string",
         "null": "null",
+        "object": "a mapping",
     }
     words = names.get(str(schema.get("type")), "anything")
     return words + _range_words(schema)

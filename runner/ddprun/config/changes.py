@@ -9,7 +9,7 @@ from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.load import Loaded
 from ddprun.config.resolved import plain
 from ddprun.config.scalars import write
-from ddprun.config.schema import OVERRIDABLE, Pipeline, StepStage
+from ddprun.config.schema import OVERRIDABLE, Pipeline, StepStage, pipeline_model
 from ddprun.config.tree import show
 
 _FIXED = {
@@ -41,7 +41,7 @@ def changes(loaded: Loaded, before: dict[str, Any], *, next_stage: int, begun: i
         PipelineError: what has changed and cannot, with both values.
     """
     try:
-        old = Pipeline.model_validate(before)
+        old = pipeline_model().model_validate(before)
     except ValidationError as error:
         text = f"the checkpoint's pipeline is none for this version of ddprun: {error.error_count()} faults"
         raise PipelineError([loaded.fault("", text)]) from None
@@ -58,7 +58,7 @@ def schedule_changed(loaded: Loaded, before: dict[str, Any], stage: int) -> bool
     its length.
     """
     sides = []
-    for pipeline in (Pipeline.model_validate(before), loaded.pipeline):
+    for pipeline in (pipeline_model().model_validate(before), loaded.pipeline):
         taken = pipeline.stages[stage]
         assert isinstance(taken, StepStage)
         settings = taken.effective(pipeline)

@@ -5,7 +5,6 @@ import keyword
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +14,14 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from ddprun.config import options as built_in
 from ddprun.config import signatures, sources
 from ddprun.config.faults import listing, suggest
-from ddprun.config.problems import located, mismatch, problem, validate, within
+from ddprun.config.problems import located, validate
 from ddprun.config.signatures import TorchKind
-from ddprun.sync.registry import BUILT_IN as POLICIES
-from ddprun_hooks.config.options import BUILT_IN as HOOKS
-from ddprun_hooks.config.options import ENTRY_POINT_GROUP, HookSpec
+from ddprun.options import mismatch, problem, within
+from ddprun.plugins import HOOKS, SYNC, TRACKERS, P, Plugins, options_of
+from ddprun_hooks.config.options import BUILT_IN as HOOK_OPTIONS
+from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.config.trust import IN_FOLDER, METHOD, NO_METHOD, trust
+from ddprun_hooks.errors import DottedNameError
 
 Origin = Literal["built-in", "torch", "dotted", "installed"]
 
@@ -40,12 +41,12 @@ class Choice:
     """The built-in's name, torch's spelling of its class, the installed hook's name, or the dotted name."""
 
     options: Mapping[str, Any]
-    """Of a built-in with every default filled in, else as the file gives them. Lists are lists, except that
-    torch's tuples are tuples."""
+    """Those with `settings` have every default filled in, others are as the file gives them. Lists are lists,
+    except that torch's tuples are tuples."""
 
     source: Origin
     settings: BaseModel | None = field(default=None, compare=False, repr=False)
-    """The options of a built-in as its model; None for everything else."""
+    """The options as their model: of a built-in, and of a plug-in that `check` may import; else None."""
 
     def plain(self) -> Any:
         """The choice as a file would hold it: `name`, or `{name: options}`."""
@@ -59,13 +60,30 @@ class Kind:
     name: str
     """As a message calls it: `unknown hook "fp61"`."""
 
-    built_in: Mapping[str, type[BaseModel]]
+    options: Mapping[str, type[BaseModel]] = field(default_factory=dict)
+    """Of the built-in ones, unless they are plug-ins."""
+
     torch: TorchKind | None = None
     dotted: str = ""
     """What a dotted name must stand for; empty if none is taken."""
 
-    installed: bool = False
-    """Installed packages may add to it by entry point."""
+    plugins: Plugins[Any] | None = None
+    """What is found by a folder of modules and a group of entry points."""
+
+    @property
+    def built_in(self) -> Mapping[str, type[BaseModel]]:
+        """The options of everything that is built in."""
+        found = self.plugins.built_in() if self.plugins else ()
+        return {**self.options, **{name: self.plugins.options(name) for name in found if self.plugins}}
+
+    @property
+    def installed(self) -> tuple[str, ...]:
+        """Names that installed packages add."""
+        return self.plugins.installed() if self.plugins else ()
+
+    def options_of_installed(self) -> dict[str, type[BaseModel] | None]:
+        """Of everything that installed packages add; None where a run alone may import it."""
+        return self.plugins.options_of_installed() if self.plugins else {}
 
 
 KINDS: dict[str, Kind] = {
@@ -81,8 +99,8 @@ KINDS: dict[str, Kind] = {
         ),
         Kind("optimizer", {}, "optimizer", "an Optimizer class, called with the parameters first"),
         Kind("schedule", {}, "schedule", "an LRScheduler class, called with the optimizer first"),
-        Kind("sync", POLICIES),
-        Kind("hook", HOOKS, dotted="a hook class or function", installed=True),
+        Kind("sync", plugins=SYNC),
+        Kind("hook", HOOK_OPTIONS, dotted="a hook class or function", plugins=HOOKS),
         Kind("mutate", built_in.MUTATIONS, dotted="a function of (model) that changes its weights in place"),
         Kind(
             "update",
@@ -91,15 +109,9 @@ KINDS: dict[str, Kind] = {
             "grad, where score() is the loss of the weights as they are",
         ),
         Kind("metric", built_in.METRICS, dotted="a function of (output, target) that returns a number"),
-        Kind("tracker", built_in.TRACKERS),
+        Kind("tracker", plugins=TRACKERS),
     )
 }
-
-
-@functools.cache
-def installed_hooks() -> tuple[str, ...]:
-    """Names of the hooks that installed packages add, without importing any."""
-    return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - HOOKS.keys()))
 
 
 def names(kind: Kind) -> list[str]:
@@ -109,9 +121,7 @@ def names(kind: Kind) -> list[str]:
         found += [signatures.functional_name(name) for name in signatures.names("loss")]
     elif kind.torch:
         found += signatures.names(kind.torch)
-    if kind.installed:
-        found += installed_hooks()
-    return found
+    return [*found, *kind.installed]
 
 
 def choose(kind_name: str, value: Any) -> Choice:
@@ -167,8 +177,8 @@ def _resolve(kind: Kind, name: str, options: dict[str, Any], path: tuple[str, ..
             raise within(problem(text, "write package.module.name", where=where), *path)
         _admit(kind.name, name, f'"{name}"', path, where)
         return Choice(kind.name, name, options, "dotted")
-    if name in kind.built_in:
-        settings = validate(kind.built_in[name], options, name, owner=name, context=CONTEXT)
+    if model := kind.built_in.get(name):
+        settings = validate(model, options, name, owner=name, context=CONTEXT)
         return Choice(kind.name, name, _plain(settings), "built-in", settings)
     if kind.torch and (found := signatures.find(kind.torch, name)):
         if reason := signatures.refusal(kind.torch, found):
@@ -176,10 +186,13 @@ def _resolve(kind: Kind, name: str, options: dict[str, Any], path: tuple[str, ..
         checked = validate(signatures.options_model(kind.torch, found), options, name, owner=name)
         given = {key: getattr(checked, key) for key in options}
         return Choice(kind.name, found, given, "torch")
-    if kind.installed and name in installed_hooks():
-        for target in _installed_targets(name):
-            _admit(kind.name, target, f'the installed {kind.name} "{name}" ({target})', path, where)
-        return Choice(kind.name, name, options, "installed")
+    if kind.plugins and name in kind.installed:
+        if not kind.plugins.base:
+            _admit_targets(kind.plugins, name, path, where)
+            return Choice(kind.name, name, options, "installed")
+        model = options_of(installed_class(kind.plugins, name, path, where))
+        settings = validate(model, options, name, owner=name)
+        return Choice(kind.name, name, _plain(settings), "installed", settings)
     raise _refused(kind, name, path, where)
 
 
@@ -213,10 +226,33 @@ def _admit(kind: str, name: str, shown: str, path: tuple[str, ...], where: Liter
         raise within(problem(f"{shown} {METHOD}", NO_METHOD, where=where), *path)
 
 
-@functools.cache
-def _installed_targets(name: str) -> tuple[str, ...]:
-    points = entry_points(group=ENTRY_POINT_GROUP, name=name)
-    return tuple(sorted({f"{point.module}.{point.attr}" for point in points}))
+def _admit_targets(
+    plugins: Plugins[Any], name: str, path: tuple[str, ...], where: Literal["value", "key"]
+) -> None:
+    """Refuse an installed plug-in that `DDPRUN_TRUSTED` does not allow; nothing is imported."""
+    for target in plugins.targets(name):
+        _admit(plugins.kind, target, f'the installed {plugins.kind} "{name}" ({target})', path, where)
+
+
+def installed_class(
+    plugins: Plugins[P], name: str, path: tuple[str, ...] = (), where: Literal["value", "key"] = "key"
+) -> type[P]:
+    """Import an installed plug-in, once `DDPRUN_TRUSTED` has allowed it.
+
+    Args:
+        plugins: of its kind.
+        name: one of `plugins.installed()`.
+        path: below the value that is being validated.
+        where: whether its name is a key there.
+
+    Raises:
+        pydantic.ValidationError: it is not trusted, or cannot be imported.
+    """
+    _admit_targets(plugins, name, path, where)
+    try:
+        return plugins.load(name)
+    except DottedNameError as error:
+        raise within(problem(str(error), where=where), *path) from None
 
 
 def _read_stack(value: Any) -> tuple[HookSpec, ...]:
@@ -263,13 +299,13 @@ def _two_choices(kind: Kind, keys: list[str]) -> Exception:
 
 
 def _option_names(kind: Kind, name: str) -> set[str]:
-    if name in kind.built_in:
-        return set(kind.built_in[name].model_fields)
+    if model := kind.built_in.get(name):
+        return set(model.model_fields)
     if kind.torch and (found := signatures.find(kind.torch, name)):
         return {parameter.name for parameter in signatures.signature(kind.torch, found).parameters}
     return set()
 
 
 def _plain(settings: BaseModel) -> dict[str, Any]:
-    """A built-in's options as plain data."""
+    """Checked options as plain data."""
     return settings.model_dump(mode="json")

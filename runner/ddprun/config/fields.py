@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic_core import CoreSchema, InitErrorDetails, ValidationError, core_schema
 
 from ddprun.config.choices import Choice, OneOf
-from ddprun.config.problems import problem
+from ddprun.options import problem
 from ddprun_hooks.config import grammar
 
 
@@ -42,10 +42,11 @@ Trackers = Annotated[tuple[Annotated[Choice, OneOf("tracker")], ...], Field(stri
 
 @dataclass(frozen=True)
 class Validated:
-    """Marks a type that a function of ours reads; JSON Schema knows it as one of the definitions."""
+    """Marks a type that a function of ours reads."""
 
     read: Callable[[Any], Any]
-    definition: str
+    schema: str | dict[str, Any]
+    """Its JSON Schema, or the name of one of the definitions that `json_schema` writes."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self.read)
@@ -53,4 +54,4 @@ class Validated:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"definition": self.definition}
+        return {"definition": self.schema} if isinstance(self.schema, str) else self.schema

@@ -6,11 +6,10 @@ from pydantic import BaseModel
 
 from ddprun import __version__
 from ddprun.config import docs, signatures
-from ddprun.config.choices import KINDS, Kind, installed_hooks
-from ddprun.config.containers import FIELD, OWN_FIELDS, REFUSED_FIELDS
+from ddprun.config.choices import KINDS, Kind
 from ddprun.config.problems import section_of
 from ddprun.config.schema import OVERRIDABLE, STAGES, TIMES, DataPair, Period, Pipeline, Stage, StepStage
-from ddprun.config.slurm import OPTION, OWN_OPTIONS, TIME
+from ddprun.plugins import CLUSTERS
 
 Schema = dict[str, Any]
 
@@ -32,18 +31,11 @@ def json_schema() -> Schema:
         "buffers": _of_buffers(definitions),
         "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _of_model(DataPair, definitions)]},
         "nnodes": {"anyOf": [count, {"type": "string", "pattern": HOSTS}]},
-        "slurm_time": {"anyOf": [count, {"type": "string", "pattern": TIME}, {"type": "null"}]},
-        "slurm_options": {
-            "type": "object",
-            "propertyNames": {"pattern": OPTION, "not": {"enum": list(OWN_OPTIONS)}},
-            "additionalProperties": {"anyOf": [{"type": name} for name in ("string", "number", "boolean")]},
-        },
-        "kubernetes_pod": {
-            "type": "object",
-            "propertyNames": {"pattern": FIELD, "not": {"enum": list(OWN_FIELDS)}},
-            "properties": {name: {"const": False} for name in REFUSED_FIELDS},
-        },
     }
+    for name, cluster in CLUSTERS.loadable().items():
+        definitions[cluster.__name__] = _of_model(cluster.Options, definitions)
+        text = f"What `ddprun submit --to {name}` asks for."
+        schema["properties"][name] = {"$ref": f"#/$defs/{cluster.__name__}", "description": text}
     del schema["properties"]["name"]["default"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -123,8 +115,8 @@ def _of_kind(kind: Kind, definitions: dict[str, Schema]) -> Schema:
             if kind.torch == "loss":
                 spellings.append(signatures.functional_name(name))
             options |= dict.fromkeys(spellings, reference)
-    if kind.installed:
-        options |= {name: {"type": "object"} for name in installed_hooks()}
+    for name, options_model in kind.options_of_installed().items():
+        options[name] = {"type": "object"} if options_model is None else _of_model(options_model, definitions)
     return _one_of_many(options, dotted=bool(kind.dotted))
 
 

@@ -19,7 +19,7 @@ from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.options import Mlp
 from ddprun.config.problems import with_known_keys
 from ddprun.config.reader import read_file
-from ddprun.config.schema import Pipeline
+from ddprun.config.schema import Pipeline, pipeline_model
 from ddprun.config.secrets import Secrets, fault_of, filled, holds_secret, names_secret, references
 from ddprun.config.tree import KeyPath, Node, Place, Source, find, parse_path, show
 from ddprun_hooks.config.trust import VARIABLE, TrustSettingError, trust
@@ -250,9 +250,9 @@ def _check(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, l
     faults: list[Fault] = []
     pipeline: Pipeline | None = None
     try:
-        pipeline = Pipeline.model_validate(data)
+        pipeline = pipeline_model().model_validate(data)
     except ValidationError as error:
-        error = with_known_keys(error, Pipeline)
+        error = with_known_keys(error, pipeline_model())
         faults = messages.faults(error, root, secrets.redact)
         faulty |= {str(item["loc"][0]) for item in error.errors(include_url=False)}
     partial = pipeline or _partial(data, faulty)
@@ -266,7 +266,7 @@ def _partial(data: dict[str, Any], faulty: set[str]) -> Pipeline | None:
     whole = {key: value for key, value in data.items() if key not in faulty}
     whole |= {key: choice for key, choice in _PLACEHOLDERS.items() if key in faulty}
     try:
-        return Pipeline.model_validate(whole)
+        return pipeline_model().model_validate(whole)
     except ValidationError:
         return None
 

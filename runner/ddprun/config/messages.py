@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from ddprun.config.choices import KINDS, names
 from ddprun.config.faults import Fault, listing, suggest
 from ddprun.config.patterns import WORDS
-from ddprun.config.problems import OWN
 from ddprun.config.scalars import bool_hint, number_hint
 from ddprun.config.tree import KeyPath, Nearest, Node, find, show
+from ddprun.options import OWN
 from ddprun_hooks.config.messages import BOUNDS, WANTED, Sentence, described, out_of_bounds
 
 _REASONS: dict[KeyPath, str] = {

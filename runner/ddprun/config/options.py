@@ -1,48 +1,34 @@
-"""Options of everything that is built in: models, data, sync policies, mutations, updates.
+"""Options of what is built in: models, data, mutations, updates.
 
-Hooks bring theirs in `ddprun_hooks`.
+Hooks bring theirs in `ddprun_hooks`; sync policies, trackers and cluster backends in their own files.
 
 The docstring of a class is its line in `ddprun catalog`, the one under a field its line in the JSON Schema.
 """
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     WithJsonSchema,
     model_validator,
 )
 
-from ddprun.config.problems import problem, within
 from ddprun.config.secrets import REFERENCE
-
-
-class Options(BaseModel):
-    """Base of every part of a pipeline: strict, frozen, nothing unknown, finite numbers only."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Keys that are likely looked for here and stand elsewhere, and what to do about each."""
-
-
-class NoOptions(Options):
-    """Base of everything that takes no options."""
-
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Sizes = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
-"""A list of sizes, each at least 1."""
-
-Share = Annotated[float, Field(gt=0, lt=1)]
+from ddprun.options import (
+    NonNegativeInt,
+    NoOptions,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    Sizes,
+    problem,
+    within,
+)
 
 
 class Mlp(Options):
@@ -210,57 +196,3 @@ LOSSES: dict[str, type[BaseModel]] = {"model": ModelsOwnLoss}
 MUTATIONS: dict[str, type[BaseModel]] = {"noise": Noise}
 UPDATES: dict[str, type[BaseModel]] = {"evolution_strategies": EvolutionStrategies}
 METRICS: dict[str, type[BaseModel]] = {"accuracy": Accuracy, "perplexity": Perplexity}
-
-
-class Tensorboard(Options):
-    """TensorBoard event files in the run's folder. Needs the package tensorboard."""
-
-    every: PositiveInt = 1
-    """Steps from one point of a curve to the next."""
-
-
-class Wandb(Options):
-    """Weights & Biases. Needs the package wandb."""
-
-    project: str = "ddprun"
-    """Where the run appears."""
-
-    entity: str | None = None
-    """User or team; null: the account's own."""
-
-    mode: Literal["online", "offline"] = "online"
-    """`offline` keeps it in the run's folder, for `wandb sync`."""
-
-    every: PositiveInt = 10
-    """Steps from one point of a curve to the next."""
-
-
-class Mlflow(Options):
-    """MLflow. Needs the package mlflow."""
-
-    tracking_uri: str | None = None
-    """The server; null: what `MLFLOW_TRACKING_URI` says, or MLflow's default."""
-
-    experiment: str = "ddprun"
-    """Where the run appears."""
-
-    every: PositiveInt = 10
-    """Steps from one point of a curve to the next."""
-
-
-class Prometheus(Options):
-    """Metrics of rank 0 for Prometheus. Needs the package prometheus-client."""
-
-    port: Annotated[int, Field(gt=0, lt=65536)] | None = None
-    """Serve them on this port of rank 0's host; null writes metrics.prom into the run's folder, every 5 s."""
-
-    address: str = "127.0.0.1"
-    """On which address of the host; 0.0.0.0 is all of them."""
-
-
-TRACKERS: dict[str, type[BaseModel]] = {
-    "tensorboard": Tensorboard,
-    "wandb": Wandb,
-    "mlflow": Mlflow,
-    "prometheus": Prometheus,
-}

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from ddprun.config.problems import mismatch, problem, unknown, within
+from ddprun.options import mismatch, problem, unknown, within
 
 _SCALARS = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "a string"}
 

@@ -1,55 +1,17 @@
-"""Faults on their way through pydantic: validators raise them, and `messages` words and locates them."""
+"""Parts of a pipeline validated by their models: which errors are raised anew, at which place of the file."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from ddprun.config.faults import listing, suggest
+from ddprun.config.faults import suggest
+from ddprun.options import problem
 from ddprun_hooks.config.messages import unknown_option
 
-OWN = "ddprun"
-"""Type of an error that brings its own sentence; every other type is pydantic's."""
-
-Where = Literal["value", "key"]
 Model = TypeVar("Model", bound=BaseModel)
-
-
-def problem(
-    text: str, allowed: str | None = None, suggestion: str | None = None, where: Where = "value"
-) -> PydanticCustomError:
-    """An error that says `text; allowed (did you mean suggestion?)` at the value or at its key."""
-    context = {"problem": text, "allowed": allowed, "suggestion": suggestion, "where": where}
-    return PydanticCustomError(OWN, "{problem}", context)
-
-
-def mismatch(wanted: str, allowed: str | None = None) -> PydanticCustomError:
-    """An error that says `expected …, got …`; what was got is shown as the file has it."""
-    return PydanticCustomError(OWN, "expected {wanted}", {"wanted": wanted, "allowed": allowed})
-
-
-def unknown(what: str, word: str, known: Iterable[str], where: Where = "value") -> PydanticCustomError:
-    """An error for a word that is not among the known ones."""
-    known = list(known)
-    return problem(f'unknown {what} "{word}"', listing(known), suggest(word, known), where)
-
-
-def within(error: PydanticCustomError, *path: str | int) -> ValidationError:
-    """The error one or more steps below the value that is being validated."""
-    return all_below([(error, path)])
-
-
-def all_within(errors: Iterable[tuple[PydanticCustomError, str | int]]) -> ValidationError:
-    """Several errors, each one step below the value that is being validated."""
-    return all_below((error, (step,)) for error, step in errors)
-
-
-def all_below(errors: Iterable[tuple[PydanticCustomError, Sequence[str | int]]]) -> ValidationError:
-    """Several errors, each some steps below the value that is being validated."""
-    details = [InitErrorDetails(type=error, loc=tuple(path), input=None) for error, path in errors]
-    return ValidationError.from_exception_data("pipeline", details)
 
 
 def validate(

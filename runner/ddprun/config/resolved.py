@@ -21,7 +21,10 @@ def plain(value: Any) -> Any:
         keys = _keys(value)
         return {value.name: {key: plain(getattr(value, key)) for key in keys}} if keys else value.name
     if isinstance(value, BaseModel):
-        return {key: plain(getattr(value, key)) for key in type(value).model_fields}
+        found = {key: getattr(value, key) for key in type(value).model_fields}
+        # The key of an installed cluster backend is left out where the file does not have it.
+        hidden = {key for key, field in type(value).model_fields.items() if field.exclude}
+        return {key: plain(item) for key, item in found.items() if item is not None or key not in hidden}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -9,24 +9,18 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_origin
 from urllib.parse import quote, unquote
 
+from pydantic import BaseModel
+
 from ddprun.config.tree import KeyPath, is_choice
+from ddprun.plugins import CLUSTERS
+from ddprun_hooks.config.trust import TrustSettingError
+from ddprun_hooks.errors import DottedNameError
 
 REDACTED = "[redacted]"
 """Written instead of a secret that the file held in plain text; a pipeline with it does not load."""
-
-_OWN_KEYS = frozenset(
-    {("kubernetes", "pod"), ("kubernetes", "claims"), ("docker", "mounts"), ("slurm", "options")}
-)
-_POD_KEYS = frozenset(
-    {
-        *("key", "topologyKey", "matchLabelKeys", "imagePullSecrets", "secretName", "secretRef"),
-        *("configMapKeyRef", "fileKeyRef", "secretKeyRef", "secret", "serviceAccountToken"),
-    }
-)
-"""Fields of a pod that are called like secrets and name one, or something else."""
 
 _OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w.-]*)")
 _ASSIGNED = re.compile(
@@ -295,8 +289,8 @@ class Secrets:
 def names_secret(path: KeyPath, key: str, value: Any, name: Any = None) -> bool:
     """Whether a key says that its value is secret.
 
-    A choice's name says nothing of its options; pods name secrets without holding them, and have other keys:
-    `tolerations: [{key: gpu}]`.
+    A choice's name says nothing of its options. Kubernetes' pods name secrets without holding them, and have
+    other keys: `tolerations: [{key: gpu}]`.
 
     Args:
         path: of the mapping.
@@ -306,21 +300,21 @@ def names_secret(path: KeyPath, key: str, value: Any, name: Any = None) -> bool:
     """
     if key == "value" and isinstance(name, str) and is_secret_name(name):
         return True
-    if _in_pod(path) and key in _POD_KEYS:
+    if key in (_free_form(path) or ()):
         return False
     return is_secret_name(key) and not (is_choice(path) and not isinstance(value, str | list))
 
 
 def holds_secret(path: KeyPath, text: str, before: Any = None) -> bool:
-    """Whether a string of a pod's holds a secret in an argument: `--token=…`, `curl --token …`, or the `…`
-    after `--token`.
+    """Whether a string of Kubernetes' pod, or of an option like it, holds a secret in an argument:
+    `--token=…`, `curl --token …`, or the `…` after `--token`.
 
     Args:
         path: of the string.
         text: the string.
         before: the item before it in a list.
     """
-    if not _in_pod(path):
+    if _free_form(path) is None:
         return False
     option = _OPTION.fullmatch(before) if isinstance(before, str) else None
     if option and not text.startswith("-") and _is_secret_argument(option["name"], text, number=False):
@@ -362,8 +356,29 @@ def _with_keys(
 
 
 def _has_own_keys(path: KeyPath) -> bool:
-    """Whether the keys of a mapping are the user's, and not ddprun's."""
-    return tuple(path[:2]) in _OWN_KEYS or any(isinstance(step, str) and "." in step for step in path)
+    """Whether the keys of a mapping are the user's, and not ddprun's: options of dotted names, and those of
+    cluster backends that are mappings.
+    """
+    if any(isinstance(step, str) and "." in step for step in path):
+        return True
+    field = options.model_fields.get(str(path[1])) if (options := _cluster_options(path)) else None
+    return field is not None and get_origin(field.annotation) is dict
+
+
+def _cluster_options(path: KeyPath) -> type[BaseModel] | None:
+    """The options of the cluster backend below whose key a path leads, if it may be imported."""
+    if len(path) < 2 or path[0] not in CLUSTERS.names():
+        return None
+    try:
+        return CLUSTERS.load(str(path[0])).Options
+    except (DottedNameError, TrustSettingError):
+        return None  # `check` refuses the key
+
+
+def _free_form(path: KeyPath) -> frozenset[str] | None:
+    """Of an option in another tool's format, the keys that only name a secret; None of anything else."""
+    forms: Mapping[str, frozenset[str]] = getattr(_cluster_options(path), "free_form", {})
+    return forms.get(str(path[1])) if forms else None
 
 
 def _literals(value: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -377,10 +392,6 @@ def _literals(value: str, environment: Mapping[str, str]) -> dict[str, str]:
     if all(name in environment for name in references(value)):
         found[filled(value, environment)] = written
     return found
-
-
-def _in_pod(path: KeyPath) -> bool:
-    return tuple(path[:2]) == ("kubernetes", "pod")
 
 
 def _forms(value: str) -> Iterator[str]:

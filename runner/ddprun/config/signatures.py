@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, create_model
 
-from ddprun.config.options import Options
 from ddprun.config.param_type import ParamType
 from ddprun.config.tree import spelling
+from ddprun.options import Options
 
 TorchKind = Literal["optimizer", "schedule", "loss"]
 

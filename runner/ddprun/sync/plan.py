@@ -59,6 +59,8 @@ class Transfer:
     or of the optimizer's state, as they are and past all hooks."""
 
     every: int
+    """Steps from one time to the next; 0: only at the stage's end, where it makes ranks equal."""
+
     phase: int = 0
     """It sets out after steps whose number, divided by `every`, leaves this remainder."""
 
@@ -80,7 +82,7 @@ class Transfer:
 
     def sets_out(self, step: int) -> bool:
         """Whether it sets out after this step."""
-        if step <= 0 or step % self.every != self.phase:
+        if step <= 0 or not self.every or step % self.every != self.phase:
             return False
         return self.not_every is None or step % self.not_every != 0
 
@@ -158,7 +160,7 @@ class SyncPlan:
         Args:
             more: further periods that count.
         """
-        periods = [*(one.every for one in self.transfers), *(period for period in more if period)]
+        periods = [period for period in (*(one.every for one in self.transfers), *more) if period]
         return min(math.lcm(*periods), _LONGEST_CYCLE)
 
 

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from ddprun.config.options import Options
+from ddprun.options import Options
 from ddprun.sync.plan import StageFacts, SyncPlan
 
 OptimizerState = Literal["local", "average"]

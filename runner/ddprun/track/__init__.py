@@ -1,1 +1,5 @@
-"""Where else curves and metrics go: each tracker in a file of its own, imported only when asked for."""
+"""Where else curves and metrics go: `Tracker` is the base of each, and a module of `backends` has one."""
+
+from ddprun.track.tracker import RunInfo, StepInfo, Tracker, curves, finite_only
+
+__all__ = ["RunInfo", "StepInfo", "Tracker", "curves", "finite_only"]

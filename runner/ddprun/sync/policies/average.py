@@ -1,6 +1,6 @@
 """Parameter averaging, for stages without a backward pass and elsewhere."""
 
-from ddprun.config.options import PositiveInt
+from ddprun.options import PositiveInt
 from ddprun.sync.plan import StageFacts, SyncPlan, Transfer
 from ddprun.sync.policy import SyncPolicy
 

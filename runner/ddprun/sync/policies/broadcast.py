@@ -1,6 +1,6 @@
 """One rank's parameters for all, every so many steps."""
 
-from ddprun.config.options import NonNegativeInt, PositiveInt
+from ddprun.options import NonNegativeInt, PositiveInt
 from ddprun.sync.plan import StageFacts, SyncPlan, Transfer
 from ddprun.sync.policy import SyncPolicy
 

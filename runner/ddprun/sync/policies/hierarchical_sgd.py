@@ -5,8 +5,7 @@ from typing import ClassVar, Self
 
 from pydantic import model_validator
 
-from ddprun.config.options import PositiveInt
-from ddprun.config.problems import problem, within
+from ddprun.options import PositiveInt, problem, within
 from ddprun.sync.plan import StageFacts, SyncPlan, Transfer
 from ddprun.sync.policy import OptimizerState, SyncPolicy
 

@@ -1,6 +1,6 @@
 """Local SGD: ranks train by themselves and average what they have learned every so many steps."""
 
-from ddprun.config.options import PositiveInt
+from ddprun.options import PositiveInt
 from ddprun.sync.plan import StageFacts, SyncPlan, Transfer
 from ddprun.sync.policy import OptimizerState, SyncPolicy
 

@@ -6,32 +6,34 @@ Names and units are as Prometheus wants them (https://prometheus.io/docs/practic
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Info,
-    start_http_server,
-    write_to_textfile,
-)
+from pydantic import Field
 
-from ddprun.config.options import Prometheus
-from ddprun.telemetry.steps import PARTS
-from ddprun.track.trackers import About, StepTold
+from ddprun.track import RunInfo, StepInfo, Tracker
 
 _WRITE_EVERY_S = 5.0
 _STEP_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
-class PrometheusTracker:
-    """What rank 0 did and sent."""
+class Prometheus(Tracker):
+    """Metrics of rank 0 for Prometheus. Needs the package prometheus-client."""
 
-    def __init__(self, settings: Prometheus, about: About) -> None:
+    class Options(Tracker.Options):
+        port: Annotated[int, Field(gt=0, lt=65536)] | None = None
+        """Serve them on this port of rank 0's host; null writes metrics.prom into the run's folder, every
+        5 s."""
+
+        address: str = "127.0.0.1"
+        """On which address of the host; 0.0.0.0 is all of them."""
+
+    needs = "prometheus_client"
+
+    def __init__(self, options: Options, run: RunInfo) -> None:
+        """Open the endpoint, if one is asked for."""
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
+
         registry = self._registry = CollectorRegistry()
-        self._file = str(about.folder / "metrics.prom") if settings.port is None else None
         self._steps = Counter("ddprun_steps", "Optimizer steps.", registry=registry)
         self._samples = Counter("ddprun_samples", "Samples of rank 0.", registry=registry)
         self._durations = Histogram(
@@ -51,48 +53,45 @@ class PrometheusTracker:
         )
         self._loss = Gauge("ddprun_loss", "Mean loss over all ranks.", registry=registry)
         self._measured = Gauge("ddprun_evaluation", "What was measured last.", ["metric"], registry=registry)
-        Info("ddprun_run", "The run.", registry=registry).info(
-            {"pipeline": about.name, "run": about.folder.name}
-        )
-        self._stop = None
-        if settings.port is not None:
-            self._stop, _ = start_http_server(settings.port, addr=settings.address, registry=registry)
-        self._written_s = 0.0
+        about = {"pipeline": run.name, "run": run.folder.name}
+        Info("ddprun_run", "The run.", registry=registry).info(about)
+        self._file, self._server, self._written_s = str(run.folder / "metrics.prom"), None, 0.0
+        if options.port is not None:
+            self._server, _ = start_http_server(options.port, addr=options.address, registry=registry)
 
-    def step(self, told: StepTold) -> None:
+    def step(self, step: StepInfo) -> None:
         """Count a step."""
-        record = told.record
+        from ddprun.telemetry.steps import PARTS
+
+        record = step.record
         self._steps.inc()
         self._samples.inc(record["samples"])
         self._durations.observe(record["step_us"] / 1e6)
         for part in PARTS:
             self._parts.labels(part.removesuffix("_us")).inc(record[part] / 1e6)
-        for (kind, hook), count in told.sent.items():
+        for (kind, hook), count in step.sent.items():
             self._bytes.labels(kind, hook).inc(count)
         if record["mean_loss"] is not None:
             self._loss.set(record["mean_loss"])
-        self._write(_WRITE_EVERY_S)
+        if time.monotonic() - self._written_s >= _WRITE_EVERY_S:
+            self._write()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Show what was measured."""
         for name, value in values.items():
             self._measured.labels(name).set(value)
-        self._write(0.0)
+        self._write()
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Write once more; an endpoint ends with the run."""
-        self._write(0.0)
-        if self._stop is not None:
-            self._stop.shutdown()
-            self._stop.server_close()
+        self._write()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
 
-    def _write(self, after_s: float) -> None:
-        now = time.monotonic()
-        if self._file is not None and now - self._written_s >= after_s:
+    def _write(self) -> None:
+        from prometheus_client import write_to_textfile
+
+        if self._server is None:
             write_to_textfile(self._file, self._registry)
-            self._written_s = now
-
-
-def open_tracker(settings: Prometheus, about: About) -> PrometheusTracker:
-    """The tracker of a run."""
-    return PrometheusTracker(settings, about)
+            self._written_s = time.monotonic()

@@ -8,98 +8,168 @@ them again: ddprun does that with ranks, inside, as often as `launch.max_restart
 import contextlib
 import io
 import os
-import tarfile
+import posixpath
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import yaml
+from pydantic import BeforeValidator, Field
 
-from ddprun.cluster.job import PORT, RUNS, ClusterError, Outcome, Show, arguments, limits, new_name, nodes_of
-from ddprun.config import Loaded
+from ddprun.cluster import Cluster, ClusterError, Outcome, Show, Submission, limits
+from ddprun.cluster.image import RUNS, USER, Folder, Image, arguments
+from ddprun.config import patterns
+from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, problem
 
 JOB = "ddprun.job"
 """Label of all that belongs to a job; its value is the job's id."""
 
-_USER = 1000
 _KILLED = 137
 
+_Variable = Annotated[str, Field(max_length=200, pattern=patterns.VARIABLE)]
+_Bytes = Annotated[str, Field(pattern=patterns.BYTES)]
+"""As Docker has them: 512m, 4g."""
 
-class DockerJob:
-    """Containers that run a pipeline together.
+_SYSTEM = (
+    "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/root", "/run", "/sbin",
+    "/sys", "/usr/bin", "/usr/lib", "/usr/sbin", "/var/lib/containerd", "/var/lib/docker", "/var/lib/kubelet",
+    "/var/log", "/var/run", "/var/spool",
+)  # fmt: skip
+"""Folders that hold the system itself, its secrets and its sockets."""
 
-    Args:
-        loaded: the checked pipeline.
-        overrides: the `--set` options.
+_WHOLE = ("/", "/home", "/media", "/mnt", "/opt", "/srv", "/tmp", "/usr", "/var", "/var/lib")
+"""Folders of which a part may be mounted, but not the whole."""
+
+
+def _read_machine_folder(value: Any) -> Any:
+    """A folder of the engine's machine.
+
+    Raises:
+        PydanticCustomError: it is the system's.
     """
+    if not isinstance(value, str) or not value.startswith("/"):
+        return value
+    plain = posixpath.normpath("/" + value.lstrip("/"))
+    whole = plain in _WHOLE
+    if whole or any(plain == one or plain.startswith(one + "/") for one in _SYSTEM):
+        why = "holds more than data" if whole else "is the system's own"
+        raise problem(f'"{value}" {why}', "a folder for data or runs alone, as in /data/images")
+    return value
 
-    def __init__(self, loaded: Loaded, overrides: Sequence[str]) -> None:
-        asked, launch = loaded.pipeline.docker, loaded.pipeline.launch
-        nodes = nodes_of(loaded, asked.nodes)
-        self.name = new_name(loaded)
-        self._file, self._data = f"{RUNS}/{self.name}.yaml", loaded.path.read_bytes()
-        self._network = asked.network or self.name
-        self._least = launch.hosts[0] if launch.hosts[0] < nodes else nodes
-        self._limits = limits()
-        self._env = [name for name in asked.env if name not in self._limits]
+
+def _read_network(value: Any) -> Any:
+    """Raises:
+    PydanticCustomError: it is no network of containers.
+    """
+    if isinstance(value, str) and (value == "host" or value.startswith(("container:", "ns:"))):
+        raise problem(
+            f'"{value}" is the network of the machine or of another container',
+            "a network of containers; leave it out, and one is made",
+        )
+    return value
+
+
+class Docker(Cluster):
+    """Containers on one network of a Docker engine, each a host of the run. Needs the package docker."""
+
+    class Options(Cluster.Options):
+        image: Image = "ddprun"
+        """With ddprun as its entrypoint, and with what the pipeline names."""
+
+        nodes: PositiveInt | None = None
+        """Containers; null is `launch.nnodes`, of a range the largest."""
+
+        gpus: NonNegativeInt | None = None
+        """GPUs of each container, none of which is another one's; null asks for none."""
+
+        cpus: PositiveFloat | None = None
+        """Processors of each container; null is no limit."""
+
+        memory: _Bytes | None = None
+        """Of each container, as in 8g; null is no limit."""
+
+        shm: _Bytes = "1g"
+        """Size of each container's /dev/shm."""
+
+        network: Annotated[Image | None, BeforeValidator(_read_network)] = None
+        """One that is there already; null makes one, of the driver bridge, for the job."""
+
+        runs: Annotated[str, Field(pattern=patterns.VOLUME), BeforeValidator(_read_machine_folder)] = (
+            "ddprun-runs"
+        )
+        """Where the folders of runs are kept: a volume, which is made if there is none, or a folder of the
+        engine's machine, but none of the system's."""
+
+        mounts: dict[Annotated[Folder, BeforeValidator(_read_machine_folder)], Folder] = Field(default={})
+        """Folders of the engine's machine to read from, but none of the system's, and where they are in the
+        containers."""
+
+        env: Annotated[tuple[_Variable, ...], Field(strict=False)] = ()
+        """Environment variables that are passed on from where submit is called; `docker inspect` shows
+        them."""
+
+    variables = "docker.env"
+
+    def __init__(self, options: Options, submission: Submission) -> None:
+        """Write the requests to the engine."""
+        loaded, launch = submission.loaded, submission.loaded.pipeline.launch
+        hosts = submission.hosts(options.nodes)
+        self.name = submission.new_name()
+        self._options, self._data = options, loaded.path.read_bytes()
+        self._file = f"{RUNS}/{self.name}.yaml"
+        self._least = launch.hosts[0] if launch.hosts[0] < hosts else hosts
+        self._limits = [f"{name}={value}" for name, value in limits().items()]
+        self._env = [name for name in options.env if name not in limits()]
         self.requests: list[tuple[str, dict[str, Any]]] = []
         """Paths below the API's root, and what is posted there."""
 
-        if asked.network is None:
+        if options.network is None:
             network = {"Name": self.name, "Driver": "bridge", "Labels": {JOB: self.name}}
             self.requests.append(("networks/create", network))
-        run_dir = f"{RUNS}/{loaded.pipeline.name}/{self.name}"
-        command = arguments(
-            loaded,
-            self._file,
-            run_dir,
-            overrides,
-            nodes=nodes,
-            meeting=f"{self._container(0)}:{PORT}",
-            name=self.name,
-        )
-        for node in range(nodes):
+        command = arguments(submission, self.name, self._file, hosts, self._container(0))
+        for node in range(hosts):
             self.requests.append(
-                (f"containers/create?name={self._container(node)}", self._body(loaded, node, command))
+                (f"containers/create?name={self._container(node)}", self._body(node, command))
             )
 
-    def _limited(self) -> list[str]:
-        return [f"{name}={value}" for name, value in self._limits.items()]
+    def lacks(self, variables: Iterable[str]) -> list[str]:
+        """Those that are not passed on."""
+        return [name for name in variables if name not in self._options.env]
 
     def _container(self, node: int) -> str:
         return f"{self.name}-{node}"
 
-    def _body(self, loaded: Loaded, node: int, command: Sequence[str]) -> dict[str, Any]:
+    def _body(self, node: int, command: Sequence[str]) -> dict[str, Any]:
         """What makes one of the containers."""
-        asked = loaded.pipeline.docker
-        runs = {"Type": "bind" if asked.runs.startswith("/") else "volume", "Source": asked.runs}
+        options = self._options
+        runs = {"Type": "bind" if options.runs.startswith("/") else "volume", "Source": options.runs}
         mounts: list[dict[str, Any]] = [{**runs, "Target": RUNS}]
         mounts += [
             {"Type": "bind", "Source": source, "Target": target, "ReadOnly": True}
-            for source, target in asked.mounts.items()
+            for source, target in options.mounts.items()
         ]
         host: dict[str, Any] = {
-            "NetworkMode": self._network,
+            "NetworkMode": options.network or self.name,
             "Mounts": mounts,
-            "ShmSize": _bytes(asked.shm),
+            "ShmSize": _bytes(options.shm),
             "ReadonlyRootfs": True,
             "Tmpfs": {"/tmp": ""},
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges"],
         }
-        if asked.cpus is not None:
-            host["NanoCpus"] = round(asked.cpus * 1e9)
-        if asked.memory is not None:
-            host["Memory"] = _bytes(asked.memory)
-        if asked.gpus:
-            ids = [str(node * asked.gpus + place) for place in range(asked.gpus)]
+        if options.cpus is not None:
+            host["NanoCpus"] = round(options.cpus * 1e9)
+        if options.memory is not None:
+            host["Memory"] = _bytes(options.memory)
+        if options.gpus:
+            ids = [str(node * options.gpus + place) for place in range(options.gpus)]
             host["DeviceRequests"] = [{"DeviceIDs": ids, "Capabilities": [["gpu"]]}]
         return {
-            "Image": asked.image,
+            "Image": options.image,
             "Hostname": self._container(node),
-            "User": f"{_USER}:{_USER}",
+            "User": f"{USER}:{USER}",
             "Cmd": list(command),
-            "Env": [*self._limited(), *(f"{name}=${{env:{name}}}" for name in self._env)],
+            "Env": [*self._limits, *(f"{name}=${{env:{name}}}" for name in self._env)],
             "Labels": {JOB: self.name},
             "StopSignal": "SIGINT",
             "HostConfig": host,
@@ -130,29 +200,29 @@ class DockerJob:
         return self.name
 
     def _make(self, api: Any) -> None:
-        made = []
+        made: list[str] = []
         for path, body in self.requests:
             if path == "networks/create":
                 api.create_network(body["Name"], driver=body["Driver"], labels=body["Labels"])
                 continue
-            env = [*self._limited(), *(f"{name}={os.environ[name]}" for name in self._env)]
+            env = [*self._limits, *(f"{name}={os.environ[name]}" for name in self._env)]
             name = path.partition("=")[2]
             made.append(api.create_container_from_config({**body, "Env": env}, name)["Id"])
         api.put_archive(made[0], RUNS, _archive(self._file.removeprefix(f"{RUNS}/"), self._data))
         for container in made:
             api.start(container)
 
-    def follow(self, number: str, show: Show) -> Outcome:
+    def follow(self, job: str, show: Show) -> Outcome:
         """Show what the containers print, until all have ended; then they and their network are removed.
 
         Raises:
             ClusterError: the engine does not answer.
         """
         with _engine() as api:
-            found = api.containers(all=True, filters={"label": f"{JOB}={number}"})
+            found = api.containers(all=True, filters={"label": f"{JOB}={job}"})
             names = sorted((one["Names"][0].removeprefix("/") for one in found), key=_place)
             if not names:
-                raise ClusterError(f"the engine has no container of {number}")
+                raise ClusterError(f"the engine has no container of {job}")
             left = threading.Event()
 
             def show_on(text: str) -> None:
@@ -171,21 +241,21 @@ class DockerJob:
                     thread.join(10)
             finally:
                 left.set()  # whoever leaves, as by Ctrl-C, finds nobody writing
-        remove(number)
+        remove(job)
         good = [code == 0 for code, _ in ended]
         bad = [f"{name} {what}" for name, (code, what) in zip(names, ended, strict=True) if code]
         done = all(good) or (self._least < len(names) and sum(good) >= self._least)
         return Outcome("; ".join(["done" if done else "failed", *bad]), done)
 
 
-def remove(number: str) -> None:
+def remove(job: str) -> None:
     """Remove a job's containers and its network; what its run has left stays.
 
     Raises:
         ClusterError: the engine does not answer.
     """
     with _engine() as api:
-        label = {"label": f"{JOB}={number}"}
+        label = {"label": f"{JOB}={job}"}
         for one in api.containers(all=True, filters=label):
             api.remove_container(one["Id"], force=True)
         for one in api.networks(filters=label):
@@ -223,10 +293,12 @@ def _place(name: str) -> int:
 
 def _archive(name: str, data: bytes) -> bytes:
     """A tar file with one file."""
+    import tarfile
+
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         entry = tarfile.TarInfo(name)
-        entry.size, entry.mode, entry.uid, entry.gid = len(data), 0o644, _USER, _USER
+        entry.size, entry.mode, entry.uid, entry.gid = len(data), 0o644, USER, USER
         tar.addfile(entry, io.BytesIO(data))
     return buffer.getvalue()
 

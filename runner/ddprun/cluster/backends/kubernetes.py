@@ -6,22 +6,29 @@ https://www.kubeflow.org/docs/components/trainer/, https://kubernetes.io/docs/co
 https://kubernetes.io/docs/concepts/security/pod-security-standards/
 """
 
+import json
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import Field
+from pydantic_core import PydanticCustomError
 
-from ddprun.cluster.job import PORT, RUNS, ClusterError, Outcome, Show, arguments, limits, new_name, nodes_of
-from ddprun.config import Loaded
+from ddprun.cluster import Cluster, ClusterError, Outcome, Show, Submission, limits
+from ddprun.cluster.image import RUNS, USER, Folder, Image, arguments
+from ddprun.config import patterns
+from ddprun.config.fields import Validated
+from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, all_within, mismatch, problem
 
 JOB = "ddprun.dev/job"
 """Label of all that belongs to a job; its value is the job's id."""
 
 _FOLDER, _FILE = "/workspace/pipeline", "pipeline.yaml"
-_USER = 1000
 _POLL_S = 2.0
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _TRAINER = "trainer.kubeflow.org"
@@ -44,50 +51,221 @@ def _lines(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 _Dumper.add_representer(str, _lines)
 
+_Label = Annotated[str, Field(max_length=63, pattern=patterns.LABEL)]
+"""A name as Kubernetes has them."""
 
-class KubernetesJob:
-    """The objects that run a pipeline.
+_Quantity = Annotated[str, Field(pattern=patterns.QUANTITY)]
+"""Bytes as Kubernetes has them: 512Mi, 4Gi."""
 
-    Args:
-        loaded: the checked pipeline.
-        overrides: the `--set` options.
+_OWN_FIELDS = {
+    "automountServiceAccountToken": "a run asks the cluster for nothing",
+    "containers": "there is one, which kubernetes.image and the other keys describe",
+    "restartPolicy": "write launch.max_restarts",
+    "securityContext": "pods are restricted",
+    "volumes": "write kubernetes.claims",
+}
+"""Fields of a pod that are ddprun's to set, and what to do instead."""
+
+_STANDARD = "pods meet the restricted pod security standard"
+_REFUSED_FIELDS = {
+    "ephemeralContainers": "no pod is made with them",
+    "hostIPC": _STANDARD,
+    "hostNetwork": _STANDARD,
+    "hostPID": _STANDARD,
+}
+"""Fields of a pod that may not stand in a file, and why."""
+
+_CONTEXT: dict[str, tuple[Any, ...]] = {
+    "allowPrivilegeEscalation": (False,),
+    "capabilities": ({"drop": ["ALL"]},),
+    "privileged": (False,),
+    "procMount": ("Default",),
+    "readOnlyRootFilesystem": (True, False),
+    "runAsNonRoot": (True,),
+    "seccompProfile": ({"type": "RuntimeDefault"},),
+}
+"""What the security context of an init container may say; a number of a user or group but 0, too."""
+
+_PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
+
+_FIELD = r"^[a-z][A-Za-z]*$"
+
+_NAMES_OF_SECRETS = frozenset(
+    {
+        *("key", "topologyKey", "matchLabelKeys", "imagePullSecrets", "secretName", "secretRef"),
+        *("configMapKeyRef", "fileKeyRef", "secretKeyRef", "secret", "serviceAccountToken"),
+    }
+)
+"""Fields of a pod that are called like secrets and name one, or something else."""
+
+_POD = {
+    "type": "object",
+    "propertyNames": {"pattern": _FIELD, "not": {"enum": list(_OWN_FIELDS)}},
+    "properties": {name: {"const": False} for name in _REFUSED_FIELDS},
+}
+"""`pod` as far as a JSON Schema can say it."""
+
+_NOT_FILLED = problem(
+    "${env:NAME} is not filled in for pods",
+    "take it from a Secret, by valueFrom: {secretKeyRef: {name, key}}",
+)
+
+
+def _read_pod(value: Any) -> dict[str, Any]:
+    """Raises:
+    PydanticCustomError: a field that no pod can have, that is ddprun's own, or that is not restricted.
     """
+    if not isinstance(value, dict):
+        raise mismatch("a mapping of a pod's fields", "write {priorityClassName: low}")
+    faults: list[tuple[PydanticCustomError, tuple[str | int, ...]]] = []
+    for name, item in value.items():
+        if not isinstance(name, str) or not re.fullmatch(_FIELD, name):
+            faults.append(
+                (problem(f'"{name}" is no field of a pod', "as in nodeSelector", where="key"), (str(name),))
+            )
+        elif name in _OWN_FIELDS:
+            faults.append((problem(f'"{name}" is set by ddprun', _OWN_FIELDS[name], where="key"), (name,)))
+        elif name in _REFUSED_FIELDS and item is not False:
+            faults.append((problem(f'"{name}" is not allowed', _REFUSED_FIELDS[name], where="key"), (name,)))
+        elif name == "initContainers":
+            faults += [(error, (name, *path)) for error, path in _unrestricted(item)]
+    faults += [(_NOT_FILLED, path) for path, text in _texts(value) if "${env:" in text]
+    if faults:
+        raise all_within(faults)
+    return dict(value)
 
-    def __init__(self, loaded: Loaded, overrides: Sequence[str]) -> None:
-        self._loaded, self._asked = loaded, loaded.pipeline.kubernetes
-        self.name, self._nodes = new_name(loaded), nodes_of(loaded, self._asked.nodes)
+
+def _texts(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Every string of plain data, and where it stands."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict | list):
+        for step, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(item, (*path, step))
+
+
+def _unrestricted(containers: Any) -> Iterator[tuple[PydanticCustomError, tuple[str | int, ...]]]:
+    """What init containers ask for that no restricted one may have."""
+    if not isinstance(containers, list):
+        yield mismatch("a list of containers"), ()
+        return
+    for place, container in enumerate(containers):
+        if not isinstance(container, dict):
+            yield mismatch("a container's fields"), (place,)
+            continue
+        context = container.get("securityContext")
+        if context is not None and not isinstance(context, dict):
+            yield mismatch("a mapping of a security context's fields"), (place, "securityContext")
+        for name, item in (context if isinstance(context, dict) else {}).items():
+            allowed = _CONTEXT.get(name, ())
+            user = name in ("runAsUser", "runAsGroup") and isinstance(item, int) and item > 0
+            if not user and not any(item == one and type(item) is type(one) for one in allowed):
+                rule = f"must be {json.dumps(allowed[0])}" if allowed else "is not allowed"
+                yield problem(f'"{name}" {rule}', _STANDARD), (place, "securityContext", name)
+        for port, asked in enumerate(_items(container.get("ports"))):
+            if isinstance(asked, dict) and asked.get("hostPort"):
+                yield problem('"hostPort" is not allowed', _STANDARD), (place, "ports", port, "hostPort")
+        lifecycle = container.get("lifecycle")
+        handlers = [(name, container.get(name)) for name in _PROBES]
+        handlers += lifecycle.items() if isinstance(lifecycle, dict) else ()
+        for name, handler in handlers:
+            for how, asked in (handler if isinstance(handler, dict) else {}).items():
+                if isinstance(asked, dict) and asked.get("host"):
+                    path = (*(() if name in _PROBES else ("lifecycle",)), name, how, "host")
+                    yield problem('"host" is not allowed', _STANDARD), (place, *path)
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+class Kubernetes(Cluster):
+    """Pods of Kubernetes, each a host of the run. Needs the package kubernetes."""
+
+    class Options(Cluster.Options):
+        free_form = MappingProxyType({"pod": _NAMES_OF_SECRETS})
+
+        kind: Literal["trainjob", "job"] = "trainjob"
+        """A TrainJob of Kubeflow Trainer's, or for clusters without it an Indexed Job with a headless
+        Service."""
+
+        image: Image = "ddprun"
+        """With ddprun as its entrypoint, and with what the pipeline names."""
+
+        namespace: _Label | None = None
+        """Null is that of the current context."""
+
+        nodes: PositiveInt | None = None
+        """Pods; null is `launch.nnodes`, of a range the largest."""
+
+        gpus: NonNegativeInt | None = None
+        """GPUs of each pod (nvidia.com/gpu); null asks for none."""
+
+        cpus: PositiveFloat | None = None
+        """Processors of each pod; null asks for none."""
+
+        memory: _Quantity | None = None
+        """Of each pod, as in 16Gi; null asks for none."""
+
+        shm: _Quantity = "1Gi"
+        """Size of each pod's /dev/shm, which counts as its memory."""
+
+        runs: _Label | None = None
+        """The claim of the volume in which the folders of runs are kept; null makes one for the job."""
+
+        storage: _Quantity = "10Gi"
+        """Size of the volume that is asked for if `runs` names none."""
+
+        storage_class: _Label | None = None
+        """Class of that volume; null is the cluster's default."""
+
+        claims: dict[_Label, Folder] = Field(default={})
+        """Claims of other volumes, to read from, and where they are in the pods."""
+
+        env_from: _Label | None = None
+        """A Secret whose entries are environment variables of the pods."""
+
+        queue: _Label | None = None
+        """The local queue of Kueue's in which the job waits."""
+
+        pod: Annotated[dict[str, Any], Validated(_read_pod, _POD)] = Field(default={})
+        """Any other restricted fields of the pods, as in {nodeSelector: {gpu: h100}, tolerations: […]}."""
+
+    variables = "the Secret that kubernetes.env_from names"
+
+    def __init__(self, options: Options, submission: Submission) -> None:
+        """Write the objects."""
+        self._loaded, self._options = submission.loaded, options
+        self.name, self._nodes = submission.new_name(), submission.hosts(options.nodes)
         # As JobSet and Job call the first of their pods, in the domain of a headless Service.
-        first = f"{self.name}-{_NODE}-0-0" if self._asked.kind == "trainjob" else f"{self.name}-0"
-        self._command = arguments(
-            loaded,
-            f"{_FOLDER}/{_FILE}",
-            f"{RUNS}/{loaded.pipeline.name}/{self.name}",
-            overrides,
-            nodes=self._nodes,
-            meeting=f"{first}.{self.name}:{PORT}",
-            name=self.name,
-        )
+        first = f"{self.name}-{_NODE}-0-0" if options.kind == "trainjob" else f"{self.name}-0"
+        file = f"{_FOLDER}/{_FILE}"
+        self._command = arguments(submission, self.name, file, self._nodes, f"{first}.{self.name}")
         self.objects: list[Object] = [self._config_map()]
-        if self._asked.runs is None:
+        if self._options.runs is None:
             self.objects.append(self._claim())
-        self.objects += self._train_job() if self._asked.kind == "trainjob" else self._indexed_job()
+        self.objects += self._train_job() if self._options.kind == "trainjob" else self._indexed_job()
 
     @property
     def text(self) -> str:
         """The manifests, as `kubectl create -f -` reads them."""
         return yaml.dump_all(self.objects, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
+    def lacks(self, variables: Iterable[str]) -> list[str]:
+        """All, unless a Secret is named, whose entries are not known here."""
+        return [] if self._options.env_from is not None else list(variables)
+
     def _object(self, api: str, kind: str, name: str, **rest: Any) -> Object:
         metadata: Object = {"name": name}
-        if self._asked.namespace is not None:
-            metadata["namespace"] = self._asked.namespace
+        if self._options.namespace is not None:
+            metadata["namespace"] = self._options.namespace
         metadata["labels"] = {JOB: self.name}
         return {"apiVersion": api, "kind": kind, "metadata": metadata, **rest}
 
     def _queued(self, one: Object) -> Object:
         """A job in the queue that the pipeline names."""
-        if self._asked.queue is not None:
-            one["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = self._asked.queue
+        if self._options.queue is not None:
+            one["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = self._options.queue
         return one
 
     def _torch(self, one: Object) -> Object:
@@ -102,10 +280,10 @@ class KubernetesJob:
     def _claim(self) -> Object:
         spec: Object = {
             "accessModes": ["ReadWriteMany" if self._nodes > 1 else "ReadWriteOnce"],
-            "resources": {"requests": {"storage": self._asked.storage}},
+            "resources": {"requests": {"storage": self._options.storage}},
         }
-        if self._asked.storage_class is not None:
-            spec["storageClassName"] = self._asked.storage_class
+        if self._options.storage_class is not None:
+            spec["storageClassName"] = self._options.storage_class
         return self._object("v1", "PersistentVolumeClaim", self.name, spec=spec)
 
     def _train_job(self) -> list[Object]:
@@ -118,10 +296,10 @@ class KubernetesJob:
         policy = {"numNodes": self._nodes, "torch": {}}
         runtime = {"mlPolicy": policy, "template": {"spec": jobs}}
         trainer: Object = {
-            "image": self._asked.image,
+            "image": self._options.image,
             "args": self._command,
             "numNodes": self._nodes,
-            "numProcPerNode": launch.nproc_per_node or self._asked.gpus or 2,
+            "numProcPerNode": launch.nproc_per_node or self._options.gpus or 2,
         }
         if resources := self._resources():
             trainer["resourcesPerNode"] = resources
@@ -151,23 +329,23 @@ class KubernetesJob:
 
     def _resources(self) -> Object:
         """Both asked for and not to be gone beyond; processors that are idle may be used."""
-        asked = self._asked
+        options = self._options
         found: Object = {}
-        if asked.gpus:
-            found["nvidia.com/gpu"] = asked.gpus
-        if asked.memory is not None:
-            found["memory"] = asked.memory
+        if options.gpus:
+            found["nvidia.com/gpu"] = options.gpus
+        if options.memory is not None:
+            found["memory"] = options.memory
         limits = dict(found)
-        if asked.cpus is not None:
-            found["cpu"] = f"{asked.cpus:g}"
+        if options.cpus is not None:
+            found["cpu"] = f"{options.cpus:g}"
         return {"requests": found, **({"limits": limits} if limits else {})} if found else {}
 
     def _pod(self, restart: str) -> Object:
         """A pod, as every host of the job is one."""
-        asked = self._asked
+        options = self._options
         container: Object = {
             "name": _NODE,
-            "image": asked.image,
+            "image": options.image,
             "args": self._command,
             "securityContext": {**_RESTRICTED, "readOnlyRootFilesystem": True},
             "volumeMounts": [
@@ -177,25 +355,25 @@ class KubernetesJob:
                 {"name": "shm", "mountPath": "/dev/shm"},
                 *(
                     {"name": f"claim-{place}", "mountPath": folder, "readOnly": True}
-                    for place, folder in enumerate(asked.claims.values())
+                    for place, folder in enumerate(options.claims.values())
                 ),
             ],
         }
         if variables := limits():  # before those of env_from
             container["env"] = [{"name": name, "value": value} for name, value in variables.items()]
-        if asked.env_from is not None:
-            container["envFrom"] = [{"secretRef": {"name": asked.env_from}}]
+        if options.env_from is not None:
+            container["envFrom"] = [{"secretRef": {"name": options.env_from}}]
         if resources := self._resources():
             container["resources"] = resources
         volumes: list[Object] = [
             {"name": "pipeline", "configMap": {"name": self.name}},
-            {"name": "runs", "persistentVolumeClaim": {"claimName": asked.runs or self.name}},
+            {"name": "runs", "persistentVolumeClaim": {"claimName": options.runs or self.name}},
             {"name": "tmp", "emptyDir": {}},
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": asked.shm}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},
         ]
         volumes += [
             {"name": f"claim-{place}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
-            for place, claim in enumerate(asked.claims)
+            for place, claim in enumerate(options.claims)
         ]
         spec: Object = {
             "restartPolicy": restart,
@@ -203,12 +381,12 @@ class KubernetesJob:
             "enableServiceLinks": False,
             "securityContext": {
                 "runAsNonRoot": True,
-                "runAsUser": _USER,
-                "runAsGroup": _USER,
-                "fsGroup": _USER,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
-            **asked.pod,
+            **options.pod,
             **self._init_containers(),
             "containers": [container],
             "volumes": volumes,
@@ -219,7 +397,7 @@ class KubernetesJob:
         """Those that the file names, restricted where they do not say so themselves."""
         found = [
             {**one, "securityContext": {**_RESTRICTED, **(one.get("securityContext") or {})}}
-            for one in self._asked.pod.get("initContainers", ())
+            for one in self._options.pod.get("initContainers", ())
         ]
         return {"initContainers": found} if found else {}
 
@@ -231,7 +409,7 @@ class KubernetesJob:
         """
         made: list[tuple[Any, Object]] = []
         with _cluster() as (client, dynamic):
-            namespace = self._asked.namespace or _namespace()
+            namespace = self._options.namespace or _namespace()
             try:
                 for one in self.objects:
                     resource = dynamic.resources.get(api_version=one["apiVersion"], kind=one["kind"])
@@ -244,23 +422,23 @@ class KubernetesJob:
             del client
         return self.name
 
-    def follow(self, number: str, show: Show) -> Outcome:
+    def follow(self, job: str, show: Show) -> Outcome:
         """Show what the job's first pod prints, or why it does not run yet, until the job is over.
 
         Raises:
             ClusterError: the cluster does not answer.
         """
         with _cluster() as (client, dynamic):
-            namespace = self._asked.namespace or _namespace()
-            log = _Log(client, namespace, f"{JOB}={number}", show)
+            namespace = self._options.namespace or _namespace()
+            log = _Log(client, namespace, f"{JOB}={job}", show)
             last = self.objects[-1]
             resource = dynamic.resources.get(api_version=last["apiVersion"], kind=last["kind"])
             while True:
-                log.go_on()
-                status = resource.get(name=number, namespace=namespace).to_dict().get("status", {})
+                log.show_new()
+                status = resource.get(name=job, namespace=namespace).to_dict().get("status", {})
                 for condition in status.get("conditions", []):
                     if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
-                        log.go_on()
+                        log.show_new()
                         return Outcome(condition["type"], condition["type"] == "Complete")
                 time.sleep(_POLL_S)
 
@@ -284,16 +462,16 @@ class _Log:
         """When the output of a pod's container, the n-th that it has started, was read last."""
 
         self._over: set[tuple[str, int]] = set()
-        self._waits = ""
+        self._reason = ""
 
-    def go_on(self) -> None:
+    def show_new(self) -> None:
         """Show what there is to show; comes back when the pod has ended, or does not run yet."""
         for pod in self._core.list_namespaced_pod(self._namespace, label_selector=self._selector).items:
             notes, state = pod.metadata.annotations or {}, (pod.status.container_statuses or [None])[0]
             if notes.get(_INDEX, "0") != "0":
                 continue
             if state is None or state.state is None or state.state.waiting is not None:
-                self._tell(_why(pod, state))
+                self._show_reason(_why(pod, state))
                 continue
             one = (pod.metadata.name, state.restart_count)
             if one not in self._over:
@@ -314,10 +492,10 @@ class _Log:
             pass  # cut off by something on the way: the rest is read when it is asked for again
         self._read[one] = time.monotonic()
 
-    def _tell(self, why: str) -> None:
-        if why and why != self._waits:
+    def _show_reason(self, why: str) -> None:
+        if why and why != self._reason:
             self._show(f"ddprun: {why}\n")
-        self._waits = why
+        self._reason = why
 
 
 def _why(pod: Any, container: Any) -> str:

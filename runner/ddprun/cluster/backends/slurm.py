@@ -1,0 +1,303 @@
+"""A pipeline as a job of Slurm's: one task on each host, in which ddprun starts that host's ranks.
+
+A job whose time is nearly up gets SIGUSR1 (`sbatch --signal`), as it does from `scancel --signal=USR1`. Its
+ranks take a checkpoint and stop, ddprun ends with `QUEUE_AGAIN`, and the script puts the job back into the
+queue; when it runs again it goes on from the checkpoint. https://slurm.schedmd.com/sbatch.html
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from ddprun import ON_USR1, QUEUE_AGAIN
+from ddprun.cluster import Cluster, ClusterError, Flag, Outcome, Show, Submission, limits
+from ddprun.config import patterns
+from ddprun.config.fields import Validated
+from ddprun.options import NonNegativeInt, PositiveInt, all_within, mismatch, problem
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
+_POLL_S = 1.0
+_SILENT_S = 300.0
+"""How long Slurm may not answer: its controller is started again, or another host takes over; jobs go on."""
+
+_NO_SUCH_JOB = "Invalid job id"
+_NOT_OVER = frozenset(
+    {
+        *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"),
+        *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "STAGE_OUT"),
+    }
+)
+"""States of a job that is to go on; https://slurm.schedmd.com/job_state_codes.html."""
+
+_TIME = r"^([0-9]+-)?[0-9]{1,9}(:[0-9]{1,2}){0,2}$"
+_OPTION = r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$"
+"""A long option of sbatch's, without its dashes."""
+_PRINTABLE = r"[^\x00-\x1f\x7f\"\\]*"
+
+_OWN_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "account": "write slurm.account",
+        "array": "submit each run by itself",
+        "chdir": "paths are those of where submit is called",
+        "container": "write slurm.image",
+        "cpus-per-task": "write slurm.cpus",
+        "error": "both streams are in the job's one output file",
+        "gpus": "write slurm.gpus, which counts those of one host",
+        "gpus-per-node": "write slurm.gpus",
+        "gres": "write slurm.gpus",
+        "job-name": "write name",
+        "nodes": "write slurm.nodes",
+        "no-requeue": "write slurm.warn_s: 0",
+        "ntasks": "there is one task on each host; write launch.nproc_per_node",
+        "ntasks-per-node": "there is one task on each host; write launch.nproc_per_node",
+        "open-mode": "a job that is queued again goes on writing to its output file",
+        "output": "the job's output is beside the run's folder",
+        "parsable": "submit prints the job's id",
+        "partition": "write slurm.partition",
+        "requeue": "write slurm.warn_s",
+        "signal": "write slurm.warn_s",
+        "test-only": "use submit --dry-run",
+        "time": "write slurm.time",
+        "wait": "use submit --follow",
+        "wrap": "submit writes the script",
+    }
+)
+"""Options of sbatch's that are ddprun's to set, and what to do instead."""
+
+
+def _read_time(value: Any) -> str | int | None:
+    """Slurm's own ways to write a time.
+
+    Raises:
+        PydanticCustomError: it is none of them.
+    """
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    if isinstance(value, str) and re.fullmatch(_TIME, value):
+        return value
+    if isinstance(value, str):
+        raise problem(f'"{value}" is no time', 'minutes, "HH:MM:SS", "D-HH" or "D-HH:MM:SS"')
+    raise mismatch("a time", 'minutes, "HH:MM:SS", "D-HH" or "D-HH:MM:SS"')
+
+
+def _read_options(value: Any) -> dict[str, str | int | float | bool]:
+    """Raises:
+    PydanticCustomError: an option that sbatch cannot have, or that is ddprun's own.
+    """
+    if not isinstance(value, dict):
+        raise mismatch("a mapping of sbatch's options", "write {mem: 64G, exclusive: true}")
+    faults = []
+    for name, item in value.items():
+        if not isinstance(name, str) or not re.fullmatch(_OPTION, name):
+            wrong = problem(f'"{name}" is not a long option of sbatch', "as in mem-per-cpu", where="key")
+        elif name in _OWN_OPTIONS:
+            wrong = problem(f'"{name}" is set by ddprun', _OWN_OPTIONS[name], where="key")
+        elif not isinstance(item, (str, int, float)):
+            wrong = problem("expected a string, a number, or true for a flag without a value")
+        elif isinstance(item, str) and not re.fullmatch(_PRINTABLE, item):
+            wrong = problem("a line of a script cannot hold quotes, backslashes or line ends")
+        else:
+            continue
+        faults.append((wrong, (str(name),)))
+    if faults:
+        raise all_within(faults)
+    return dict(value)
+
+
+_Name = Annotated[str, Field(min_length=1, max_length=200, pattern=patterns.SLURM_NAME)]
+"""As partitions, accounts and images have."""
+
+_TIMES = {
+    "anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": _TIME}, {"type": "null"}]
+}
+_OPTIONS = {
+    "type": "object",
+    "propertyNames": {"pattern": _OPTION, "not": {"enum": list(_OWN_OPTIONS)}},
+    "additionalProperties": {"anyOf": [{"type": name} for name in ("string", "number", "boolean")]},
+}
+"""`time` and `options` as a JSON Schema can say them."""
+
+
+class Slurm(Cluster):
+    """A batch job of Slurm's, with one task on each host, which starts that host's ranks."""
+
+    class Options(Cluster.Options):
+        nodes: PositiveInt | None = None
+        """Hosts; null is `launch.nnodes`, of a range the largest."""
+
+        gpus: NonNegativeInt | None = None
+        """GPUs of each host; null asks for none."""
+
+        cpus: PositiveInt | None = None
+        """Processors of each host, for all of its ranks; null is what the cluster gives."""
+
+        time: Annotated[str | int | None, Validated(_read_time, _TIMES)] = None
+        """How long the job may take: minutes, "HH:MM:SS" or "D-HH:MM:SS"; null is the partition's limit."""
+
+        partition: _Name | None = None
+        """Where the job is queued; null is the cluster's default."""
+
+        account: _Name | None = None
+        """On whose account; null is the user's."""
+
+        image: _Name | None = None
+        """Container image, for clusters with Pyxis (`srun --container-image`); null runs without one."""
+
+        warn_s: NonNegativeInt = 120
+        """Seconds before time is up in which a checkpoint is taken and the job is queued again; 0 lets
+        it end."""
+
+        options: Annotated[dict[str, str | int | float | bool], Validated(_read_options, _OPTIONS)] = Field(
+            default={}
+        )
+        """Any other long options of sbatch, as in {mem: 64G, exclusive: true}."""
+
+    shows_file = False
+    flags: ClassVar[Mapping[str, Flag]] = {
+        "program": Flag(
+            "PATH", "how ddprun is called on the hosts; by default this one, on a disk that all share."
+        )
+    }
+
+    def __init__(self, options: Options, submission: Submission) -> None:
+        """Write the script."""
+        # As all hosts see them; `%j` stands for the job's id.
+        self._runs = Path("runs").resolve() / submission.loaded.pipeline.name
+        self._output = self._runs / "slurm-%j.out"
+        self._text = self._script(options, submission)
+
+    @property
+    def text(self) -> str:
+        """The script."""
+        return self._text
+
+    def send(self) -> str:
+        """Hand it to sbatch; gives the job's id.
+
+        Raises:
+            ClusterError: Slurm is not here, or refuses the job.
+        """
+        if shutil.which("sbatch") is None:
+            raise ClusterError("sbatch is not installed here; --dry-run prints the script")
+        try:
+            self._output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ClusterError(f"cannot make {self._output.parent}: {error.strerror}") from None
+        return _call(["sbatch", "--parsable"], self.text).partition(";")[0]
+
+    def follow(self, job: str, show: Show) -> Outcome:
+        """Show the job's output as it comes, until the job is over.
+
+        Raises:
+            ClusterError: Slurm has not answered for long, or knows no such job.
+        """
+        path = Path(str(self._output).replace("%j", job))
+        read, answered = 0, time.monotonic()
+        while True:
+            state = "PENDING"
+            try:
+                found = _call(["scontrol", "show", "job", "--oneliner", job])
+            except ClusterError as error:
+                if _NO_SUCH_JOB in str(error) or time.monotonic() - answered > _SILENT_S:
+                    raise
+            else:
+                state, answered = found.partition("JobState=")[2].partition(" ")[0], time.monotonic()
+            if path.exists():
+                with path.open("rb") as file:
+                    file.seek(read)
+                    piece = file.read()
+                read += len(piece)
+                show(piece.decode(errors="replace"))
+            if state not in _NOT_OVER:
+                return Outcome(state, state == "COMPLETED")
+            time.sleep(_POLL_S)
+
+    def _script(self, options: Options, submission: Submission) -> str:
+        loaded, program = submission.loaded, _program(options, submission)
+        again: list[tuple[str, str | bool]] = [("no-requeue", True)]
+        if options.warn_s:
+            again = [("signal", f"USR1@{options.warn_s}"), ("requeue", True)]
+        directives: list[tuple[str, str | int | float | bool | None]] = [
+            ("job-name", loaded.pipeline.name),
+            ("nodes", submission.hosts(options.nodes)),
+            ("ntasks-per-node", 1),
+            ("cpus-per-task", options.cpus),
+            ("gpus-per-node", options.gpus),
+            ("time", str(options.time) if options.time is not None else None),
+            ("partition", options.partition),
+            ("account", options.account),
+            ("output", str(self._output)),
+            ("open-mode", "append"),
+            *again,
+            *options.options.items(),
+        ]
+        lines = [
+            f"#SBATCH --{name}" + ("" if value is True else f"={_directive(str(value))}")
+            for name, value in directives
+            if value is not None and value is not False
+        ]
+        sets = "".join(f" --set {shlex.quote(override)}" for override in submission.overrides)
+        # All variables of this script, whatever of the shell that submits it sbatch is told to leave out.
+        srun = "srun --export=ALL --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60"
+        if options.image is not None:
+            srun += f" --container-image={shlex.quote(options.image)}"
+            if limits():  # before what the image sets
+                srun += f" --container-env={','.join(limits())}"
+        body = [
+            "set -u",
+            *(f"export {name}={shlex.quote(value)}" for name, value in limits().items()),
+            "# The same folder each time that the job is queued: a run that is there goes on.",
+            f'run={shlex.quote(str(self._runs))}/slurm-"$SLURM_JOB_ID"',
+            'if [ -e "$run/pipeline.yaml" ]; then',
+            '  set -- resume "$run"',
+            "else",
+            f'  set -- run {shlex.quote(str(loaded.path.resolve()))} --run-dir "$run"{sets}',
+            "fi",
+            # Since Slurm 22.05 srun does not take that over from the job.
+            'if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi',
+        ]
+        if options.warn_s:
+            body += [
+                f"export {ON_USR1}=stop",
+                f'{srun} {shlex.quote(program)} "$@"',
+                "code=$?",
+                f'if [ "$code" -eq {QUEUE_AGAIN} ]; then # SIGUSR1 has come, and a checkpoint was taken',
+                '  scontrol requeue "$SLURM_JOB_ID"',
+                "fi",
+                'exit "$code"',
+            ]
+        else:
+            body.append(f'exec {srun} {shlex.quote(program)} "$@"')
+        return "\n".join(["#!/bin/sh", *lines, "", *body]) + "\n"
+
+
+def _program(options: Slurm.Options, submission: Submission) -> str:
+    """How ddprun is called on the hosts."""
+    if given := submission.flags.get("program"):
+        return given
+    if options.image is not None:
+        return "ddprun"
+    here = Path(sys.argv[0]).resolve()
+    return str(here) if here.name.startswith("ddprun") else shutil.which("ddprun") or "ddprun"  # python -m
+
+
+def _directive(value: str) -> str:
+    """A value in a line of options, which sbatch reads nearly as a shell does."""
+    return value if _PLAIN.fullmatch(value) else f'"{value}"'
+
+
+def _call(command: Sequence[str], text: str = "") -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = " ".join((done.stderr or done.stdout).split())
+        raise ClusterError(f"{command[0]} failed: {reason}")
+    return done.stdout.strip()

@@ -1,0 +1,26 @@
+"""What backends share that run ddprun's image in containers."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ddprun.cluster.cluster import Submission
+from ddprun.config import patterns
+
+PORT = 29400
+"""Where the hosts of a job meet, on a network of its own: torchelastic's own default."""
+
+RUNS = "/workspace/runs"
+"""The image's folder for what runs leave."""
+
+USER = 1000
+"""The image's user."""
+
+Image = Annotated[str, Field(max_length=300, pattern=patterns.IMAGE)]
+Folder = Annotated[str, Field(max_length=1000, pattern=patterns.FOLDER)]
+
+
+def arguments(submission: Submission, job: str, file: str, hosts: int, first: str) -> list[str]:
+    """Ddprun's arguments in each container of a job; `first` is the name of the first one's host."""
+    run_dir = f"{RUNS}/{submission.loaded.pipeline.name}/{job}"
+    return submission.arguments(file, run_dir, hosts=hosts, meeting=f"{first}:{PORT}", job=job)

@@ -1,0 +1,1 @@
+"""The built-in trackers: a module for each, whose name is the tracker's."""

@@ -1,0 +1,68 @@
+"""MLflow, by its own package; no global state of MLflow's is touched."""
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddprun.options import PositiveInt
+from ddprun.track import RunInfo, StepInfo, Tracker, curves
+
+_VALUE_CHARACTERS = 500  # what every MLflow server takes
+
+
+class Mlflow(Tracker):
+    """MLflow. Needs the package mlflow."""
+
+    class Options(Tracker.Options):
+        tracking_uri: str | None = None
+        """The server; null: what `MLFLOW_TRACKING_URI` says, or MLflow's default."""
+
+        experiment: str = "ddprun"
+        """Where the run appears."""
+
+        every: PositiveInt = 10
+        """Steps from one point of a curve to the next."""
+
+    needs = "mlflow"
+
+    def __init__(self, options: Options, run: RunInfo) -> None:
+        """Begin a run there."""
+        from mlflow.tracking import MlflowClient
+
+        self._every = options.every
+        client = self._client = MlflowClient(tracking_uri=options.tracking_uri)
+        known = client.get_experiment_by_name(options.experiment)
+        place = known.experiment_id if known is not None else client.create_experiment(options.experiment)
+        self._id = client.create_run(place, run_name=run.folder.name).info.run_id
+        for key, value in _flat(run.pipeline):
+            client.log_param(self._id, key, str(value)[:_VALUE_CHARACTERS])
+
+    def step(self, step: StepInfo) -> None:
+        """Add a point to every curve."""
+        number = step.record["step"]
+        if number % self._every == 0:
+            self._add(number, curves(step))
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to every metric."""
+        self._add(step, {f"evaluate/{name}": value for name, value in values.items()})
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Say how it ended."""
+        states = {"done": "FINISHED", "interrupted": "KILLED"}
+        self._client.set_terminated(self._id, states.get(str(summary.get("status")), "FAILED"))
+
+    def _add(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        points = [Metric(name, value, now_ms, step) for name, value in values.items()]
+        self._client.log_batch(self._id, points)
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

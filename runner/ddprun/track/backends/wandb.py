@@ -1,0 +1,56 @@
+"""Weights & Biases, by its own package."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ddprun.options import PositiveInt
+from ddprun.track import RunInfo, StepInfo, Tracker, curves
+
+
+class Wandb(Tracker):
+    """Weights & Biases. Needs the package wandb."""
+
+    class Options(Tracker.Options):
+        project: str = "ddprun"
+        """Where the run appears."""
+
+        entity: str | None = None
+        """User or team; null: the account's own."""
+
+        mode: Literal["online", "offline"] = "online"
+        """`offline` keeps it in the run's folder, for `wandb sync`."""
+
+        every: PositiveInt = 10
+        """Steps from one point of a curve to the next."""
+
+    needs = "wandb"
+
+    def __init__(self, options: Options, run: RunInfo) -> None:
+        """Begin a run there."""
+        import wandb
+
+        self._every = options.every
+        self._run = wandb.init(
+            project=options.project,
+            entity=options.entity,
+            mode=options.mode,
+            name=run.folder.name,
+            group=run.name,
+            dir=str(run.folder),
+            config=dict(run.pipeline),
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
+        )
+
+    def step(self, step: StepInfo) -> None:
+        """Add a point to every curve."""
+        number = step.record["step"]
+        if number % self._every == 0:
+            self._run.log(curves(step), step=number)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to every metric."""
+        self._run.log({f"evaluate/{name}": value for name, value in values.items()}, step=step)
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Say how it ended."""
+        self._run.finish(exit_code=0 if summary.get("status") == "done" else 1)
