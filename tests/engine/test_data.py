@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 
+from ddprun.config import Loader
 from ddprun.engine.data import Feed
 from ddprun_hooks.comm.control import Control
 from ddprun_hooks.comm.groups import RankGroup
@@ -41,15 +42,9 @@ class Stream(IterableDataset[tuple[int, int]]):
 
 
 def feed(dataset: Any, rank: int, ranks: int, **changes: Any) -> Feed:
-    settings: dict[str, Any] = {
-        "batch_size": 4,
-        "shuffle": not isinstance(dataset, IterableDataset),
-        "drop_last": False,
-        "workers": 0,
-        "seed": 3,
-        "pin": False,
-    }
-    return Feed(dataset, rank=rank, ranks=ranks, **(settings | changes))
+    own = {key: changes.pop(key) for key in ("warn", "refuse") if key in changes}
+    loader = {"batch_size": 4, "shuffle": not isinstance(dataset, IterableDataset), **changes}
+    return Feed(dataset, Loader(**loader), seed=3, rank=rank, ranks=ranks, **own)
 
 
 def epoch(source: Feed, accumulate: int = 1) -> list[list[tuple[list[int], int]]]:

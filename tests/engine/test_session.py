@@ -19,7 +19,7 @@ from ddprun.engine.session import RunState, Session
 from ddprun.engine.setup import open_session
 from ddprun.engine.stage_run import StageRun, begin_stage
 from ddprun.engine.state import restore, state_of
-from ddprun.engine.stop import StopRequest
+from ddprun.engine.interrupts import StopRequest
 from ddprun.host.device import place_of
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.sync.audit import Finding

@@ -241,14 +241,7 @@ def build_schedule(
 
 
 def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...], *, inside_host: bool = False) -> Stack:
-    """A stack of hooks.
-
-    Args:
-        loaded: the pipeline.
-        path: of the hooks in the file.
-        hooks: in the order in which a payload goes through them.
-        inside_host: among the ranks of one host alone: of `hierarchical` only its hooks `within` remain.
-    """
+    """A stack of hooks; inside one host, only the hooks `within` of `hierarchical` remain of it."""
     named = []
     for index, written in enumerate(hooks):
         chosen = _Chosen(loaded, f"{path}[{index}]", written)

@@ -79,10 +79,7 @@ def check_state(session: Session) -> None:
 def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool = False) -> None:
     """Take a checkpoint of the state as it is now; called by all ranks after the same step.
 
-    Args:
-        session: of the run.
-        at_end: nothing comes after it, so it is waited for.
-        requested: by a signal, and is answered on the screen.
+    At the run's end it waits until it is written. One that a signal has requested is answered on the screen.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
     checkpoints, writer, step = runtime.checkpoints, runtime.checkpoints.writer, session.state.step

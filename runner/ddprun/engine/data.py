@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loading_process
 
+from ddprun.config import Loader
 from ddprun.engine.samples import BatchError, collate, digest_of
 from ddprun.engine.seeding import generators_kept, seed_everything
 from ddprun.host.orphans import die_with_parent
@@ -30,11 +31,8 @@ from ddprun_hooks.comm.control import Control
 class MicroBatch:
     """What one rank computes in one forward and backward."""
 
-    content: Any
-    """Collated samples: tensors with a leading batch dimension."""
-
-    samples: int
-    """Samples that count. 0: this rank has none left and computes along on a batch that counts nothing."""
+    content: Any  # collated samples: tensors with a leading batch dimension
+    samples: int  # that count; 0: this rank has none left and computes along on a batch that counts nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +40,8 @@ class StepBatches:
     """What one rank computes in one optimizer step."""
 
     micro_batches: Iterable[MicroBatch]
-    count: int
-    """Micro-batches in the step."""
-
-    total: int
-    """Samples of all ranks and micro-batches together."""
+    count: int  # micro-batches in the step
+    total: int  # samples of all ranks and micro-batches
 
 
 Refuse = Callable[[str, str | None], Exception]
@@ -67,13 +62,9 @@ class Feed:
 
     Args:
         dataset: map-style, or iterable; the same on every rank, unless it is `sharded`.
-        batch_size: samples per rank and micro-batch.
-        shuffle: draw a new order in each epoch (map-style only).
-        drop_last: leave out an epoch's last, smaller micro-batch.
-        workers: processes that load.
+        loader: of the file.
         seed, rank, ranks: as in the module's text.
         pin: put batches into page-locked memory, for a GPU.
-        sharded: the dataset gives each rank samples of its own.
         refuse: makes the error for data that cannot be trained on; a ValueError by default.
         warn: is called if samples that were read before step 1 are lost.
     """
@@ -81,38 +72,29 @@ class Feed:
     def __init__(
         self,
         dataset: Any,
+        loader: Loader,
         *,
-        batch_size: int,
-        shuffle: bool,
-        drop_last: bool,
-        workers: int,
         seed: int,
         rank: int,
         ranks: int,
-        pin: bool,
-        sharded: bool = False,
+        pin: bool = False,
         refuse: Refuse = _value_error,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.dataset, self.iterable = dataset, is_iterable(dataset)
-        self.rank, self.ranks = rank, ranks
-        self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
-        self.sharded, self.refuse, self.warn = sharded, refuse, warn
-        self._workers = workers
-        self._loading: dict[str, Any] = {"pin_memory": pin, **loading(workers)}
-        self.epoch = 0
-        """From 0; an epoch that is used up is left when the next step is asked for."""
-
+        self.seed, self.rank, self.ranks, self.refuse, self.warn = seed, rank, ranks, refuse, warn
+        self.batch_size, self.shuffle, self.drop_last = loader.batch_size, loader.shuffle, loader.drop_last
+        self.sharded, self._workers = loader.sharded, loader.workers
+        self._loading: dict[str, Any] = {"pin_memory": pin, **loading(loader.workers)}
+        self.epoch = 0  # an epoch that is used up is left when the next step is asked for
+        self.odd_ranks: list[int] = []  # that read other first samples than rank 0, once compared
         self._warned = False
-        self.odd_ranks: list[int] = []
-        """The ranks that read other first samples than rank 0, once compared."""
-
         self._used = 0  # samples of the epoch, of all ranks, as if every rank's batches were full
         self._first: tuple[list[Any], list[int]] | None = None  # this rank's first samples, and their numbers
         self._stream = _Stream(dataset)
         self._control: Control | None = None
         self._lengths = [] if self.iterable else [len(dataset)] * ranks  # samples of each rank's dataset
-        if self.iterable and shuffle:
+        if self.iterable and loader.shuffle:
             raise refuse("an iterable dataset has an order of its own: loader.shuffle must be false", None)
         if not self.iterable:
             self._check_length()
@@ -142,11 +124,6 @@ class Feed:
         self.odd_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         return self.odd_ranks
 
-    @property
-    def micro_batches_per_epoch(self) -> int | None:
-        """None for an iterable dataset, whose length nobody knows."""
-        return None if self.iterable else self._micro_batches(0)
-
     def _micro_batches(self, used: int) -> int:
         """How many an epoch has after so many samples."""
         whole, rest = divmod(self._nominal - used, self.batch_size * self.ranks)
@@ -160,9 +137,8 @@ class Feed:
         return (min if self.drop_last else max)(self._lengths) * self.ranks
 
     def steps_per_epoch(self, accumulate: int) -> int | None:
-        """Optimizer steps in an epoch; an epoch's last step may have fewer micro-batches."""
-        micro = self.micro_batches_per_epoch
-        return None if micro is None else -(-micro // accumulate)
+        """Optimizer steps in an epoch, whose last one may have fewer micro-batches; None: nobody knows."""
+        return None if self.iterable else -(-self._micro_batches(0) // accumulate)
 
     def steps_left(self, accumulate: int, epochs: int) -> int | None:
         """Optimizer steps from here to the end of so many epochs, the current one included."""
@@ -466,11 +442,7 @@ class Batches(Dataset[Any]):
     """Batches of a map-style dataset, by their lists of indices; a `BatchError` where samples do not fit.
 
     What a loading process draws for a batch depends on the batch alone: not on how many processes there are,
-    nor on where in the epoch they started.
-
-    Args:
-        dataset: the samples.
-        seed: of what loading processes draw; None: it is loaded in the training process.
+    nor on where in the epoch they started. Without a seed it is loaded in the training process.
     """
 
     def __init__(self, dataset: Any, seed: int | None) -> None:
@@ -493,18 +465,11 @@ class _Shares(IterableDataset[tuple[Any, int, int]]):
 
     samples: Iterable[Any]
     batch_size: int
-    rank: int
-    """It takes every ranks-th sample from this one on."""
-
+    rank: int  # it takes every ranks-th sample from this one on
     ranks: int
-    skip: int
-    """Leave out so many samples of the epoch."""
-
-    done: int
-    """So many of it have been read already."""
-
+    skip: int  # leave out so many samples of the epoch
+    done: int  # so many of it have been read already
     drop_last: bool
-    """Leave out the last, smaller batch."""
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         worker = get_worker_info()

@@ -48,7 +48,6 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
     quotient of whole numbers.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
-    reporter.where = stage.path
     make_buffers_equal(session, stage)
     metrics = _metrics(session, stage)
     sums = torch.zeros((len(metrics), 2), dtype=torch.float64, device=runtime.device)
@@ -210,11 +209,8 @@ def _from_iterable(session: Session) -> Iterator[tuple[Any, int]]:
 
 
 def call_sizes(held: Sequence[int], most: int) -> list[int]:
-    """Sizes of the batches of all ranks, call by call: each rank that has samples left takes so many.
-
-    Args:
-        held: samples of each rank.
-        most: samples in a batch.
+    """Sizes of batches, at `most` so many, call by call: each rank takes so many of the samples that it
+    has left; it begins with those `held`.
     """
     left, sizes = list(held), list[int]()
     while any(left):

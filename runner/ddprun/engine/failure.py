@@ -180,20 +180,23 @@ def prepare_nccl() -> None:
 def open_watchdog(
     environment: Environment, timeout_s: float, progress: Progress, ranks: Callable[[], Ranks]
 ) -> RankWatchdog:
-    """The watchdog of this rank, not started yet.
-
-    Args:
-        environment: from the launcher.
-        timeout_s: how long a collective may be under way.
-        progress: of the run, when it is asked.
-        ranks: this rank among the others; not called before the watchdog is started.
-    """
+    """The watchdog of this rank, not started yet; before it is, `ranks` is not called."""
 
     def speak(report: Report) -> None:
-        if progress.session is not None:
-            progress.session.reporter.screen.end()
+        session, run_dir = progress.session, progress.run_dir
+        if session is not None:
+            session.reporter.screen.end()
         screen.say(report.message)
-        _keep_hang(report, progress, environment.rank)
+        failure = {"rank": environment.rank, "message": report.headline, "hang": report.facts}
+        if run_dir is None or not _keep_failure(progress, failure):
+            return
+        # Rank 0's own writer may be what hangs.
+        writer = Writer(run_dir)
+        redact = session.runtime.loaded.secrets.redact_all if session is not None else dict
+        event_log(writer, redact, rank=environment.rank).error("hang", **report.facts)
+        writer.close()
+        if session is not None:
+            session.runtime.records.writer.flush()
 
     def leave() -> None:
         if progress.session is not None:
@@ -215,18 +218,3 @@ def open_watchdog(
     watchdog = RankWatchdog(environment.rank, timeout_s, rank_files.attempt_folder(), handler)
     handler.watchdog = watchdog
     return watchdog
-
-
-def _keep_hang(report: Report, progress: Progress, rank: int) -> None:
-    """Keep with the run what hangs."""
-    failure = {"rank": rank, "message": report.headline, "hang": report.facts}
-    if not _keep_failure(progress, failure) or progress.run_dir is None:
-        return
-    session = progress.session
-    # Rank 0's own writer may be what hangs.
-    writer = Writer(progress.run_dir)
-    redact = session.runtime.loaded.secrets.redact_all if session is not None else dict
-    event_log(writer, redact, rank=rank).error("hang", **report.facts)
-    writer.close()
-    if session is not None:
-        session.runtime.records.writer.flush()

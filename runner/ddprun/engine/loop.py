@@ -37,7 +37,7 @@ from ddprun.engine.stage_run import StageRun, begin_stage, end_stage
 from ddprun.telemetry.global_step import GlobalStep
 
 StepFunction = Callable[[StageRun, StepBatches, int], None]
-"""A step's own work, up to the optimizer's step; the number counts from 1 in the stage."""
+"""A step's own work, up to the optimizer's step. `step` counts from 1 in the stage, here and below."""
 
 Update = Callable[[nn.Module, Callable[[], Tensor]], Any]
 """What a forward stage does in a step: a function of the model and of its score."""
@@ -220,10 +220,7 @@ def forward_step(update: Update | None, run: StageRun, batches: StepBatches, ste
 def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> bool:
     """Clip, step, follow the schedule; whether the step was taken.
 
-    Args:
-        run: the stage.
-        step: counts from 1 in the stage.
-        from_backward: gradients come from a backward pass, whose loss may have been scaled.
+    Only gradients `from_backward` may have been scaled.
     """
     runtime, settings = run.session.runtime, run.settings
     precision, optimizer, model = runtime.precision, runtime.optimizer, runtime.model
@@ -329,13 +326,7 @@ def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
 def between_steps(
     run: StageRun, known: Sequence[GlobalStep], step: int, synchronized: bool
 ) -> Literal["continue", "interrupted", "stop alone"]:
-    """Do what all ranks agree on, at the same moment: this is the one place for it.
-
-    Args:
-        run: the stage.
-        known: what all ranks newly know alike.
-        step: that is over, from 1 in the stage.
-        synchronized: all ranks exchanged something in it.
+    """Do what all ranks agree on by what they newly know, at the same moment: this is the one place for it.
 
     Returns:
         `interrupted`: all ranks stop here. `stop alone`: they never exchange anything, and this one stops.

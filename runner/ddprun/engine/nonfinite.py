@@ -25,14 +25,9 @@ class Nonfinite:
     """The first loss or parameter of a run that was not finite."""
 
     step: int
-    rank: int
-    """Whose loss, or parameter, it was."""
-
-    value: str | None
-    """The loss: "nan", "inf" or "-inf"; None: every loss was finite."""
-
-    parameter: str | None
-    """The first parameter that is not finite, in the model's order; None: all were finite then."""
+    rank: int  # whose loss, or parameter, it was
+    value: str | None  # the loss: "nan", "inf" or "-inf"; None: every loss was finite
+    parameter: str | None  # the first that is not finite, in the model's order; None: all were finite then
 
     def describe(self) -> str:
         """For the screen."""
@@ -48,11 +43,7 @@ class Nonfinite:
 class FiniteCheck:
     """Finds trained parameters that are no longer finite; those that are infinite at first may stay so.
 
-    Args:
-        model: before its first step.
-        control: of all ranks.
-        recorder: knows this rank's own losses.
-        report: gets the first finding of the run.
+    The recorder knows this rank's own losses, and `report` gets the first finding of the run.
     """
 
     def __init__(
@@ -68,23 +59,16 @@ class FiniteCheck:
         self._names = list(self._params)
         self._control, self._recorder, self._report = control, recorder, report
         self.found: Nonfinite | None = None
-        self.lost_parameter: str | None = None
-        """A parameter that was not finite in the last check."""
-
-        self.failed = False
-        """The run ends because weights are not finite any more."""
+        self.lost_parameter: str | None = None  # that was not finite in the last check
+        self.failed = False  # the run ends because weights are not finite any more
 
     def first_lost(self) -> int:
         """The number of the first parameter that is not finite, from 1; 0: all are. Waits for the device."""
         return next((1 + self._names.index(name) for name in _not_finite(self._params)), 0)
 
     def after_steps(self, known: Iterable[GlobalStep], on_nan: OnNan, step: int) -> bool:
-        """Check the parameters if a loss is not finite; whether the run fails. Called by all ranks alike.
-
-        Args:
-            known: the steps that all ranks newly know of.
-            on_nan: of the stage.
-            step: steps of the run that are done.
+        """Check the parameters if a loss is not finite in the steps that all ranks newly know of; whether the
+        run fails. Called by all ranks, after so many steps of the run.
         """
         if not any(one.nonfinite for one in known) or (self.found and on_nan == "continue"):
             return self.failed
@@ -100,13 +84,7 @@ class FiniteCheck:
         return self._fail_if_lost(first_lost, on_nan)
 
     def at_end(self, lost: Sequence[int], on_nan: OnNan, step: int) -> bool:
-        """The same at a stage's end, where every rank has checked its parameters in any case.
-
-        Args:
-            lost: `first_lost` of every rank.
-            on_nan: of the stage.
-            step: steps of the run that are done.
-        """
+        """The same at a stage's end, by `first_lost` of every rank."""
         rank = next((rank for rank, number in enumerate(lost) if number), None)
         if rank is None:
             return self.failed

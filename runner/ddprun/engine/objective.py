@@ -16,12 +16,8 @@ from ddprun.sync.buffers import BufferUse, counters_of, probe
 class Outcome(NamedTuple):
     """What one forward pass gave."""
 
-    loss: Tensor
-    """Shape ()."""
-
-    output: Any
-    """What the model returned; None where the model returns its loss."""
-
+    loss: Tensor  # shape ()
+    output: Any  # what the model returned; None where the model returns its loss
     target: Any
 
 
@@ -30,21 +26,15 @@ class Objective:
 
     A batch of (input, target) calls `model(input)` and `loss(output, target)`; with `loss: model` it calls
     `model(input, target)`, and a batch that is a mapping becomes the model's keyword arguments.
-
-    Args:
-        loaded: for errors.
-        loss: a function of (output, target); None if the model returns its own loss.
     """
 
     def __init__(self, loaded: Loaded, loss: Callable[[Any, Any], Tensor] | None) -> None:
-        self._loaded = loaded
-        self._loss = loss
-        self.summed = loaded.pipeline.loss.options.get("reduction") == "sum"
-        """The loss is a sum over samples, not a mean."""
-
-        ignored = getattr(loss, "ignore_index", loaded.pipeline.loss.options.get("ignore_index"))
+        self._loaded, self._loss = loaded, loss
+        options = loaded.pipeline.loss.options
+        self.summed = options.get("reduction") == "sum"  # the loss is a sum over samples, not a mean
+        ignored = getattr(loss, "ignore_index", options.get("ignore_index"))
+        # Targets of this value do not count; None: all do.
         self.ignore_index = ignored if isinstance(ignored, int) else None
-        """Targets of this value do not count; None: all do."""
 
     def __call__(self, model: nn.Module, content: Any) -> Outcome:
         """Forward and loss.

@@ -1,41 +1,43 @@
 """What you see of a run while it lasts: the screen, the event log, the trackers."""
 
+import importlib.util
+import os
+import signal
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
+from typing import Any
 
 from structlog.typing import FilteringBoundLogger
 
+from ddprun import LAUNCHED
+from ddprun.config import Loaded, PipelineError
 from ddprun.engine.nonfinite import Nonfinite
+from ddprun.plugins import TRACKERS
 from ddprun.sync.audit import Finding
 from ddprun.telemetry.control_message import Overflow
 from ddprun.telemetry.global_step import GlobalStep
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun.telemetry.stragglers import Straggler
+from ddprun.track import RunInfo, StepInfo
 from ddprun.track.trackers import Trackers, nobody
+from ddprun_hooks.comm.trace import BucketTrace
 
 
 class Reporter:
-    """Reports how a run goes; the screen shows what rank 0 reports.
-
-    Args:
-        screen: for lines and the progress bar.
-        events: for `events.jsonl`.
-        recorder: knows what this rank has found by itself.
-    """
+    """Reports how a run goes; the screen shows what rank 0 reports."""
 
     def __init__(self, screen: Screen, events: FilteringBoundLogger, recorder: StepRecorder) -> None:
         self.screen, self.events, self._recorder = screen, events, recorder
         self.trackers: Trackers = nobody()
-        self.where = "before the first stage"
-        """For an error's message."""
-
-        self.apart_reported = False
-        """The screen has said that ranks differ, and not yet that they are equal again."""
-
+        self.where = "before the first stage"  # for an error's message
+        self.apart_reported = False  # that ranks differ, and not yet that they are equal again
         self._straggler: Straggler | None = None
 
     def note(self, text: str) -> None:
@@ -45,14 +47,7 @@ class Reporter:
     # Of the stage that is running.
 
     def begin_stage(self, name: str, steps: int | None, *, first: int, step: int) -> None:
-        """A stage begins, or is resumed.
-
-        Args:
-            name: of its kind.
-            steps: how many it has; None where nobody can know.
-            first: steps of the run before the stage.
-            step: steps of the run that are done.
-        """
+        """A stage of so many steps begins, after `first` steps of the run, or is resumed after `step`."""
         self._first, self._resumed_at, self._started = first, step, time.monotonic()
         self._newest: GlobalStep | None = None
         self._shown = self._overflows = 0
@@ -140,3 +135,72 @@ class Reporter:
         elif at_end and not finding.farthest and self.apart_reported:
             self.apart_reported = False
             self.note(f"audit, step {step}: the ranks hold the same parameters again")
+
+
+# Trackers.
+
+
+def check_trackers(loaded: Loaded) -> None:
+    """Check that the packages which the trackers of a pipeline need are installed.
+
+    Raises:
+        PipelineError: names those that are not.
+    """
+    faults = []
+    for index, choice in enumerate(loaded.pipeline.track):
+        needs = TRACKERS.load(choice.name).needs
+        if needs and importlib.util.find_spec(needs) is None:
+            text = f"{choice.name} needs the package {needs}, which is not installed"
+            package = f"'ddprun[{choice.name}]'" if choice.source == "built-in" else needs
+            faults.append(loaded.fault(f"track[{index}]", text, f"pip install {package}"))
+    if faults:
+        raise PipelineError(faults)
+
+
+def open_trackers(loaded: Loaded, run_dir: Path, reporter: Reporter, recorder: StepRecorder) -> None:
+    """Open the trackers of the run, and give them every step; on rank 0 alone."""
+
+    def failed(name: str, why: str) -> None:
+        reporter.events.warning("tracker_failed", tracker=name, reason=why)
+        reporter.note(f"{name} has failed and gets no more of this run: {why}")
+
+    run = RunInfo(loaded.pipeline.name, run_dir, loaded.secrets.redact_all(loaded.plain()))
+    makers = {}
+    for index, choice in enumerate(loaded.pipeline.track):
+        filled = loaded.filled(f"track[{index}]", choice).options
+        changed = {key: value for key, value in filled.items() if value != choice.options[key]}
+        assert choice.settings is not None
+        options = choice.settings.model_copy(update=changed)
+        makers[choice.name] = partial(TRACKERS.load(choice.name), options)
+    trackers = reporter.trackers = Trackers(makers, run, failed)
+    _fail_when_ended(trackers)
+
+    def observe(record: dict[str, Any], traces: Sequence[BucketTrace[int]]) -> None:
+        sent: Counter[tuple[str, str]] = Counter()
+        for trace in traces:
+            sent[trace.kind, ",".join(trace.hooks) or "all_reduce"] += trace.wire_bytes
+        trackers.step(StepInfo(record, sent))
+
+    recorder.observe = observe
+
+
+def _fail_when_ended(trackers: Trackers) -> None:
+    """Close the trackers as failed when SIGTERM ends this rank: torchelastic sends it to the other ranks when
+    one has failed. Without ddprun's launcher SIGTERM is a request to stop, and stays one.
+
+    A thread does it, since the main thread may be waiting in a collective, where no handler runs.
+    """
+    if LAUNCHED not in os.environ:
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # gets the number of each signal at once
+
+    def end() -> None:
+        while signal.SIGTERM not in os.read(read, 64):
+            pass
+        trackers.fail()
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=end, name="ddprun-ended", daemon=True).start()

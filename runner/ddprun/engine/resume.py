@@ -13,8 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch import Tensor
-
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.folder import FOLDER, Checkpoint, rank_name
 from ddprun.checkpoint.tensors import DamagedError, UnreadableError
@@ -82,12 +80,7 @@ def resume(session: Session) -> None:
 
 @contextmanager
 def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
-    """Around what reads a checkpoint: if one rank cannot, all end, for the same reason.
-
-    Args:
-        session: of the run.
-        found: the checkpoint.
-        part: what is read; a name of its own each time.
+    """Around what reads a part of a checkpoint, another one each time: if one rank cannot, all end alike.
 
     Raises:
         PipelineError: the state does not fit the model.
@@ -145,11 +138,15 @@ def _newest_whole(session: Session) -> Checkpoint | None:
         reason = _check_share(session, root, step)
         if reason is not None:
             skipped.append((step, ranks.tell_all(f"resume/{step}/why", partial(_why, root, step)), reason))
-        elif lost := ranks.tell_all(f"resume/{step}/finite", partial(_lost, session, root, step)):
-            skipped.append((step, "nonfinite", f"{lost} is not finite in it"))
-        else:
-            found = _manifest(session, root, step)
+            continue
+        manifest = json.loads(
+            ranks.tell_all(f"resume/{step}/manifest", partial(_manifest, session, root, step))
+        )
+        lost, world_size, files = manifest
+        if not lost:
+            found = Checkpoint(root / folder.name_of(step), step, world_size, files)
             break
+        skipped.append((step, "nonfinite", f"{lost} is not finite in it"))
     unreadable = [reason for _, why, reason in skipped if why == "unused"]
     if unreadable and found is None:
         raise RunFolderError(f"no checkpoint in {root} can be read by all ranks: {unreadable[0]}")
@@ -223,16 +220,14 @@ def _why(root: Path, step: int) -> str:
     return "unused"
 
 
-def _lost(session: Session, root: Path, step: int) -> str:
-    """On rank 0: what in a whole checkpoint is not finite and cannot become so; empty: nothing."""
+def _manifest(session: Session, root: Path, step: int) -> str:
+    """On rank 0: what in a whole checkpoint is not finite and cannot become so, its world size, its files."""
     found = folder.opened(root, step)
-    name = found.nonfinite
-    if name in (None, folder.LOSS):
-        return ""
-    if _on_nan(session, _outline(found, 0)["position"]) == "continue":
-        session.reporter.note(f"using the checkpoint of step {step}, though {name} is not finite in it")
-        return ""
-    return str(name)
+    lost = None if found.nonfinite == folder.LOSS else found.nonfinite
+    if lost is not None and _on_nan(session, _outline(found, 0)["position"]) == "continue":
+        session.reporter.note(f"using the checkpoint of step {step}, though {lost} is not finite in it")
+        lost = None
+    return json.dumps([lost, found.world_size, found.files])
 
 
 def _on_nan(session: Session, cursor: Mapping[str, Any]) -> str:
@@ -257,17 +252,6 @@ def _set_aside(session: Session, root: Path, step: int, why: str, reason: str) -
     except OSError as error:
         now = f"not renamed: {error.strerror}"
     reporter.note(f"skipping the checkpoint of step {step}{which}: {reason} ({now})")
-
-
-def _manifest(session: Session, root: Path, step: int) -> Checkpoint:
-    """What rank 0 reads in the manifest, on every rank."""
-
-    def read() -> str:
-        found = folder.opened(root, step)
-        return json.dumps([found.world_size, found.files])
-
-    world_size, files = json.loads(session.runtime.ranks.tell_all(f"resume/{step}/manifest", read))
-    return Checkpoint(root / folder.name_of(step), step, world_size, files)
 
 
 # Its state.
@@ -344,7 +328,10 @@ def _for_another_world(
     if refused is not None:
         raise PipelineError([loaded.fault(*refused, "resume on as many ranks as before")])
     if "parameters" not in shared:
-        state["parameters"] = _mean_parameters([one["parameters"] for one in own])
+        state["parameters"] = {  # what has no mean (quantised weights) is rank 0's
+            name: mean_of([one["parameters"][name] for one in own]) if has_mean(value) else value
+            for name, value in own[0]["parameters"].items()
+        }
     if "optimizer" not in shared:
         state["optimizer"] = mean_state([one["optimizer"] for one in own])
     state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
@@ -361,11 +348,3 @@ def _for_another_world(
     seeding.seed_everything(loaded.pipeline.seed + rank + ranks * (1 + state["step"]))
     state["generators"] = seeding.generator_state(runtime.device)
     return state
-
-
-def _mean_parameters(of_ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean over ranks of every parameter that has one; the others (quantised weights) are rank 0's."""
-    return {
-        name: mean_of([one[name] for one in of_ranks]) if has_mean(value) else value
-        for name, value in of_ranks[0].items()
-    }

@@ -18,13 +18,9 @@ from ddprun.telemetry.record_files import FOLDERS, truncate_torn_event
 
 PIPELINE, ABOUT, SUMMARY = "pipeline.yaml", "run.json", "summary.json"
 _LOCK = "run.lock"
-_WAIT_S = 10.0
-"""For the lock of a rank 0 that was killed and is not gone yet."""
-
-_LEASE_S = 120.0
+_WAIT_S, _LEASE_S = 10.0, 120.0  # for the lock of a rank 0 that was killed and is not gone yet
 _MOST_BYTES = 1 << 20
-_FOLDERS = (*FOLDERS, CHECKPOINTS, "logs")
-"""What a resumed run may write into, or clear."""
+_FOLDERS = (*FOLDERS, CHECKPOINTS, "logs")  # what a resumed run may write into, or clear
 
 
 class RunFolderError(Exception):
@@ -40,24 +36,16 @@ class RunFolder:
     """A run's folder, as rank 0 sees it."""
 
     path: Path
-    token: str
-    """Of this attempt at the run; different in each."""
-
-    resumed: bool
-    """The run was begun before: resume from a checkpoint, or start from the beginning in the same folder."""
+    token: str  # of this attempt at the run; different in each
+    resumed: bool  # begun before: resume from a checkpoint, or start again in the same folder
 
 
 def agree_on_folder(
     loaded: Loaded, wanted: Path | None, ranks: Ranks, *, resuming: Resuming, known: Path | None
 ) -> RunFolder:
-    """Make, or find, the run's folder on rank 0, for all ranks.
+    """Make, or find, the run's folder on rank 0, for all ranks; the one `wanted` by the command line.
 
-    Args:
-        loaded: the pipeline.
-        wanted: what the command line says.
-        ranks: this rank among the others.
-        resuming: `wanted` is the folder of a run that is to be resumed.
-        known: the folder that this host's ranks had before they were restarted.
+    Ranks that were restarted keep the folder that is `known` to their host.
 
     Raises:
         RunFolderError: on rank 0: it cannot be made, is not empty, is not a run's, or is in use.

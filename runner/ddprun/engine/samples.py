@@ -134,12 +134,9 @@ def shards_itself(dataset: Any) -> str | None:
 
 
 def differing(odd: Sequence[int], ranks: int, how: str | None) -> str:
-    """What to say if ranks read different samples of data that they share: two lines, the likely cause first.
+    """What to say if `odd` ranks read other samples of shared data than rank 0; `how`: from `shards_itself`.
 
-    Args:
-        odd: the ranks that read other samples than rank 0.
-        ranks: how many there are.
-        how: as `shards_itself` gives it.
+    Two lines, the likely cause first.
     """
     lost = f"{ranks - 1} of {ranks} samples are never used"
     if how is not None:

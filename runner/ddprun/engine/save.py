@@ -39,7 +39,6 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
         LostError: the disk is full, or fails.
     """
     runtime, reporter = session.runtime, session.reporter
-    reporter.where = stage.path
     make_buffers_equal(session, stage)
     target = runtime.run_dir / as_path(runtime.loaded.filled(f"{stage.path}.to", stage.to))
     if runtime.ranks.rank == 0:

@@ -6,21 +6,20 @@ from pathlib import Path
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ddprun.config import Loaded, PipelineError, StepStage
+from ddprun.config import Loaded, PipelineError
 from ddprun.engine import build, seeding
 from ddprun.engine.checkpoints import check_state, open_checkpoints
 from ddprun.engine.clocks import ClockOffsets
 from ddprun.engine.data import Feed
+from ddprun.engine.interrupts import StopRequest
 from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective, find_buffer_use, freeze_layout
 from ddprun.engine.precision import Precision
-from ddprun.engine.reporter import Reporter
+from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import differing, shards_itself
 from ddprun.engine.session import HeldOut, RunState, Runtime, Session
 from ddprun.engine.stacks import Stacks, open_stacks
-from ddprun.engine.stop import StopRequest
-from ddprun.engine.tracking import check_trackers, fail_when_ended, open_trackers, pass_on
 from ddprun.host import shared_memory
 from ddprun.host.device import Place
 from ddprun.host.import_path import make_folder_importable
@@ -70,31 +69,24 @@ def open_session(
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = {
         stage.index: build.optimizer_settings(loaded, stage, model, optimizer)
-        for stage in pipeline.stages
-        if isinstance(stage, StepStage)
+        for stage in pipeline.step_stages()
     }
     stacks = open_stacks(loaded)
-    loader = pipeline.loader
     feed = Feed(
         data.train,
-        batch_size=loader.batch_size,
-        shuffle=loader.shuffle,
-        drop_last=loader.drop_last,
-        workers=loader.workers,
+        pipeline.loader,
         seed=pipeline.seed,
         rank=ranks.rank,
         ranks=ranks.size,
         pin=device.type == "cuda",
-        sharded=loader.sharded,
         refuse=partial(build.data_refused, loaded, "train"),
     )
     build.check_sync(loaded, model, ranks.size)
 
     control = open_control(ranks.timeout, ranks.watchdog)
     control.agree("the pipeline", loaded.digest())
-    control.agree(
-        "the model", repr([(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()])
-    )
+    shapes = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
+    control.agree("the model", repr(shapes))
     exchange = _open_exchange(loaded, control, ranks, place, stacks)
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
@@ -162,9 +154,7 @@ def open_session(
     check_state(session)
     clock_offsets.measure()
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
-        reporter.trackers = open_trackers(loaded, run_dir, screen, events)
-        fail_when_ended(reporter.trackers)
-        recorder.observe = partial(pass_on, reporter.trackers)
+        open_trackers(loaded, run_dir, reporter, recorder)
     return session
 
 

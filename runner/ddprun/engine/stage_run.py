@@ -28,8 +28,7 @@ class StageRun:
     settings: TrainSettings
     synchronizer: Synchronizer
     mutate: Callable[[nn.Module], Any] | None
-    steps: int | None
-    """How many there will be; None where nobody can know."""
+    steps: int | None  # None where nobody can know
 
     def batches(self) -> Iterator[StepBatches]:
         """The micro-batches of each step that is left, until the stage's length or the data is at its end."""

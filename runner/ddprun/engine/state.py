@@ -173,16 +173,8 @@ def check_fields(state: Mapping[str, Any]) -> None:
         _nonfinite(state["reported"])
 
 
-_UNREADABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What reading something other than expected ends in."""
+# What reading something other than expected ends in.
+_MISREAD = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @contextmanager
@@ -196,7 +188,7 @@ def reading(what: str) -> Iterator[None]:
         yield
     except (DamagedError, StateError, torch.OutOfMemoryError):
         raise
-    except _UNREADABLE as error:
+    except _MISREAD as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise DamagedError(f"its {what} cannot be read ({text:.200})") from error
 
@@ -246,10 +238,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
 def restore_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:
     """Continue in the middle of a stage, whose policy has begun and whose schedule has been built.
 
-    Args:
-        session: of the run.
-        state: of the checkpoint.
-        new_rates: learning rates are not what they were, or fall over another number of steps.
+    With `new_rates` learning rates are not what they were, or fall over another number of steps.
 
     Raises:
         DamagedError: it is no state.

@@ -8,20 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ddprun import LAUNCHED, __version__, screen
-from ddprun.config import (
-    AverageStage,
-    BroadcastStage,
-    Evaluate,
-    Forward,
-    Loaded,
-    Save,
-    Train,
-)
+from ddprun.config import AverageStage, BroadcastStage, Evaluate, Forward, Loaded, Save, Train
 from ddprun.engine.checkpoints import close_checkpoints, take_checkpoint
 from ddprun.engine.evaluate import evaluate
 from ddprun.engine.failure import BAD_INPUT as BAD_INPUT
 from ddprun.engine.failure import FAILED, Progress, open_watchdog, prepare_nccl, report_failure
 from ddprun.engine.finish import Status, finish_run
+from ddprun.engine.interrupts import StopRequest, TimeSliceClient
 from ddprun.engine.loop import forward, train
 from ddprun.engine.replicas import average, broadcast
 from ddprun.engine.resume import resume
@@ -29,8 +22,6 @@ from ddprun.engine.run_folder import agree_on_folder
 from ddprun.engine.save import save
 from ddprun.engine.session import Session
 from ddprun.engine.setup import open_session
-from ddprun.engine.stop import StopRequest
-from ddprun.engine.time_slices import TimeSliceClient
 from ddprun.host import rank_files
 from ddprun.host.device import place_of
 from ddprun.host.orphans import die_with_parent
@@ -52,10 +43,7 @@ Telemetry keeps a few thousand objects for steps whose control messages are unde
 def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> int:
     """Run this rank's share of the pipeline; gives the exit code.
 
-    Args:
-        loaded: the checked pipeline.
-        run_dir: where the run's files go; None makes a new folder under `runs/<name>/`.
-        resuming: `run_dir` is the folder of a run that is to be resumed.
+    The run's files go to `run_dir`; None makes a new folder under `runs/<name>/`.
     """
     die_with_parent()
     stop = StopRequest()
@@ -151,6 +139,7 @@ def _run_stages(session: Session) -> Status:
 
 def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
     watchdog = session.runtime.ranks.watchdog
+    session.reporter.where = stage.path
     watchdog.stage(stage.path)
     watchdog.step(0)
     watchdog.turn(stage.name.encode())

@@ -179,21 +179,10 @@ def _unknown(loaded: Loaded) -> Unknown:
 
 
 def _open_feed(loaded: Loaded, world: World) -> Feed:
-    loader = loaded.pipeline.loader
+    loader = loaded.pipeline.loader.model_copy(update={"workers": 0})
     data = build.build_data(loaded)
     try:
-        return Feed(
-            data.train,
-            batch_size=loader.batch_size,
-            shuffle=loader.shuffle,
-            drop_last=loader.drop_last,
-            workers=0,
-            seed=loaded.pipeline.seed,
-            rank=0,
-            ranks=world.ranks,
-            pin=False,
-            sharded=loader.sharded,
-        )
+        return Feed(data.train, loader, seed=loaded.pipeline.seed, rank=0, ranks=world.ranks)
     except ValueError as error:
         raise PipelineError([loaded.fault("data", str(error))]) from None
 

@@ -1,12 +1,15 @@
-"""What signals request of a run."""
+"""What interrupts a run from outside: signals, and the time slices of a comparison."""
 
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 
-from ddprun import LAUNCHED
+from ddprun import COMPARED, LAUNCHED
 from ddprun.host.signals import handle
 from ddprun.parallel.ranks import Ranks
 
@@ -19,7 +22,7 @@ class StopRequest:
 
     Under a launcher of ddprun's a request to stop comes as SIGINT; SIGTERM is how torchelastic ends a rank
     when another one has failed, and ends it at once; rank 0 closes its trackers first
-    (`tracking.fail_when_ended`).
+    (`engine/reporter.py`).
     """
 
     def __init__(self) -> None:
@@ -58,3 +61,50 @@ class StopRequest:
 
     def _note_checkpoint(self, number: int, frame: FrameType | None) -> None:
         self._checkpoint_wanted = True
+
+
+@dataclass(slots=True)
+class TimeSliceClient:
+    """Runs that are compared take turns on one machine, so that what disturbs it disturbs all alike.
+
+    `ddprun compare` starts its runs at once. Each stops after every so many steps until it is its turn again;
+    only one works at a time. Nothing of a run changes by that but when it happens.
+    """
+
+    every: int  # steps of a time slice
+    _connection: socket.socket
+    _taken_at: int = -1
+
+    @classmethod
+    def of(cls, rank: int, ranks: int) -> "TimeSliceClient | None":
+        """As the environment says; None if this run is not one of several.
+
+        Raises:
+            OSError: the comparison has ended.
+        """
+        text = os.environ.get(COMPARED)
+        if text is None:
+            return None
+        settings = json.loads(text)
+        connection = socket.create_connection(("127.0.0.1", settings["port"]), timeout=60)
+        connection.settimeout(None)
+        hello = {"secret": settings["secret"], "run": settings["run"], "rank": rank, "ranks": ranks}
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+        return cls(settings["every"], connection)
+
+    def due(self, step: int) -> bool:
+        """Whether a time slice ends after so many steps of the run."""
+        return step % self.every == 0 and step != self._taken_at
+
+    def wait(self, step: int) -> float:
+        """End this time slice, and wait for the next one; gives the seconds that took.
+
+        Raises:
+            ConnectionError: the comparison has ended.
+        """
+        started = time.monotonic()
+        self._taken_at = step
+        self._connection.sendall(b"p")
+        if self._connection.recv(1) != b"g":
+            raise ConnectionError("the comparison that this run belongs to has ended")
+        return time.monotonic() - started
