@@ -36,8 +36,7 @@ from ddprun_hooks.stack import Stack
 
 _T = TypeVar("_T")
 
-MUTATIONS: dict[str, Callable[..., None]] = {"noise": noise}
-UPDATES: dict[str, Callable[..., None]] = {"evolution_strategies": evolution_strategies}
+_FUNCTIONS: dict[str, Callable[..., None]] = {"noise": noise, "evolution_strategies": evolution_strategies}
 
 _WANTED = {
     wanted.kind: wanted
@@ -259,27 +258,14 @@ def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...], *, inside_
         raise PipelineError([loaded.fault(path, str(error))]) from None
 
 
-def build_mutation(loaded: Loaded, path: str, choice: Choice) -> Callable[[nn.Module], Any]:
-    """What changes a rank's weights: a function of the model."""
+def build_function(loaded: Loaded, path: str, choice: Choice) -> Callable[..., Any]:
+    """By the kind of the choice: a `mutate` of (model), an `update` of (model, score), or a metric of
+    (output, target) that returns a number.
+    """
     chosen = _Chosen(loaded, path, choice)
     if chosen.source == "built-in":
-        return functools.partial(MUTATIONS[chosen.name], **chosen.options)
-    return chosen.callable(None)
-
-
-def build_update(
-    loaded: Loaded, path: str, choice: Choice
-) -> Callable[[nn.Module, Callable[[], Tensor]], Any]:
-    """What a forward stage does in a step: a function of the model and of its score."""
-    chosen = _Chosen(loaded, path, choice)
-    if chosen.source == "built-in":
-        return functools.partial(UPDATES[chosen.name], **chosen.options)
-    return chosen.callable(None, None)
-
-
-def build_metric(loaded: Loaded, path: str, choice: Choice) -> Callable[[Any, Any], Any]:
-    """A dotted metric: a function of (output, target) that returns a number."""
-    return _Chosen(loaded, path, choice).callable(None, None)
+        return functools.partial(_FUNCTIONS[chosen.name], **chosen.options)
+    return chosen.callable(*([None] if choice.kind == "mutate" else [None, None]))
 
 
 def check_sync(loaded: Loaded, model: nn.Module, ranks: int) -> None:

@@ -84,7 +84,7 @@ def _metrics(session: Session, stage: Evaluate) -> dict[str, Metric]:
     found = {"loss": Metric(_summed_loss if objective.summed else mean_loss)}
     for index, (name, choice) in enumerate(zip(names_of(stage.metrics), stage.metrics, strict=True)):
         if choice.source != "built-in":
-            metric = build.build_metric(loaded, f"{stage.path}.metrics[{index}]", choice)
+            metric = build.build_function(loaded, f"{stage.path}.metrics[{index}]", choice)
             found[name] = Metric(partial(_dotted, metric))
         elif choice.name == "accuracy":
             found[name] = Metric(partial(_accuracy, objective.ignore_index))

@@ -51,9 +51,7 @@ _EXCHANGING = (
 """Where collectives and the store are called from."""
 
 _GLOO_GUESSES = ". This is typically caused by"
-_LAUNCHER_NOTICES_S = 3.0
-_OTHERS_READ_S = 1.0
-_TRACKERS_END_S = 2.0
+_LAUNCHER_NOTICES_S, _OTHERS_READ_S, _TRACKERS_END_S = 3.0, 1.0, 2.0
 
 _NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",

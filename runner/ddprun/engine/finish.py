@@ -37,7 +37,7 @@ def finish_run(session: Session, *, status: Status, seconds: float) -> list[str]
     failures = ranks.gather("records", records.writer.failure or "")
     if incomplete := [(rank, why) for rank, why in enumerate(failures) if why]:
         (rank, why), *others = incomplete
-        more = f" (and of {len(others)} more ranks)" if others else ""
+        more = f" (and of {len(others)} more)" if others else ""
         reporter.note(f"the records of rank {rank}{more} are incomplete: {why}")
     found = summarize(session, status=status, seconds=seconds, stages=state.cursor.entries)
     if status == "failed":

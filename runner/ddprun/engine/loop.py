@@ -52,7 +52,7 @@ def forward(session: Session, stage: Forward) -> dict[str, Any]:
     """Run a forward stage, whose `update` changes the weights, if anything does; gives its entry."""
     update: Update | None = None
     if stage.update is not None:
-        update = build.build_update(session.runtime.loaded, f"{stage.path}.update", stage.update)
+        update = build.build_function(session.runtime.loaded, f"{stage.path}.update", stage.update)
     return run_stage(session, stage, partial(forward_step, update))
 
 

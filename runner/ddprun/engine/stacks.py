@@ -14,11 +14,9 @@ class Stacks:
     """Stacks by the index of their stage in `stages`."""
 
     all_ranks: dict[int, Stack] = field(default_factory=dict)
+    # Among the ranks of one host, where `hierarchical` has one level less.
     within_hosts: dict[int, Stack] = field(default_factory=dict)
-    """For what the ranks of one host exchange among themselves: `hierarchical` has one level less there."""
-
-    used: dict[str, Stack] = field(default_factory=dict)
-    """Each once, in the order of their stages, by what describes it."""
+    used: dict[str, Stack] = field(default_factory=dict)  # each once, by its description, in order
 
     @property
     def first(self) -> Stack:

@@ -116,7 +116,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     )
     mutate = None
     if settings.mutate is not None:
-        mutate = build.build_mutation(loaded, f"{stage.path}.mutate", settings.mutate)
+        mutate = build.build_function(loaded, f"{stage.path}.mutate", settings.mutate)
 
     runtime.stacks.enter(stage.index)
     stack, host_stack = runtime.stacks.all_ranks[stage.index], runtime.stacks.within_hosts[stage.index]

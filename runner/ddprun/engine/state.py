@@ -169,8 +169,7 @@ def check_fields(state: Mapping[str, Any]) -> None:
         Accumulator.of(found.telemetry["round"])
         math.isfinite(found.telemetry["own_loss"])
     with reading("reported"):
-        _finding(state["reported"])
-        _nonfinite(state["reported"])
+        _findings(state["reported"])
 
 
 # What reading something other than expected ends in.
@@ -229,9 +228,9 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     run_state.outer_momentum.update(state["outer_momentum"])
     with reading("reported"):
         run_state.loss, run_state.metrics = reported["loss"], reported["metrics"]
-        run_state.last_audit, run_state.farthest_apart = _finding(reported), reported["farthest_apart"]
+        run_state.last_audit, runtime.finite.found = _findings(reported)
+        run_state.farthest_apart = reported["farthest_apart"]
         session.reporter.apart_reported = reported["apart_reported"]
-        runtime.finite.found = _nonfinite(reported) or runtime.finite.found
     _restore_generators(session, state)
 
 
@@ -309,9 +308,7 @@ def _copy(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], what: str
             target.copy_(value)
 
 
-def _finding(reported: Mapping[str, Any]) -> Finding | None:
-    return Finding(**reported["audit"]) if reported["audit"] is not None else None
-
-
-def _nonfinite(reported: Mapping[str, Any]) -> Nonfinite | None:
-    return Nonfinite(**reported["nonfinite"]) if reported["nonfinite"] is not None else None
+def _findings(reported: Mapping[str, Any]) -> tuple[Finding | None, Nonfinite | None]:
+    """The last audit's finding, and the first loss or parameter that was not finite."""
+    audit, nonfinite = reported["audit"], reported["nonfinite"]
+    return Finding(**audit) if audit else None, Nonfinite(**nonfinite) if nonfinite else None
