@@ -189,7 +189,7 @@ class Feed:
                     raise self.refuse(
                         f"the data set is its own iterator and has nothing left for epoch {self.epoch + 1}: "
                         "it can be read only once",
-                        "train for fewer steps or one epoch, or have its __iter__ start anew",
+                        "train for fewer steps or one epoch, or have its __iter__ begin again",
                     )
                 problem = f"the dataset yields too few samples for one step of {self.ranks} ranks"
                 raise self.refuse(problem, None)
@@ -277,7 +277,7 @@ class Feed:
         if problem is not None:
             raise self.refuse(problem, None)
 
-    # Iterable: every rank reads the whole stream and takes its share, so all know alike when it ends.
+    # Iterable: every rank reads the whole stream and takes its share, so all know when it ends.
 
     def _iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
         loaded = self._compared(self._load(self.rank, self.ranks, self._used))
@@ -400,10 +400,10 @@ class _Stream:
         """The samples of an epoch in this process, of which the first `skip` are not wanted; and how many of
         these are not in it any more.
         """
-        anew = self._epoch not in (None, epoch) or self._given > skip
+        again = self._epoch not in (None, epoch) or self._given > skip
         if self._epoch is None and epoch and hasattr(self._dataset, "set_epoch"):
-            anew = True  # what was read ahead was of another epoch
-        if anew or self._iterator is None:
+            again = True  # what was read ahead was of another epoch
+        if again or self._iterator is None:
             self._iterator, self._ahead, self._given = iter(self._dataset), deque(), 0
         self._epoch = epoch
         return self._read(self._iterator), self._given
@@ -422,7 +422,7 @@ class _Stream:
 
 
 def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
-    """What is left; `iter` is not called again, which may start anew."""
+    """What is left; `iter` is not called again, which may begin again."""
     with suppress(StopIteration):
         while True:
             yield next(iterator)

@@ -267,7 +267,7 @@ def _refuse_empty(session: Session, held: Sequence[int]) -> None:
         whose = "" if len(none) == len(held) else f" for rank {none[0]}"
         raise _refused(session)(
             f"it has no sample to evaluate on{whose}",
-            "data that can be read only once serves one evaluate stage: have its __iter__ start anew",
+            "data that can be read only once serves one evaluate stage: have its __iter__ begin again",
         )
 
 

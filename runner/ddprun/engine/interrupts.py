@@ -33,8 +33,7 @@ class StopRequest:
         else:
             for number in (signal.SIGINT, signal.SIGTERM):
                 handle(number, self._note)
-        if hasattr(signal, "SIGUSR1"):
-            signal.signal(signal.SIGUSR1, self._note_checkpoint)
+        signal.signal(signal.SIGUSR1, self._note_checkpoint)
 
     def take_checkpoint_request(self) -> bool:
         """Whether a checkpoint was requested since the last call."""

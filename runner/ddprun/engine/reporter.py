@@ -63,7 +63,7 @@ class Reporter:
         self._started += seconds
 
     def progress(self, known: Sequence[GlobalStep], step: int) -> None:
-        """Show what all ranks newly know alike, oldest first, after `step` steps of the run."""
+        """Show what all ranks newly know, oldest first, after `step` steps of the run."""
         self._report_uncounted()
         for one in known:
             self._newest = one

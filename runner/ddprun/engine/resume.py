@@ -80,7 +80,7 @@ def resume(session: Session) -> None:
 
 @contextmanager
 def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
-    """Around what reads a part of a checkpoint, another one each time: if one rank cannot, all end alike.
+    """Around what reads a part of a checkpoint, another one each time: all fail with the first error.
 
     Raises:
         PipelineError: the state does not fit the model.

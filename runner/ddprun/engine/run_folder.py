@@ -1,9 +1,9 @@
 """The folder of a run: made once, found again by a run that is resumed, used by one run at a time."""
 
+import fcntl
 import json
 import os
 import secrets
-import sys
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -74,7 +74,7 @@ def agree_on_folder(
 
 
 def pipeline_folder(run_dir: Path) -> Path | None:
-    """Where the pipeline file of a run was: what it names is looked for there."""
+    """Where the pipeline file of a run was: what it names is looked up there."""
     try:
         return Path(read_object(run_dir, ABOUT, _MOST_BYTES)["pipeline_folder"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -136,10 +136,6 @@ def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
     Raises:
         FolderInUseError: another run is in it.
     """
-    if sys.platform == "win32":
-        return
-    import fcntl
-
     with open_file(folder, _LOCK, "a+b") as file:
         handle = os.dup(file.fileno())  # stays open as long as this process lives
     until = time.monotonic() + wait_s

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun.checkpoint.checkpoints import Checkpoints
 from ddprun.config import Loaded
+from ddprun.engine.build import Stacks
 from ddprun.engine.clocks import ClockOffsets
 from ddprun.engine.data import Feed
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
@@ -22,7 +23,6 @@ from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective
 from ddprun.engine.precision import Precision
 from ddprun.engine.reporter import Reporter
-from ddprun.engine.stacks import Stacks
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import Finding
@@ -167,7 +167,7 @@ class Session:
     reporter: Reporter
 
     def learn(self, known: Sequence[GlobalStep]) -> None:
-        """Take up what all ranks newly know alike, oldest first, and show it."""
+        """Take up what all ranks newly know, oldest first, and show it."""
         if known:
             self.state.loss = known[-1].mean_losses[-1]
         self.reporter.progress(known, self.state.step)

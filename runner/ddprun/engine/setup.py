@@ -19,7 +19,6 @@ from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import differing, shards_itself
 from ddprun.engine.session import HeldOut, RunState, Runtime, Session
-from ddprun.engine.stacks import Stacks, open_stacks
 from ddprun.host import shared_memory
 from ddprun.host.device import Place
 from ddprun.host.import_path import make_folder_importable
@@ -71,7 +70,7 @@ def open_session(
         stage.index: build.optimizer_settings(loaded, stage, model, optimizer)
         for stage in pipeline.step_stages()
     }
-    stacks = open_stacks(loaded)
+    stacks = build.open_stacks(loaded)
     feed = Feed(
         data.train,
         pipeline.loader,
@@ -178,7 +177,9 @@ def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks, backend: str) -> None:
         say(f"ddprun: warning: {text}: {shared_memory.REMEDY}")
 
 
-def _open_exchange(loaded: Loaded, control: Control, ranks: Ranks, place: Place, stacks: Stacks) -> Exchange:
+def _open_exchange(
+    loaded: Loaded, control: Control, ranks: Ranks, place: Place, stacks: build.Stacks
+) -> Exchange:
     """Make the process groups that the stages need."""
     stages = [(stage, stage.effective(loaded.pipeline)) for stage in loaded.pipeline.step_stages()]
     needed = QueueRequirements.of_stages(

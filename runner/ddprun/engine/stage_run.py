@@ -188,7 +188,7 @@ def _epochs_left(session: Session, epochs: int) -> int:
 
 
 def _wants_ranks_apart(session: Session, stage: Stage) -> bool:
-    """Whether the next stage makes ranks equal itself, or wants them apart."""
+    """Whether the next stage makes ranks equal itself, or wants them to differ."""
     pipeline = session.runtime.loaded.pipeline
     following = next(iter(pipeline.stages[stage.index + 1 :]), None)
     if isinstance(following, StepStage):

@@ -41,7 +41,7 @@ def state_of(session: Session) -> dict[str, Any]:
         "schedule": state.schedule.state_dict() if state.schedule is not None else None,
         "parameters": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),
-        # What modules have beside these (`get_extra_state`).
+        # What modules have besides these (`get_extra_state`).
         "extra": {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")},
         "optimizer": runtime.optimizer.state_dict(),
         "precision": runtime.precision.state_dict(),
