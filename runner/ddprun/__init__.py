@@ -10,7 +10,7 @@ LAUNCHED = "DDPRUN_LAUNCHED"
 """Environment variable of ranks that this program's own launcher started: it has told the file's warnings."""
 
 COMPARED = "DDPRUN_TURNS"
-"""Environment variable of the runs of a comparison: how they take turns (`ddprun.engine.time_slices`)."""
+"""Environment variable of the runs of a comparison: how they take turns (`ddprun.engine.interrupts`)."""
 
 ON_USR1 = "DDPRUN_ON_USR1"
 """Environment variable of a launcher: with `stop`, SIGUSR1 has the run stop after its checkpoint, and the

@@ -148,7 +148,7 @@ def test_independent_replicas_cannot_change_their_number(tmp_path: Path) -> None
     (tmp_path / "kill").unlink()
     done = ddprun("resume", "run", "--nproc-per-node=3", cwd=tmp_path)
     assert done.code == 2, done.stderr
-    assert "its ranks train independently, so another number of ranks cannot go on with it" in done.stderr
+    assert "its ranks train independently, so another number of ranks cannot resume it" in done.stderr
 
 
 def test_independent_replicas_that_stopped_at_different_steps_go_on(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_one_command_starts_a_run_and_goes_on_with_it(tmp_path: Path) -> None:
     (tmp_path / "kill").unlink()
     done = ddprun(*command, cwd=tmp_path)
     assert done.code == 0, done.stderr
-    assert "goes on after step" in done.stderr
+    assert "resuming after step" in done.stderr
     whole = ddprun("p.yaml", "--run-dir=whole", "--nproc-per-node=2", cwd=tmp_path)
     assert whole.code == 0, whole.stderr
     assert final(tmp_path / "run") == final(tmp_path / "whole")

@@ -161,7 +161,7 @@ def test_a_killed_container(docker: Engine, tmp_path: Path, elastic: bool) -> No
     assert found["status"] == ("done" if elastic else "failed")
     if elastic:
         assert "starting the ranks again (restart 1 of 1)" in done.stderr
-        assert "goes on after step" in done.stderr
+        assert "resuming after step" in done.stderr
         assert (found["world_size"], found["steps"]) == (2, 2000)
 
 

@@ -110,7 +110,7 @@ def test_parameters_that_take_no_part_are_named(tmp_path: Path, model: str, of: 
     printed = said(tmp_path, model)
     told = (
         r"^p\.yaml: ddp.find_unused_parameters: is false, its default, but second.weight, second.bias "
-        f"took no part in {of}, so ranks would wait for their gradients for ever; "
+        f"took no part in {of}, so ranks would wait for their gradients forever; "
         "write ddp: {find_unused_parameters: true}"
     )
     assert len(re.findall(told, printed, re.MULTILINE)) == 1, printed

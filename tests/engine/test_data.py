@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 
+from ddprun.config import Loader
 from ddprun.engine.data import Feed
 from ddprun_hooks.comm.control import Control
 from ddprun_hooks.comm.groups import RankGroup
@@ -41,15 +42,9 @@ class Stream(IterableDataset[tuple[int, int]]):
 
 
 def feed(dataset: Any, rank: int, ranks: int, **changes: Any) -> Feed:
-    settings: dict[str, Any] = {
-        "batch_size": 4,
-        "shuffle": not isinstance(dataset, IterableDataset),
-        "drop_last": False,
-        "workers": 0,
-        "seed": 3,
-        "pin": False,
-    }
-    return Feed(dataset, rank=rank, ranks=ranks, **(settings | changes))
+    own = {key: changes.pop(key) for key in ("warn", "refuse") if key in changes}
+    loader = {"batch_size": 4, "shuffle": not isinstance(dataset, IterableDataset), **changes}
+    return Feed(dataset, Loader(**loader), seed=3, rank=rank, ranks=ranks, **own)
 
 
 def epoch(source: Feed, accumulate: int = 1) -> list[list[tuple[list[int], int]]]:
@@ -88,7 +83,7 @@ def test_each_sample_counts_once_and_totals_say_how_many(
 def batch_sizes(group: RankGroup, data: Any, **changes: Any) -> list[int]:
     """Samples of each micro-batch of an epoch, those that do not count included."""
     source = feed(data, group.rank, group.size, shuffle=False, **changes)
-    met(group, source)
+    compare(group, source)
     return [len(micro.content[0]) for step in source.steps(3, epochs=1) for micro in step.micro_batches]
 
 
@@ -352,8 +347,8 @@ def test_samples_that_are_lost_to_loading_processes_are_told(
     def body(group: RankGroup) -> list[str]:
         told: list[str] = []
         changes: dict[str, Any] = {"sharded": sharded, "workers": workers, "shuffle": False}
-        source = feed(kind(40), group.rank, group.size, tell=told.append, **changes)
-        met(group, source)
+        source = feed(kind(40), group.rank, group.size, warn=told.append, **changes)
+        compare(group, source)
         for _ in islice(source.steps(1), 3):
             pass
         return told
@@ -461,8 +456,8 @@ class PartStream(IterableDataset[tuple[int, int]]):
         return iter((index, index) for index in self.ids)
 
 
-def met(group: RankGroup, source: Feed) -> list[int]:
-    return source.meet(Control(group.process_groups[0], group.rank, group.size))
+def compare(group: RankGroup, source: Feed) -> list[int]:
+    return source.compare_ranks(Control(group.process_groups[0], group.rank, group.size))
 
 
 @pytest.mark.parametrize("kind", [Part, PartStream])
@@ -473,8 +468,8 @@ def test_ranks_that_read_different_samples_are_found(kind: type[Part | PartStrea
     def body(group: RankGroup) -> tuple[list[int], list[int]]:
         same = kind(24, 0, 1) if group.rank < 2 else kind(48, 1, 2)
         shuffle = kind is Part
-        odd = met(group, feed(same, group.rank, 3, workers=workers, shuffle=shuffle))
-        alike = met(group, feed(kind(24, 0, 1), group.rank, 3, workers=workers, shuffle=shuffle))
+        odd = compare(group, feed(same, group.rank, 3, workers=workers, shuffle=shuffle))
+        alike = compare(group, feed(kind(24, 0, 1), group.rank, 3, workers=workers, shuffle=shuffle))
         return odd, alike
 
     assert run_ranks(3, body) == [([2], [])] * 3
@@ -485,7 +480,7 @@ def test_datasets_of_different_lengths_are_refused() -> None:
 
     def body(group: RankGroup) -> str:
         with pytest.raises(ValueError, match="sharded: true") as caught:
-            met(group, feed(Part(25, group.rank, 2), group.rank, 2))
+            compare(group, feed(Part(25, group.rank, 2), group.rank, 2))
         return str(caught.value)
 
     messages = run_ranks(2, body)
@@ -504,7 +499,7 @@ def test_data_that_shards_itself_is_taken_as_it_is(
     def body(group: RankGroup) -> list[list[tuple[int, list[int]]]]:
         data = kind(size, group.rank, group.size)
         source = feed(data, group.rank, group.size, sharded=True, shuffle=kind is Part, workers=workers)
-        assert met(group, source) == list(range(1, group.size))
+        assert compare(group, source) == list(range(1, group.size))
         source.first_batch()
         return [
             [
@@ -529,7 +524,7 @@ def test_parts_of_very_different_sizes(kind: type[Part | PartStream]) -> None:
     def body(group: RankGroup, **changes: Any) -> list[tuple[int, int]]:
         data = kind(30, 0, 1) if group.rank == 0 else kind(5, 0, 1)
         source = feed(data, group.rank, 2, sharded=True, shuffle=False, **changes)
-        met(group, source)
+        compare(group, source)
         return [
             (step.total, micro.samples)
             for step in source.steps(1, epochs=1)
@@ -567,10 +562,10 @@ def test_sharded_data_goes_on_where_its_state_was_taken(kind: type[Part | PartSt
         for _ in range(2):
             data = kind(60, group.rank, group.size)
             sources.append(feed(data, group.rank, group.size, sharded=True, shuffle=kind is Part))
-            met(group, sources[-1])
+            compare(group, sources[-1])
         whole = ids(sources[0].steps(1, epochs=1), sources[0])
         first = feed(kind(60, group.rank, group.size), group.rank, 2, sharded=True, shuffle=kind is Part)
-        met(group, first)
+        compare(group, first)
         begun = ids(islice(first.steps(1, epochs=1), done), first)
         sources[1].load_state_dict(first.state_dict())
         return whole, begun + ids(sources[1].steps(1, epochs=1), sources[1])

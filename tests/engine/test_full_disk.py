@@ -103,11 +103,10 @@ def test_a_summary_that_is_lost_is_told_and_the_table_is_shown(disk: Path) -> No
     codes, said = run(disk)
     assert codes == [1]
     assert (
-        "ddprun: the run is done, but not all of it could be written: "
-        "summary.json is lost: No space left on device\n"
+        "ddprun: the run is done, but not all of it could be written: summary.json: No space left on device\n"
     ) in said
     assert "mean loss, last step" in said
-    assert "the records of rank 0 are not whole: No space left on device" in said
+    assert "the records of rank 0 are incomplete: No space left on device" in said
     assert not (disk / "run" / "summary.json").exists()
     assert not list((disk / "run").glob(".summary*"))
 
@@ -117,7 +116,7 @@ def test_a_last_checkpoint_that_is_lost_is_a_failure_of_all_ranks(disk: Path) ->
     codes, said = run(disk, keep=3, ranks=2)
     assert codes == [1, 1]
     (line,) = [line for line in said.splitlines() if line.startswith("ddprun: the run is done")]
-    assert "the checkpoint of step 8, the last one, is lost: rank" in line
+    assert "the checkpoint of step 8, the last one: rank" in line
     assert "No space left on device" in line
 
 
@@ -132,7 +131,7 @@ def test_a_file_of_weights_that_is_lost_is_a_failure_in_one_line(disk: Path) -> 
 def test_records_that_are_lost_are_told_and_the_run_is_done(disk: Path) -> None:
     codes, said = run(disk, when="no records", keep=1, last=", save")
     assert codes == [0]
-    assert said.count("the records of rank 0 are not whole: steps is a file, not a folder") == 1
+    assert said.count("the records of rank 0 are incomplete: steps is a file, not a folder") == 1
     assert summary(disk / "run")["status"] == "done"
     assert summary(disk / "run")["records_failure"] == "steps is a file, not a folder"
 

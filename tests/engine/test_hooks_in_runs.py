@@ -237,7 +237,7 @@ def test_two_levels_on_one_host_are_told_to_be_none(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(HEAD + "hooks: [hierarchical]\nstages: [{train: {steps: 2}}]\n")
     done = ddprun("p.yaml", "--nproc-per-node", "2", cwd=tmp_path)
     assert done.code == 0, done.stderr
-    assert done.stderr.count("hierarchical: all ranks are on one host, so nothing goes between hosts") == 1
+    assert done.stderr.count("hierarchical: all ranks are on one host, so nothing is sent between hosts") == 1
 
 
 def test_hosts_that_flags_make_uneven_are_bad_input(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_a_failed_run_goes_on_from_its_last_finite_checkpoint(tmp_path: Path) ->
     (tmp_path / "mended").touch()
     codes, said = run(tmp_path, resuming=True)
     assert codes == [0, 0]
-    assert "goes on after step 2" in said
+    assert "resuming after step 2 from" in said
     assert summary(tmp_path)["status"] == "done"
     assert summary(tmp_path)["steps"] == 12
     assert set(kept(tmp_path).values()) == {None}
@@ -179,16 +179,16 @@ def test_a_run_may_go_on_all_the_same(tmp_path: Path) -> None:
     assert kept(tmp_path) == {12: "1.weight", 2: None}
     # From there it goes on as it is, or without what is not finite.
     codes, said = run(tmp_path, resuming=True)
-    assert "the checkpoint of step 12 is used though 1.weight is not finite in it" in said
+    assert "using the checkpoint of step 12, though 1.weight is not finite in it" in said
     prepare(tmp_path, DATA="bad: 10", MORE="on_nan: stop")
     (tmp_path / "mended").touch()
     codes, said = run(tmp_path, resuming=True)
     assert codes == [0, 0]
     assert (
-        "the checkpoint of step 12 is not finite and not used, and now checkpoints/step-00000012.nonfinite"
-        in said
+        "skipping the checkpoint of step 12: 1.weight is not finite in it "
+        "(renamed to checkpoints/step-00000012.nonfinite)" in said
     )
-    assert "goes on after step 2" in said
+    assert "resuming after step 2 from" in said
     assert kept(tmp_path) == {12: None}
 
 
@@ -201,15 +201,15 @@ def test_a_stage_may_have_a_rule_of_its_own(tmp_path: Path) -> None:
     assert kept(tmp_path)[newest] == "1.weight"
     codes, said = run(tmp_path, resuming=True)
     assert codes == [0, 0]
-    assert f"the checkpoint of step {newest} is used though 1.weight is not finite in it" in said
-    assert f"goes on after step {newest}" in said
+    assert f"using the checkpoint of step {newest}, though 1.weight is not finite in it" in said
+    assert f"resuming after step {newest} from" in said
     # At the end of the stage it is the rule of that stage, in the file that is resumed.
     prepare(tmp_path, DATA="bad: 10, stops: 28", MORE="on_nan: continue", STEPS="12, on_nan: stop")
     (tmp_path / "mended").touch()
     codes, said = run(tmp_path, resuming=True)
     assert codes == [0, 0]
-    assert "the checkpoint of step 12 is not finite and not used" in said
-    assert "goes on after step 2" in said
+    assert "skipping the checkpoint of step 12: 1.weight is not finite in it" in said
+    assert "resuming after step 2 from" in said
 
 
 def test_a_loss_alone_ends_nothing(tmp_path: Path) -> None:

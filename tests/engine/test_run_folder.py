@@ -60,17 +60,20 @@ def test_a_folder_that_another_run_has_is_refused(tmp_path: Path) -> None:
     with held(tmp_path, 60) as other:
         with pytest.raises(FolderInUseError, match="is in use by process 7 on node1"):
             run_folder._take_over(tmp_path, 0.3)
+        # A failure, after which ranks are started again.
         with pytest.raises(
-            TimeoutError, match=r"by process 7 on node1, which has not let go of it within 0\.3 s"
+            TimeoutError, match=r"by process 7 on node1, which has not released it within 0\.3 s"
         ):
-            run_folder._take_over_again(tmp_path, 0.3)  # a failure, after which ranks are started again
+            run_folder._take_over(
+                tmp_path, 0.3, restarted=True
+            )  # a failure, after which ranks are started again
         other.kill()
     assert (tmp_path / SUMMARY).exists()
 
 
 def test_a_folder_that_is_not_here_is_refused_with_the_way_out(tmp_path: Path) -> None:
     """As where rank 0 is on another host after a restart, and the hosts share no disk."""
-    with pytest.raises(RunFolderError, match=r"has no run\.json on .*need rank 0 on the same host"):
+    with pytest.raises(RunFolderError, match=r"has no run\.json on .*start rank 0 on the same host"):
         run_folder._take_over(tmp_path / "elsewhere", 1)
     assert not (tmp_path / "elsewhere").exists()
 

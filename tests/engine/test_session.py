@@ -18,8 +18,8 @@ from ddprun.engine.loop import synchronize, train_step
 from ddprun.engine.session import RunState, Session
 from ddprun.engine.setup import open_session
 from ddprun.engine.stage_run import StageRun, begin_stage
-from ddprun.engine.state import bring_back, state_of
-from ddprun.engine.stop import StopRequest
+from ddprun.engine.state import restore, state_of
+from ddprun.engine.interrupts import StopRequest
 from ddprun.host.device import place_of
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.sync.audit import Finding
@@ -86,7 +86,7 @@ def first_part(folder: Path) -> None:
 def second_part(folder: Path) -> list[bytes]:
     session = open_here(folder, "second")
     state = torch.load(folder / f"state-{os.environ['RANK']}", weights_only=True)
-    bring_back(session, state)
+    restore(session, state)
     found = Checkpoint(folder, step=6, world_size=session.runtime.ranks.size, files={})
     session.state.mid_stage = {**state, "new_rates": False, "checkpoint": found}
     course = begin(session)

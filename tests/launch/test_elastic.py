@@ -229,7 +229,7 @@ def test_without_the_host_that_holds_the_store_the_run_ends_clearly(
     assert "Traceback" not in done.stderr
     resumed = ddprun("resume", "two", cwd=tmp_path)
     assert resumed.code == 0, resumed.stderr
-    assert "goes on after step " in resumed.stderr
+    assert "resuming after step " in resumed.stderr
     starts = check(tmp_path, unbroken)
     assert starts[-1] >= 40
 

@@ -55,7 +55,7 @@ def test_a_killed_rank_is_started_again_and_goes_on(tmp_path: Path, module: list
             time.sleep(1)
         done = running.wait(100)
     assert done.code == 0, done.stderr
-    assert done.stderr.count("goes on after step ") == 2
+    assert done.stderr.count("resuming after step ") == 2
     if not module:
         assert "rank 1 was killed by SIGKILL (out of memory is the usual cause); starting" in done.stderr
         assert "(restart 1 of 2)" in done.stderr
@@ -72,7 +72,7 @@ def test_a_finished_run_has_nothing_left(whole: Path) -> None:
     before = summary(whole)
     done = ddprun("resume", "run", cwd=whole.parent)
     assert done.code == 0
-    assert "nothing is left to do: every stage is done" in done.stderr
+    assert "every stage is done, so nothing is left to do" in done.stderr
     assert {**summary(whole), "seconds": 0} == {**before, "seconds": 0}
 
 

@@ -112,7 +112,7 @@ def test_signals_that_were_ignored_before_the_start_stay_ignored(folder: Path) -
     assert "SIGHUP" not in done.stderr
     assert "SIGINT" not in done.stderr
     assert done.stderr.count("SIGTERM: stops at the end of a step") == 1
-    assert done.stderr.rstrip().endswith(f"go on: ddprun resume {shlex.quote('run')}")
+    assert done.stderr.rstrip().endswith(f"to resume: ddprun resume {shlex.quote('run')}")
     interrupted_with_checkpoint(run)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddprun.config import Loaded, PipelineError, load
-from ddprun.engine.save import MADE, pipeline_beside
+from ddprun.engine.save import MADE, pipeline_path
 from ddprun.zoo.data import DataError, text
 from tests.ranks import ddprun
 
@@ -97,7 +97,9 @@ def test_save_replaces_no_file_of_the_users(tmp_path: Path) -> None:
         done = ddprun("train.yaml", "--run-dir", name, cwd=work)
         assert done.code == 0, done.stderr
         assert (work / "train.yaml").read_text() == text
-        assert "save: train.yaml is not save's own and stays" in done.stderr.replace(f"{name}/../", "")
+        assert "save: train.yaml was not written by save and is kept" in done.stderr.replace(
+            f"{name}/../", ""
+        )
         assert {path.name for path in work.iterdir() if path.is_file()} == {
             *("train.yaml", "train.safetensors", "train.safetensors.yaml"),
         }
@@ -111,9 +113,9 @@ def test_save_replaces_no_file_of_the_users(tmp_path: Path) -> None:
 def test_what_stands_in_the_way_of_the_pipeline_stays(tmp_path: Path, other: str) -> None:
     """Whatever it is: a file, a link to one that save has written, a folder, or what would never answer."""
     weights, first = tmp_path / "m.safetensors", tmp_path / "m.yaml"
-    assert pipeline_beside(weights) == first
+    assert pipeline_path(weights) == first
     first.write_text(MADE + "seed: 0\n")
-    assert pipeline_beside(weights) == first
+    assert pipeline_path(weights) == first
     first.rename(tmp_path / "elsewhere.yaml")
     if other == "link":
         first.symlink_to("elsewhere.yaml")
@@ -124,9 +126,9 @@ def test_what_stands_in_the_way_of_the_pipeline_stays(tmp_path: Path, other: str
     else:
         first.write_text("" if other == "empty" else "seed: 0\n")
     second = tmp_path / "m.safetensors.yaml"
-    assert pipeline_beside(weights) == second
+    assert pipeline_path(weights) == second
     second.write_text("seed: 1\n")
-    assert pipeline_beside(weights) == tmp_path / "m.safetensors.2.yaml"
+    assert pipeline_path(weights) == tmp_path / "m.safetensors.2.yaml"
 
 
 def test_an_endless_pattern_is_a_fault(tmp_path: Path) -> None:

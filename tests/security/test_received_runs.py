@@ -15,8 +15,8 @@ from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.tensors import DamagedError, write_tensors
 from ddprun.cli import main
 from ddprun.config import load
+from ddprun.engine.failure import log_of, note_failure
 from ddprun.engine.finish import write_summary
-from ddprun.engine.hang import log_of, note_failure
 from ddprun.engine.state import check_fields
 from ddprun.run_files import NotPlainError, check_folder, names_in, open_file, parse, replacing
 from ddprun.telemetry.writer import Writer
@@ -94,7 +94,7 @@ def test_a_link_is_refused_and_what_it_leads_to_stays(
     place.symlink_to(victim)
     code, told = go_on(run)
     assert code == 2
-    assert f"cannot go on in the run folder {run}: {said}" in told
+    assert f"cannot resume in the run folder {run}: {said}" in told
     assert "Traceback" not in told
     assert _listed(victim) == before
 
@@ -182,7 +182,7 @@ def test_a_checkpoint_with_a_pipe_in_it_is_passed_by(run: Path) -> None:
     assert code == 0, told
     assert "manifest.json is a named pipe" in told
     assert "step-00000003 is a symbolic link" in told
-    assert f"goes on after step 2, from {root / checkpoints.name_of(2)}" in told
+    assert f"resuming after step 2 from {root / checkpoints.name_of(2)}" in told
     assert (root / f"{checkpoints.name_of(4)}.damaged").is_dir()
     assert (run.with_name("elsewhere") / "manifest.json").is_file()
 
@@ -329,7 +329,7 @@ def test_a_checkpoint_that_does_not_hold_together_is_passed_by(run: Path) -> Non
     rewritten(run, "rank-00000.json", deep(900).encode())
     code, told = go_on(run)
     assert code == 0, told
-    assert "the checkpoint of step 4 is damaged and not used" in told
+    assert "skipping the checkpoint of step 4, which is damaged: " in told
     assert "rank-00000.json: nested more than 100 deep" in told
     assert [event["step"] for event in events(run) if event["event"] == "resumed"] == [2]
 
@@ -349,7 +349,7 @@ def changed(run: Path, file: str, change: Change) -> Path:
 @pytest.mark.parametrize(
     ("file", "change", "said"),
     [
-        ("shared.json", lambda tree: tree.pop("pipeline"), "there is no pipeline in it"),
+        ("shared.json", lambda tree: tree.pop("pipeline"), "it has no pipeline"),
         ("rank-00000.json", lambda tree: tree["telemetry"].clear(), "its telemetry cannot be read"),
     ],
 )
@@ -358,7 +358,7 @@ def test_state_that_is_not_a_runs_is_passed_by(run: Path, file: str, change: Cha
     place = changed(run, file, change)
     code, told = go_on(run)
     assert code == 0, told
-    assert "the checkpoint of step 4 is damaged and not used" in told
+    assert "skipping the checkpoint of step 4, which is damaged: " in told
     assert f"{place / 'rank-00000'}.json: {said}" in told
     assert [event["step"] for event in events(run) if event["event"] == "resumed"] == [2]
 
@@ -377,18 +377,18 @@ def _set(value: Any, *keys: str | int) -> Change:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_set("x", "step"), "its step is a str"),
-        (_set(99, "position", "next"), "its position is in none"),
+        (_set("x", "step"), "its step is 'x'"),
+        (_set(99, "position", "next"), "its position is outside of its stages"),
         (_set("x", "position", "seconds"), "its position.seconds is 'x'"),
         (_set("x", "position", "run_seconds"), "its position.run_seconds is 'x'"),
         (_set(-1, "position", "run_seconds"), "its position.run_seconds is -1"),
-        (_set([{}], "position", "entries"), r"its position.entries\[0\] is no entry"),
+        (_set([{}], "position", "entries"), r"it has no position.entries\[0\].kind"),
         (
             _set([{"kind": "train", "steps": 4, "seconds": "x"}], "position", "entries"),
-            r"its position.entries\[0\] is no entry",
+            r"its position.entries\[0\].seconds is 'x'",
         ),
-        (_set([], "position", "entries"), "its position is in none"),
-        (_set({}, "feed"), "its feed.epoch is None"),
+        (_set([], "position", "entries"), "its position is outside of its stages"),
+        (_set({}, "feed"), "it has no feed.epoch"),
         (_set("x", "feed", "samples"), "its feed.samples is 'x'"),
         (_set({"last_epoch": 10**9}, "schedule"), "its schedule.last_epoch is 1000000000"),
         (_set({"x": 1}, "schedule"), "its schedule.last_epoch is None"),
@@ -396,11 +396,11 @@ def _set(value: Any, *keys: str | int) -> Change:
         (_set([1, 2], "telemetry", "totals"), "its telemetry cannot be read"),
         (_set({"x": 1}, "telemetry", "round"), "its telemetry cannot be read"),
         (_set("x", "telemetry", "own_loss"), "its telemetry cannot be read"),
-        (_set({}, "told"), "its told cannot be read"),
-        (_set({"x": 1}, "told", "nonfinite"), "its told cannot be read"),
-        (_set({"x": 1}, "told", "audit"), "its told cannot be read"),
-        (_set("x", "told", "loss"), "its told cannot be read"),
-        (_set({"loss": "x"}, "told", "metrics"), "its told cannot be read"),
+        (_set({}, "reported"), "it has no reported.loss"),
+        (_set({"x": 1}, "reported", "nonfinite"), "its reported cannot be read"),
+        (_set({"x": 1}, "reported", "audit"), "its reported cannot be read"),
+        (_set("x", "reported", "loss"), "its reported.loss is 'x'"),
+        (_set({"loss": "x"}, "reported", "metrics"), "its reported.metrics.loss is 'x'"),
     ],
 )
 def test_every_part_of_a_state_is_looked_at(original: Path, change: Change, said: str) -> None:

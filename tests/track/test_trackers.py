@@ -6,12 +6,13 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from ddprun.config import PipelineError, load
-from ddprun.engine.tracking import check_trackers, open_trackers
+from ddprun.engine.reporter import check_trackers, open_trackers
 from ddprun.track import RunInfo, StepInfo, Tracker, trackers
 from ddprun.track.backends.mlflow import Mlflow
 from ddprun.track.backends.tensorboard import Tensorboard
@@ -317,6 +318,7 @@ def test_options_take_variables_of_the_environment(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("MLFLOW_SERVER", "https://mlflow.example.org")
     tracked = "[{mlflow: {tracking_uri: '${env:MLFLOW_SERVER}/x'}}]"
     (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", tracked))
-    events, screen = cast(Any, None), cast(Any, None)
-    assert open_trackers(load(tmp_path / "p.yaml"), tmp_path, screen, events).close({}) == []
+    reporter, recorder = cast(Any, SimpleNamespace()), cast(Any, SimpleNamespace())
+    open_trackers(load(tmp_path / "p.yaml"), tmp_path, reporter, recorder)
+    assert reporter.trackers.close({}) == []
     assert made == ["https://mlflow.example.org/x"]

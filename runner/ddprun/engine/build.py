@@ -1,9 +1,10 @@
-"""From what the file chooses to live objects; what only a run can see is told with its place in the file."""
+"""From what the file chooses to live objects; errors that only a run can see name their place in the file."""
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,9 @@ from ddprun_hooks.errors import DottedNameError, HookSetupError
 from ddprun_hooks.registry import make_hook
 from ddprun_hooks.stack import Stack
 
-MUTATIONS: dict[str, Callable[..., None]] = {"noise": noise}
-UPDATES: dict[str, Callable[..., None]] = {"evolution_strategies": evolution_strategies}
+_T = TypeVar("_T")
+
+_FUNCTIONS: dict[str, Callable[..., None]] = {"noise": noise, "evolution_strategies": evolution_strategies}
 
 _WANTED = {
     wanted.kind: wanted
@@ -63,21 +65,84 @@ _WANTED = {
 """By the kind of a choice."""
 
 
+class _Chosen:
+    """A choice of the file, at its place in it."""
+
+    def __init__(self, loaded: Loaded, path: str, choice: Choice) -> None:
+        self.loaded, self.kind = loaded, choice.kind
+        self.name, self.source = choice.name, choice.source
+        self.options = dict(loaded.filled(path, choice).options)
+        self.key = path if "." in self.name else f"{path}.{self.name}"
+
+    def refused(self, problem: str, allowed: str | None = None) -> PipelineError:
+        return PipelineError([self.loaded.fault(self.key, problem, allowed)])
+
+    def imported(self) -> Any:
+        """What a dotted name leads to."""
+        try:
+            return import_dotted(self.name, _WANTED[self.kind])
+        except UntrustedError as error:
+            raise self.refused(str(error), error.allowed) from None
+        except TrustSettingError as error:
+            raise self.refused(str(error)) from None
+        except DottedNameError as error:
+            where = f"names are looked up among installed packages, then in {self.loaded.folder}"
+            raise self.refused(str(error), where) from None
+
+    def callable(self, *positional: Any, wanted: str = "a function") -> Callable[..., Any]:
+        """The same with its options, which must fit its signature next to positional arguments."""
+        target = self.imported()
+        if not callable(target):
+            problem = f'"{self.name}" is of type {type(target).__name__}, which cannot be called'
+            raise self.refused(problem, f"write the name of {wanted}")
+        try:
+            signature = inspect.signature(target)
+        except (TypeError, ValueError):
+            pass  # written in C: the call itself will say
+        else:
+            try:
+                signature.bind(*positional, **self.options)
+            except TypeError as error:
+                takes = ", ".join(map(str, list(signature.parameters.values())[len(positional) :]))
+                raise self.refused(f'"{self.name}": {error}', f"it takes ({takes})") from None
+        return functools.partial(target, **self.options)
+
+    def call(self) -> Any:
+        """What a dotted class or function makes."""
+        return self.callable(wanted="a class or a function")()
+
+    def construct(self, of_torch: Any, first: Any, wanted: type[_T]) -> _T:
+        """An object of torch's, or of a dotted class, over `first`; ValueErrors are about its options."""
+        if self.source == "torch":
+            make: Callable[..., Any] = functools.partial(getattr(of_torch, self.name), **self.options)
+        else:
+            make = self.callable(first)
+        made = self.checked(lambda: make(first))
+        if not isinstance(made, wanted):
+            raise self.refused(self.gives(made), f"an {wanted.__name__} is wanted")
+        return made
+
+    def checked(self, make: Callable[[], _T]) -> _T:
+        """Call a constructor of torch, whose errors are about the options."""
+        try:
+            return make()
+        except (ValueError, TypeError) as error:
+            raise self.refused(str(error)) from None
+
+    def gives(self, made: Any) -> str:
+        return f'"{self.name}" gives {type(made).__name__}'
+
+
 def build_model(loaded: Loaded) -> nn.Module:
     """The model that the file chooses, on the CPU."""
-    choice = loaded.filled("model", loaded.pipeline.model)
-    if choice.source == "built-in":
-        return MODELS[choice.name](**choice.options)
-    made = _call(loaded, "model", choice)
+    chosen = _Chosen(loaded, "model", loaded.pipeline.model)
+    if chosen.source == "built-in":
+        return MODELS[chosen.name](**chosen.options)
+    made = chosen.call()
     if not isinstance(made, nn.Module):
-        raise _refused(
-            loaded,
-            _key("model", choice),
-            f'"{choice.name}" gives {type(made).__name__}',
-            "a model is an nn.Module class or a function that returns one",
-        )
+        raise chosen.refused(chosen.gives(made), _WANTED["model"].words)
     if not any(param.requires_grad for param in made.parameters()):
-        raise _refused(loaded, _key("model", choice), f'"{choice.name}" has no parameter to train')
+        raise chosen.refused(f'"{chosen.name}" has no parameter to train')
     return made
 
 
@@ -90,25 +155,49 @@ def build_data(loaded: Loaded) -> Split:
     return _dataset(loaded, "data", data)
 
 
+def _dataset(loaded: Loaded, path: str, choice: Choice) -> Split:
+    chosen = _Chosen(loaded, path, choice)
+    if chosen.source == "built-in":
+        try:
+            return DATA[chosen.name](folder=loaded.folder, **chosen.options)
+        except DataError as error:
+            raise chosen.refused(str(error)) from None
+    made = chosen.call()
+    if not (hasattr(made, "__iter__") or hasattr(made, "__getitem__")):
+        raise chosen.refused(chosen.gives(made), "a map-style or iterable PyTorch dataset is wanted")
+    if not is_iterable(made) and not hasattr(made, "__len__"):
+        raise chosen.refused(f'"{chosen.name}" has no __len__', "a map-style dataset has one")
+    return Split(made, None)
+
+
+def data_refused(
+    loaded: Loaded, part: Literal["train", "evaluate"], problem: str, allowed: str | None
+) -> PipelineError:
+    """An error about the data that a run has read, at its place in the file."""
+    data = loaded.pipeline.data
+    pair = isinstance(data, DataPair)
+    chosen: Any = getattr(data, part) if pair else data
+    path = f"data.{part}" if pair else "data"
+    return PipelineError([loaded.fault(path, f'"{chosen.name}": {problem}', allowed)])
+
+
 def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Tensor] | None:
     """The loss as a function of (output, target); None where the model returns its own."""
-    choice = loaded.filled("loss", loaded.pipeline.loss)
-    if choice.source == "built-in":
+    chosen = _Chosen(loaded, "loss", loaded.pipeline.loss)
+    if chosen.source == "built-in":
         return None
-    if choice.source == "torch":
-        tensors = tensor_options("loss", choice.name)
+    if chosen.source == "torch":
+        tensors = tensor_options("loss", chosen.name)
         options = {
             name: torch.tensor(value, dtype=torch.float32) if name in tensors and value is not None else value
-            for name, value in choice.options.items()
+            for name, value in chosen.options.items()
         }
-        made = _checked(loaded, _key("loss", choice), lambda: getattr(nn, choice.name)(**options))
+        made = chosen.checked(lambda: getattr(nn, chosen.name)(**options))
         return made.to(device)  # type: ignore[no-any-return]
-    target = _imported(loaded, "loss", choice)
+    target = chosen.imported()
     if not inspect.isclass(target):
-        if choice.options:
-            return lambda output, wanted: target(output, wanted, **choice.options)
-        return target  # type: ignore[no-any-return]
-    made = _call(loaded, "loss", choice)
+        return functools.partial(target, **chosen.options) if chosen.options else target
+    made = chosen.call()
     return made.to(device) if isinstance(made, nn.Module) else made
 
 
@@ -116,18 +205,10 @@ def build_optimizer(
     loaded: Loaded, model: nn.Module, choice: Choice | None = None, path: str = "optimizer"
 ) -> Optimizer:
     """The optimizer over all parameters that require a gradient."""
-    choice = loaded.filled(path, choice or loaded.pipeline.optimizer)
-    path = _key(path, choice)
     params = [param for param in model.parameters() if param.requires_grad]
-    if choice.source == "torch":
-        target: Any = getattr(torch.optim, choice.name)
-    else:
-        target = _imported(loaded, path, choice)
-        _bind(loaded, path, choice, target, params)
-    made = _checked(loaded, path, lambda: target(params, **choice.options))
-    if not isinstance(made, Optimizer):
-        raise _refused(loaded, path, f'"{choice.name}" gives {type(made).__name__}', "an Optimizer is wanted")
-    return made
+    return _Chosen(loaded, path, choice or loaded.pipeline.optimizer).construct(
+        torch.optim, params, Optimizer
+    )
 
 
 def optimizer_settings(
@@ -147,186 +228,127 @@ def build_schedule(
     """The schedule of one stage; a length that is left out becomes the stage's `steps`."""
     if choice is None:
         return None
-    choice = loaded.filled(path, choice)
-    options, where = dict(choice.options), _key(path, choice)
-    if choice.source == "torch":
-        target: Any = getattr(torch.optim.lr_scheduler, choice.name)
-        length = length_option(choice.name, options)
-        if length is not None:
-            if steps is None:
-                raise _refused(
-                    loaded,
-                    where,
-                    f"{length} is left out, but nobody knows how many steps an epoch of iterable data has",
-                    f"write {length}, or give the stage steps instead of epochs",
-                )
-            options[length] = steps
-    else:
-        target = _imported(loaded, path, choice)
-        _bind(loaded, where, choice, target, optimizer)
-    made = _checked(loaded, where, lambda: target(optimizer, **options))
-    if not isinstance(made, LRScheduler):
-        raise _refused(
-            loaded, where, f'"{choice.name}" gives {type(made).__name__}', "an LRScheduler is wanted"
-        )
-    return made
+    chosen = _Chosen(loaded, path, choice)
+    length = length_option(chosen.name, chosen.options) if chosen.source == "torch" else None
+    if length is not None:
+        if steps is None:
+            raise chosen.refused(
+                f"{length} is left out, but nobody knows how many steps an epoch of iterable data has",
+                f"write {length}, or give the stage steps instead of epochs",
+            )
+        chosen.options[length] = steps
+    return chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
 
 
 def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...], *, inside_host: bool = False) -> Stack:
-    """A stack of hooks.
-
-    Args:
-        loaded: the pipeline.
-        path: where the hooks stand in the file.
-        hooks: in the order in which a payload meets them.
-        inside_host: only the ranks of one host go through it: of `hierarchical` that leaves its hooks
-            `within`.
-    """
+    """A stack of hooks; inside one host, only the hooks `within` of `hierarchical` remain of it."""
     named = []
-    for place, written in enumerate(hooks):
-        choice = loaded.filled(f"{path}[{place}]", written)
-        chosen = [(choice.name, dict(choice.options))]
-        if inside_host and choice.name == "hierarchical" and choice.source == "built-in":
-            chosen = [parse_spec(spec) for spec in choice.options.get("within", ())]
-        for name, options in chosen:
+    for index, written in enumerate(hooks):
+        chosen = _Chosen(loaded, f"{path}[{index}]", written)
+        specs = [(chosen.name, chosen.options)]
+        if inside_host and chosen.name == "hierarchical" and chosen.source == "built-in":
+            specs = [parse_spec(spec) for spec in chosen.options.get("within", ())]
+        for name, options in specs:
             try:
                 named.append((name, make_hook(name, options)))
             except HookSetupError as error:
-                raise _refused(loaded, _key(f"{path}[{place}]", choice), str(error)) from None
+                raise chosen.refused(str(error)) from None
     try:
         return Stack(named, described=repr([choice.plain() for choice in hooks]))
     except HookSetupError as error:
-        raise _refused(loaded, path, str(error)) from None
+        raise PipelineError([loaded.fault(path, str(error))]) from None
 
 
-def build_mutation(loaded: Loaded, path: str, choice: Choice) -> Callable[[nn.Module], Any]:
-    """What changes a rank's weights: a function of the model."""
-    choice = loaded.filled(path, choice)
-    if choice.source == "built-in":
-        return functools.partial(MUTATIONS[choice.name], **choice.options)
-    return _function(loaded, path, choice, None)
+@dataclass(slots=True)
+class Stacks:
+    """The hooks of each stage, by its index in `stages`. Stages with the same hooks share them; their state
+    goes from stage to stage.
+    """
+
+    all_ranks: dict[int, Stack] = field(default_factory=dict)
+    # Among the ranks of one host, where `hierarchical` has one level less.
+    within_hosts: dict[int, Stack] = field(default_factory=dict)
+    used: dict[str, Stack] = field(default_factory=dict)  # each once, by its description, in order
+
+    @property
+    def first(self) -> Stack:
+        """Of the first stage."""
+        return next(iter(self.used.values()), Stack([]))
+
+    def enter(self, stage: int) -> None:
+        """A stage begins: its hooks take over the state of hooks of the same name in earlier stages."""
+        for stacks in (self.all_ranks, self.within_hosts):
+            stack = stacks[stage]
+            stack.adopt_state([other for other in stacks.values() if other is not stack])
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of every stack."""
+        return {described: stack.state_dict() for described, stack in self.used.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring it back. Hooks of a stack that is described otherwise now take over what is of their name."""
+        for described, kept in self._assigned(state).items():
+            self.used[described].load_state_dict(kept)
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """One state from those of all ranks, for ranks of another world or with other buckets."""
+        assigned = [self._assigned(state) for state in states]
+        return {
+            described: stack.merge([kept[described] for kept in assigned])
+            for described, stack in self.used.items()
+        }
+
+    def _assigned(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The state of each stack; no hook's state goes to two of them."""
+        found = {described: dict(state.get(described, {})) for described in self.used}
+        for described, hooks in state.items():
+            if described not in self.used:
+                for name, kept in hooks.items():
+                    heirs = [
+                        d for d, stack in self.used.items() if name in stack.names and name not in found[d]
+                    ]
+                    if heirs:
+                        found[heirs[0]][name] = kept
+        return found
 
 
-def build_update(
-    loaded: Loaded, path: str, choice: Choice
-) -> Callable[[nn.Module, Callable[[], Tensor]], Any]:
-    """What a forward stage does in a step: a function of the model and of its score."""
-    choice = loaded.filled(path, choice)
-    if choice.source == "built-in":
-        return functools.partial(UPDATES[choice.name], **choice.options)
-    return _function(loaded, path, choice, None, None)
+def open_stacks(loaded: Loaded) -> Stacks:
+    """Make the hooks of every stage that takes steps.
+
+    Raises:
+        PipelineError: a hook that cannot be made.
+    """
+    found = Stacks()
+    names: dict[tuple[str, bool], str] = {}
+    for stage in loaded.pipeline.step_stages():
+        hooks = stage.effective(loaded.pipeline).hooks
+        path = stage.key_path("hooks")
+        for inside, stacks in ((False, found.all_ranks), (True, found.within_hosts)):
+            wanted = repr([hook.plain() for hook in hooks]), inside
+            if wanted not in names:
+                # A checkpoint has this name, so secrets in the hooks' options are hidden in it.
+                name = f"{loaded.secrets.hidden([hook.plain() for hook in hooks])!r}"
+                name += ", inside a host" if inside else ""
+                while name in found.used:
+                    name += "'"
+                names[wanted] = name
+                found.used[name] = build_stack(loaded, path, hooks, inside_host=inside)
+            stacks[stage.index] = found.used[names[wanted]]
+    return found
 
 
-def _function(loaded: Loaded, path: str, choice: Choice, *positional: Any) -> Callable[..., Any]:
-    """A dotted function with its options bound."""
-    target, where = _imported(loaded, path, choice), _key(path, choice)
-    if not callable(target):
-        raise _refused(loaded, where, f'"{choice.name}" cannot be called', "a function is wanted")
-    _bind(loaded, where, choice, target, *positional)
-    return functools.partial(target, **choice.options)
-
-
-def build_metric(loaded: Loaded, path: str, choice: Choice) -> Callable[[Any, Any], Any]:
-    """A dotted metric: a function of (output, target) that returns a number."""
-    choice = loaded.filled(path, choice)
-    target = _imported(loaded, path, choice)
-    if not callable(target):
-        raise _refused(
-            loaded, _key(path, choice), f'"{choice.name}" cannot be called', "a function is wanted"
-        )
-    return lambda output, wanted: target(output, wanted, **choice.options)
-
-
-def _dataset(loaded: Loaded, path: str, choice: Choice) -> Split:
-    choice = loaded.filled(path, choice)
-    if choice.source == "built-in":
-        try:
-            return DATA[choice.name](folder=loaded.folder, **choice.options)
-        except DataError as error:
-            raise _refused(loaded, _key(path, choice), str(error)) from None
-    made = _call(loaded, path, choice)
-    if not (hasattr(made, "__iter__") or hasattr(made, "__getitem__")):
-        raise _refused(
-            loaded,
-            _key(path, choice),
-            f'"{choice.name}" gives {type(made).__name__}',
-            "a map-style or iterable PyTorch dataset is wanted",
-        )
-    if not is_iterable(made) and not hasattr(made, "__len__"):
-        raise _refused(
-            loaded, _key(path, choice), f'"{choice.name}" has no __len__', "a map-style dataset has one"
-        )
-    return Split(made, None)
-
-
-def _call(loaded: Loaded, path: str, choice: Choice) -> Any:
-    target = _imported(loaded, path, choice)
-    where = _key(path, choice)
-    if not callable(target):
-        raise _refused(
-            loaded,
-            where,
-            f'"{choice.name}" is {type(target).__name__}, which cannot be called',
-            "a class or a function is wanted",
-        )
-    _bind(loaded, where, choice, target)
-    return target(**choice.options)
-
-
-def _imported(loaded: Loaded, path: str, choice: Choice) -> Any:
-    try:
-        return import_dotted(choice.name, _WANTED[choice.kind])
-    except UntrustedError as error:
-        raise _refused(loaded, _key(path, choice), str(error), error.allowed) from None
-    except TrustSettingError as error:
-        raise _refused(loaded, _key(path, choice), str(error)) from None
-    except DottedNameError as error:
-        raise _refused(
-            loaded,
-            _key(path, choice),
-            str(error),
-            f"names are looked for among what is installed, then in {loaded.folder}",
-        ) from None
-
-
-def _bind(loaded: Loaded, where: str, choice: Choice, target: Any, *positional: Any) -> None:
-    """Hold the options against the signature of what they are for."""
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):
-        return  # written in C: it tells when it is called
-    try:
-        signature.bind(*positional, **choice.options)
-    except TypeError as error:
-        takes = ", ".join(
-            str(parameter) for parameter in list(signature.parameters.values())[len(positional) :]
-        )
-        raise _refused(loaded, where, f'"{choice.name}": {error}', f"it takes ({takes})") from None
-
-
-def _checked(loaded: Loaded, where: str, make: Callable[[], Any]) -> Any:
-    """Call a constructor of torch, whose ValueErrors are about the options."""
-    try:
-        return make()
-    except (ValueError, TypeError) as error:
-        raise _refused(loaded, where, str(error)) from None
-
-
-def _key(path: str, choice: Choice) -> str:
-    return f"{path}.{choice.name}" if "." not in choice.name else path
-
-
-def _refused(loaded: Loaded, path: str, problem: str, allowed: str | None = None) -> PipelineError:
-    return PipelineError([loaded.fault(path, problem, allowed)])
+def build_function(loaded: Loaded, path: str, choice: Choice) -> Callable[..., Any]:
+    """By the kind of the choice: a `mutate` of (model), an `update` of (model, score), or a metric of
+    (output, target) that returns a number.
+    """
+    chosen = _Chosen(loaded, path, choice)
+    if chosen.source == "built-in":
+        return functools.partial(_FUNCTIONS[chosen.name], **chosen.options)
+    return chosen.callable(*([None] if choice.kind == "mutate" else [None, None]))
 
 
 def check_sync(loaded: Loaded, model: nn.Module, ranks: int) -> None:
-    """Refuse what only a run can see of sync policies and hooks.
-
-    Args:
-        loaded: the pipeline.
-        model: of this rank.
-        ranks: how many there are.
+    """Refuse what only a run can see of sync policies and hooks, with so many ranks.
 
     Raises:
         PipelineError: a source that is no rank, more fragments than parameters, hooks on complex gradients.

@@ -1,17 +1,20 @@
-"""Takes checkpoints of a session, and reports what becomes of them."""
+"""Takes checkpoints of a session, and reports what became of them."""
 
 import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ddprun import __version__
 from ddprun.checkpoint.checkpoints import Checkpoints
 from ddprun.checkpoint.codec import UnstorableError, check
-from ddprun.checkpoint.folder import FOLDER, Apart, rank_name
-from ddprun.checkpoint.writer import CheckpointWriter, Outcome
+from ddprun.checkpoint.folder import FOLDER, LOSS, Apart, rank_name
+from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import Loaded, PipelineError
-from ddprun.engine.finite import in_state
+from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.session import Session
 from ddprun.engine.state import shared_keys, state_of
 from ddprun.host.rank_files import keep_checkpoint
@@ -22,23 +25,9 @@ from ddprun_hooks.comm.groups import Placement
 
 
 def open_checkpoints(
-    loaded: Loaded,
-    run_dir: Path,
-    ranks: Ranks,
-    records: RecordFiles,
-    token: str,
-    infinite_at_first: frozenset[str],
+    loaded: Loaded, run_dir: Path, ranks: Ranks, records: RecordFiles, token: str, finite: FiniteCheck
 ) -> Checkpoints:
-    """The checkpoints of a run.
-
-    Args:
-        loaded: the pipeline.
-        run_dir: the run's folder, as rank 0 sees it.
-        ranks: this rank among the others.
-        records: knows which ranks do not see the run's folder.
-        token: of this attempt at the run, the same on all ranks.
-        infinite_at_first: parameters that are meant to be infinite.
-    """
+    """The checkpoints of a run; `token` is that of this attempt, the same on all ranks."""
     wanted, timeout_s = loaded.pipeline.checkpoint, loaded.pipeline.launch.timeout_s
     if not wanted.keep:
         return Checkpoints(None, 0)
@@ -54,9 +43,22 @@ def open_checkpoints(
         limit_s=timeout_s,
         before=records.writer.flush,
         after=keep_checkpoint,
-        not_finite=partial(in_state, infinite_at_first=infinite_at_first),
+        not_finite=partial(_not_finite, infinite_at_first=finite.infinite_at_first),
     )
     return Checkpoints(writer, wanted.every)
+
+
+def _not_finite(state: Apart, infinite_at_first: frozenset[str]) -> str | None:
+    """What of a checkpoint's part is not finite: a parameter, optimizer state, `loss`; None: all is."""
+    for name, tensor in state.tensors.items():
+        kind, _, rest = name.partition("/")
+        if kind not in ("parameters", "optimizer") or rest in infinite_at_first:
+            continue
+        if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
+            return rest if kind == "parameters" else name
+    # A number that JSON lacks is kept as a mapping.
+    reported: Any = state.tree.get("reported")
+    return LOSS if isinstance(reported, dict) and isinstance(reported.get("loss"), dict) else None
 
 
 def check_state(session: Session) -> None:
@@ -74,26 +76,23 @@ def check_state(session: Session) -> None:
             raise PipelineError([runtime.loaded.fault("checkpoint", text, way_out)]) from None
 
 
-def take_checkpoint(session: Session, *, at_end: bool = False, wished: bool = False) -> None:
+def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool = False) -> None:
     """Take a checkpoint of the state as it is now; called by all ranks after the same step.
 
-    Args:
-        session: of the run.
-        at_end: nothing comes after it, so it is waited for.
-        wished: somebody asked for it by a signal, and is answered on the screen.
+    At the run's end it waits until it is written. One that a signal has requested is answered on the screen.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
     checkpoints, writer, step = runtime.checkpoints, runtime.checkpoints.writer, session.state.step
-    if wished:
+    if requested:
         answer = "no checkpoint is taken, because of checkpoint.keep: 0"
         reporter.note(f"SIGUSR1: {answer if writer is None else f'checkpoint of step {step}'}")
     if writer is None:
         return
     started = time.monotonic()
     if state.cursor.mid_stage:
-        state.cursor.elapsed_s()
-    state.cursor.run_elapsed_s()
-    if at_end:  # ranks that never meet have stopped each after a step of its own
+        state.cursor.stage_time.read()
+    state.cursor.run_time.read()
+    if at_end:  # ranks that exchange nothing have stopped each after a step of its own
         known = runtime.exchange.control.all_gather([float(step), float(writer.count)])
         step = int(known[:, 0].max())
         writer.leave_out(int(known[:, 1].max()))
@@ -101,21 +100,42 @@ def take_checkpoint(session: Session, *, at_end: bool = False, wished: bool = Fa
     own = {key: value for key, value in whole.items() if key not in shared}
     parts = {rank_name(runtime.ranks.rank): Apart.of(own)}
     if runtime.ranks.rank == 0:
-        parts["shared"] = Apart.of({**{key: whole[key] for key in sorted(shared)}, **_about(session)})
+        about = {
+            "pipeline": runtime.loaded.plain(),
+            "world_size": runtime.ranks.size,
+            "layout": layout_of(session),
+            "ddprun": __version__,
+        }
+        parts["shared"] = Apart.of({**{key: whole[key] for key in sorted(shared)}, **about})
     if runtime.records.away and (state.synchronizer is None or not state.synchronizer.plan.never):
         runtime.records.collect()
     reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
     writer.put(step, parts, wait=at_end)
     report_checkpoints(session)
     if at_end and checkpoints.failed is not None:
-        checkpoints.lost = f"the checkpoint of step {step}, the last one, is lost: {checkpoints.failed}"
+        checkpoints.lost = f"the checkpoint of step {step}, the last one: {checkpoints.failed}"
 
 
 def report_checkpoints(session: Session) -> None:
-    """Say what has become of those that were taken."""
-    writer = session.runtime.checkpoints.writer
-    while writer is not None and not writer.outcomes.empty():
-        _report(session, writer.outcomes.get())
+    """Report what became of those that were taken."""
+    checkpoints, reporter = session.runtime.checkpoints, session.reporter
+    while checkpoints.writer is not None and not checkpoints.writer.outcomes.empty():
+        outcome = checkpoints.writer.outcomes.get()
+        step, seconds, written = outcome.step, round(outcome.seconds, 3), outcome.written
+        if written is None:
+            reporter.events.warning("checkpoint_left_out", step=step, seconds=seconds, reason=outcome.problem)
+            if checkpoints.failed is None:  # once, until one is written again
+                reporter.note(f"no checkpoint at step {step}: {outcome.problem} (older ones are kept)")
+        else:
+            reporter.events.info(
+                "checkpoint_written",
+                step=step,
+                seconds=seconds,
+                bytes=written.bytes,
+                folder=str(written.path),
+                nonfinite=written.nonfinite,
+            )
+        checkpoints.failed = outcome.problem
 
 
 def close_checkpoints(session: Session) -> None:
@@ -125,43 +145,9 @@ def close_checkpoints(session: Session) -> None:
         report_checkpoints(session)
 
 
-def _report(session: Session, outcome: Outcome) -> None:
-    checkpoints, reporter = session.runtime.checkpoints, session.reporter
-    seconds = round(outcome.seconds, 3)
-    if outcome.written is not None:
-        reporter.events.info(
-            "checkpoint_written",
-            step=outcome.step,
-            seconds=seconds,
-            bytes=outcome.written.bytes,
-            folder=str(outcome.written.path),
-            nonfinite=outcome.written.nonfinite,
-        )
-        checkpoints.failed = None
-        return
-    reporter.events.warning("checkpoint_left_out", step=outcome.step, seconds=seconds, reason=outcome.problem)
-    if checkpoints.failed is None:  # once, until one is written again
-        reporter.note(
-            f"the checkpoint of step {outcome.step} is left out, and older ones stay: {outcome.problem}"
-        )
-    checkpoints.failed = outcome.problem
-
-
 def layout_of(session: Session) -> str:
-    """By what the ranks' shares of what hooks keep are cut."""
-    runtime = session.runtime
+    """What decides which share of the hooks' state each rank has."""
+    runtime, ranks = session.runtime, session.runtime.ranks
     cap_mb, hooks = runtime.loaded.pipeline.ddp.bucket_cap_mb, sorted(runtime.stacks.used)
-    ranks = runtime.ranks
     hosts = Placement(ranks.rank, ranks.hosts, ranks.local_sizes).launched()
     return repr((cap_mb, hosts, hooks))
-
-
-def _about(session: Session) -> dict[str, object]:
-    """What a checkpoint says of its run."""
-    runtime = session.runtime
-    return {
-        "pipeline": runtime.loaded.plain(),
-        "world_size": runtime.ranks.size,
-        "layout": layout_of(session),
-        "ddprun": __version__,
-    }

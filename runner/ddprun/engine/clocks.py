@@ -1,6 +1,7 @@
-"""How far the ranks' clocks are apart, measured again and again: no clock runs like another."""
+"""The offsets between the ranks' clocks, measured again and again: no clock runs like another."""
 
 import time
+from dataclasses import dataclass
 
 from structlog.typing import FilteringBoundLogger
 
@@ -11,37 +12,31 @@ from ddprun_hooks.comm.control import Control
 _EVERY_S = 60.0
 
 
+@dataclass(slots=True)
 class ClockOffsets:
-    """Measures each rank's clock against rank 0's.
+    """Measures each rank's clock against rank 0's, by messages over `control`."""
 
-    Args:
-        clock: of this rank's steps.
-        control: for the messages; what they take is measured.
-        recorder: takes the offset.
-        events: takes what was measured.
-    """
-
-    def __init__(
-        self, clock: Clock, control: Control, recorder: StepRecorder, events: FilteringBoundLogger
-    ) -> None:
-        self._clock, self._control, self._recorder, self._events = clock, control, recorder, events
-        self._measured_s = 0.0
+    clock: Clock
+    control: Control
+    recorder: StepRecorder
+    events: FilteringBoundLogger
+    measured_s: float = 0.0  # when that was done last, on this process's clock
 
     @property
     def are_old(self) -> bool:
         """The offsets were measured a while ago."""
-        return time.monotonic() - self._measured_s > _EVERY_S
+        return time.monotonic() - self.measured_s > _EVERY_S
 
     def measure(self) -> None:
-        """Called by all ranks together."""
-        if isinstance(self._clock, StreamClock):
-            self._clock.tie()
-        offset, bound = self._control.clock_offset()
-        self._recorder.offset_us = offset
-        measured = self._control.all_gather([offset, bound], "clock offsets")
-        self._events.info(
+        """Called by all ranks at the same moment."""
+        if isinstance(self.clock, StreamClock):
+            self.clock.tie()
+        offset, bound = self.control.clock_offset()
+        self.recorder.offset_us = offset
+        measured = self.control.all_gather([offset, bound], "clock offsets")
+        self.events.info(
             "clock_offsets",
             offset_us=[round(value, 1) for value in measured[:, 0].tolist()],
             error_us=[round(value, 1) for value in measured[:, 1].tolist()],
         )
-        self._measured_s = time.monotonic()
+        self.measured_s = time.monotonic()

@@ -10,15 +10,17 @@ the next `batch_size` of each rank's own samples, and a rank that has none left 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loading_process
 
+from ddprun.config import Loader
 from ddprun.engine.samples import BatchError, collate, digest_of
 from ddprun.engine.seeding import generators_kept, seed_everything
 from ddprun.host.orphans import die_with_parent
@@ -29,11 +31,8 @@ from ddprun_hooks.comm.control import Control
 class MicroBatch:
     """What one rank computes in one forward and backward."""
 
-    content: Any
-    """Collated samples: tensors with a leading batch dimension."""
-
-    samples: int
-    """Samples that count. 0: this rank has none left and computes along on a batch that counts nothing."""
+    content: Any  # collated samples: tensors with a leading batch dimension
+    samples: int  # that count; 0: this rank has none left and computes along on a batch that counts nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +40,8 @@ class StepBatches:
     """What one rank computes in one optimizer step."""
 
     micro_batches: Iterable[MicroBatch]
-    count: int
-    """Micro-batches in the step."""
-
-    total: int
-    """Samples of all ranks and micro-batches together."""
+    count: int  # micro-batches in the step
+    total: int  # samples of all ranks and micro-batches
 
 
 Refuse = Callable[[str, str | None], Exception]
@@ -53,79 +49,58 @@ Refuse = Callable[[str, str | None], Exception]
 
 
 def is_iterable(dataset: Any) -> bool:
-    """Whether a dataset is a row of samples to walk along, rather than one to pick from by index."""
+    """Whether a dataset is a stream of samples, rather than one to pick from by index."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-def _refused(problem: str, allowed: str | None) -> Exception:
+def _value_error(problem: str, allowed: str | None) -> Exception:
     return ValueError(problem if allowed is None else f"{problem}; {allowed}")
 
 
 class Feed:
-    """An endless row of optimizer steps, epoch after epoch, that knows where it is.
+    """An endless stream of optimizer steps, epoch after epoch, that knows its position.
 
     Args:
         dataset: map-style, or iterable; the same on every rank, unless it is `sharded`.
-        batch_size: samples per rank and micro-batch.
-        shuffle: draw a new order in each epoch (map-style only).
-        drop_last: leave out an epoch's last, smaller micro-batch.
-        workers: processes that load.
+        loader: of the file.
         seed, rank, ranks: as in the module's text.
         pin: put batches into page-locked memory, for a GPU.
-        sharded: the dataset gives each rank samples of its own.
-        refuse: makes the error for samples that are no batch.
-        tell: told once if samples that were read before step 1 are lost.
-
-    Raises:
-        ValueError: too few samples for one step.
+        refuse: makes the error for data that cannot be trained on; a ValueError by default.
+        warn: is called if samples that were read before step 1 are lost.
     """
 
     def __init__(
         self,
         dataset: Any,
+        loader: Loader,
         *,
-        batch_size: int,
-        shuffle: bool,
-        drop_last: bool,
-        workers: int,
         seed: int,
         rank: int,
         ranks: int,
-        pin: bool,
-        sharded: bool = False,
-        refuse: Refuse = _refused,
-        tell: Callable[[str], None] = lambda text: None,
+        pin: bool = False,
+        refuse: Refuse = _value_error,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.dataset = dataset
-        self.iterable = is_iterable(dataset)
-        self.rank, self.ranks = rank, ranks
-        self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
-        self.sharded, self.refuse = sharded, refuse
-        self._loading: dict[str, Any] = {
-            "num_workers": workers,
-            "pin_memory": pin,
-            "worker_init_fn": tie_to_rank,
-        }
-        self.epoch = 0
-        """From 0; an epoch that is used up is left when the next step is asked for."""
-
-        self.tell = tell
-        self._told_of_loss = False
-        self.odd_ranks: list[int] = []
-        """The ranks that read other first samples than rank 0, once they have met."""
-
-        self._used = 0  # samples of the epoch, of all ranks together, as if every rank's batches were full
+        self.dataset, self.iterable = dataset, is_iterable(dataset)
+        self.seed, self.rank, self.ranks, self.refuse, self.warn = seed, rank, ranks, refuse, warn
+        self.batch_size, self.shuffle, self.drop_last = loader.batch_size, loader.shuffle, loader.drop_last
+        self.sharded, self._workers = loader.sharded, loader.workers
+        self._loading: dict[str, Any] = {"pin_memory": pin, **loading(loader.workers)}
+        self.epoch = 0  # an epoch that is used up is left when the next step is asked for
+        self.odd_ranks: list[int] = []  # that read other first samples than rank 0, once compared
+        self._warned = False
+        self._used = 0  # samples of the epoch, of all ranks, as if every rank's batches were full
         self._first: tuple[list[Any], list[int]] | None = None  # this rank's first samples, and their numbers
         self._stream = _Stream(dataset)
         self._control: Control | None = None
         self._lengths = [] if self.iterable else [len(dataset)] * ranks  # samples of each rank's dataset
-        if self.iterable and shuffle:
-            raise ValueError("an iterable dataset has an order of its own: loader.shuffle must be false")
+        if self.iterable and loader.shuffle:
+            raise refuse("an iterable dataset has an order of its own: loader.shuffle must be false", None)
         if not self.iterable:
             self._check_length()
 
-    def meet(self, control: Control) -> list[int]:
-        """Compare with the other ranks what the dataset gives; called by all ranks together before step 1.
+    def compare_ranks(self, control: Control) -> list[int]:
+        """Compare with the other ranks what the dataset gives; called by all ranks before step 1.
 
         Under equal random generators every rank reads the same samples, or its first ones if it is `sharded`.
 
@@ -138,43 +113,19 @@ class Feed:
         self._control = control
         with generators_kept(torch.device("cpu")):
             seed_everything(self.seed)
-            length = -1 if self.iterable else len(self.dataset)
-            read = self._look_ahead() if self.iterable else self._at(self._order()[0])
+            read = self._look_ahead() if self.iterable else digest_of([self.dataset[self._order()[0]]])
         if not self.iterable:
-            lengths = control.all_gather([float(length)], "the data sets' lengths")[:, 0].tolist()
-            self._lengths = [int(one) for one in lengths]
-            self._refuse_lengths()
+            self._lengths = of_all(control, len(self.dataset), "the data sets' lengths")
+            if self.sharded:
+                self._check_length()
+            else:
+                refuse_odd_lengths(self._lengths, self.refuse)
         digests = control.all_gather_bytes(read, "a digest of the first samples")
         self.odd_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         return self.odd_ranks
 
-    def _at(self, index: int) -> bytes:
-        return digest_of([self.dataset[index]])
-
-    def _refuse_lengths(self) -> None:
-        if self.sharded:
-            try:
-                self._check_length()
-            except ValueError as error:
-                raise self.refuse(str(error), None) from None
-            return
-        odd = next((rank for rank, one in enumerate(self._lengths) if one != self._lengths[0]), None)
-        if odd is not None:
-            raise self.refuse(
-                f"the data set has {self._lengths[0]} samples on rank 0 and {self._lengths[odd]} on rank "
-                f"{odd}",
-                "give every rank the same data set, or write loader: {sharded: true} if it shards itself",
-            )
-
-    @property
-    def micro_batches_per_epoch(self) -> int | None:
-        """None for an iterable dataset, whose length nobody knows."""
-        if self.iterable:
-            return None
-        return self._micro_batches(0)
-
     def _micro_batches(self, used: int) -> int:
-        """How many an epoch has from a place on."""
+        """How many an epoch has after so many samples."""
         whole, rest = divmod(self._nominal - used, self.batch_size * self.ranks)
         return whole + (1 if rest and not self.drop_last else 0)
 
@@ -186,27 +137,20 @@ class Feed:
         return (min if self.drop_last else max)(self._lengths) * self.ranks
 
     def steps_per_epoch(self, accumulate: int) -> int | None:
-        """Optimizer steps in an epoch; an epoch's last step may have fewer micro-batches."""
-        micro = self.micro_batches_per_epoch
-        return None if micro is None else -(-micro // accumulate)
+        """Optimizer steps in an epoch, whose last one may have fewer micro-batches; None: nobody knows."""
+        return None if self.iterable else -(-self._micro_batches(0) // accumulate)
 
     def steps_left(self, accumulate: int, epochs: int) -> int | None:
         """Optimizer steps from here to the end of so many epochs, the current one included."""
-        if self.iterable:
-            return None
-        if epochs <= 0:
-            return 0
-        later = self.steps_per_epoch(accumulate)
-        assert later is not None
-        return -(-self._micro_batches(self._used) // accumulate) + max(0, epochs - 1) * later
+        per_epoch = self.steps_per_epoch(accumulate)
+        if per_epoch is None or epochs <= 0:
+            return None if per_epoch is None else 0
+        return -(-self._micro_batches(self._used) // accumulate) + (epochs - 1) * per_epoch
 
     def first_batch(self, most: int | None = None) -> Any:
-        """A batch of the coming epoch that leaves no trace: for shapes, not for learning.
+        """A batch of the coming epoch, of at most so many samples, that leaves no trace: for shapes alone.
 
         Its samples are read once, and those of an iterable dataset are handed out again in the first epoch.
-
-        Args:
-            most: samples in it; None: a whole batch.
         """
         if self._first is None and self.iterable:
             self._look_ahead()
@@ -219,13 +163,12 @@ class Feed:
 
     def _look_ahead(self) -> bytes:
         """Read an iterable dataset's first samples; gives their digest."""
-        part = 1 if self.sharded else self.ranks
-        place = 0 if self.sharded else self.rank
-        digest, ahead = self._stream.look_ahead(self.batch_size * part)
-        mine = ahead[place::part]
+        rank, ranks = (0, 1) if self.sharded else (self.rank, self.ranks)
+        digest, ahead = self._stream.look_ahead(self.batch_size * ranks)
+        mine = ahead[rank::ranks]
         if not mine:
             raise self.refuse(f"the dataset yields too few samples for {self.ranks} ranks", None)
-        self._first = mine, list(range(place, place + part * len(mine), part))
+        self._first = mine, list(range(rank, rank + ranks * len(mine), ranks))
         return digest
 
     def start_epoch(self) -> None:
@@ -237,10 +180,7 @@ class Feed:
         """Optimizer steps of `accumulate` micro-batches, from where the feed is.
 
         A step never reaches over an epoch's end. A step's micro-batches have to be used up before the next.
-
-        Args:
-            accumulate: micro-batches per step.
-            epochs: stop at the end of so many epochs, the current one included; None goes on for ever.
+        It stops at the end of so many epochs, the current one included; None: never.
         """
         while epochs is None or epochs > 0:
             yield from self._epoch_steps(accumulate)
@@ -249,9 +189,10 @@ class Feed:
                     raise self.refuse(
                         f"the data set is its own iterator and has nothing left for epoch {self.epoch + 1}: "
                         "it can be read only once",
-                        "train for fewer steps or one epoch, or have its __iter__ start anew",
+                        "train for fewer steps or one epoch, or have its __iter__ begin again",
                     )
-                raise ValueError(f"the dataset yields too few samples for one step of {self.ranks} ranks")
+                problem = f"the dataset yields too few samples for one step of {self.ranks} ranks"
+                raise self.refuse(problem, None)
             self.epoch, self._used = self.epoch + 1, 0
             epochs = None if epochs is None else epochs - 1
 
@@ -260,40 +201,37 @@ class Feed:
             self.dataset.set_epoch(self.epoch)
         if not self.iterable:
             self._first = None  # not needed any more
-            return self._row_map(accumulate)
-        return self._row_sharded(accumulate) if self.sharded else self._row_iterable(accumulate)
+            return self._map_steps(accumulate)
+        return self._sharded_steps(accumulate) if self.sharded else self._iterable_steps(accumulate)
 
     def _whole(self, content: Any) -> Any:
-        """A batch that is one."""
+        """A batch, unless its samples could not be put into one."""
         if isinstance(content, BatchError):
             raise self.refuse(content.problem, content.allowed)
         return content
 
     # Map-style: the whole epoch is arithmetic, so a step's total is known before a sample is loaded.
 
-    def _row_map(self, accumulate: int) -> Iterator[StepBatches]:
+    def _map_steps(self, accumulate: int) -> Iterator[StepBatches]:
         order, world = self._order(), self.batch_size * self.ranks
         starts = [self._used + micro * world for micro in range(self._micro_batches(self._used))]
         shares = [self._share(order, start) for start in starts]
         totals = [self._total(start) for start in starts]
-        seed = self._loading_seed() if self._loading["num_workers"] else None
-        loader = DataLoader(
-            Batches(self.dataset, seed),
-            batch_size=None,
-            sampler=[share or self._spare(order, start) for share, start in zip(shares, starts, strict=True)],
-            collate_fn=as_it_is,
-            generator=self._loading_generator(),
-            **self._loading,
+        loaded = iter(
+            DataLoader(
+                Batches(self.dataset, self._loading_seed() if self._workers else None),
+                sampler=[mine or self._spare(order, at) for mine, at in zip(shares, starts, strict=True)],
+                generator=self._loading_generator(),
+                **self._loading,
+            )
         )
-        loaded = iter(loader)
         for first in range(0, len(shares), accumulate):
             group = shares[first : first + accumulate]
             end = min(starts[first] + len(group) * world, self._nominal)
-            yield StepBatches(
-                self._taken(loaded, group, end), len(group), sum(totals[first : first + accumulate])
-            )
+            total = sum(totals[first : first + accumulate])
+            yield StepBatches(self._take(loaded, group, end), len(group), total)
 
-    def _taken(self, loaded: Iterator[Any], shares: list[list[int]], end: int) -> Iterator[MicroBatch]:
+    def _take(self, loaded: Iterator[Any], shares: list[list[int]], end: int) -> Iterator[MicroBatch]:
         for share in shares:
             content = self._whole(next(loaded))
             self._used = min(self._used + self.batch_size * self.ranks, end)
@@ -312,37 +250,36 @@ class Feed:
         return order[start : start + self.batch_size * self.ranks][self.rank :: self.ranks]
 
     def _total(self, start: int) -> int:
-        """Samples of all ranks in the micro-batch at a place."""
+        """Samples of all ranks in the micro-batch that begins there."""
         if not self.sharded:
             return min(self.batch_size * self.ranks, self._lengths[0] - start)
         own = start // self.ranks
         return sum(min(self.batch_size, max(0, length - own)) for length in self._lengths)
 
     def _spare(self, order: list[int], start: int) -> list[int]:
-        """What a rank without a sample computes along on: of its own first batch of the epoch as many as the
-        largest share of the micro-batch at a place has.
+        """What a rank without a sample computes along on: of its first batch in the epoch as many samples as
+        the largest share of the micro-batch has; where data is not sharded that is 1.
         """
-        largest = 1  # where not every rank has a sample
-        if self.sharded:
-            largest = min(self.batch_size, max(self._lengths) - start // self.ranks)
+        largest = min(self.batch_size, max(self._lengths) - start // self.ranks) if self.sharded else 1
         return self._share(order, 0)[:largest]
 
     def _check_length(self) -> None:
-        size, world = self._nominal, self.batch_size * self.ranks
-        least = min(self._lengths)
-        if self.sharded and not least:
-            raise ValueError(f"rank {self._lengths.index(0)}'s part of the data has no sample")
-        if self.drop_last and size < world:
-            raise ValueError(
+        size, world, problem = self._nominal, self.batch_size * self.ranks, None
+        if self.sharded and not min(self._lengths):
+            problem = f"rank {self._lengths.index(0)}'s part of the data has no sample"
+        elif self.drop_last and size < world:
+            problem = (
                 f"{size} samples are fewer than one step needs: {world} (batch_size {self.batch_size} x "
                 f"{self.ranks} ranks), and drop_last leaves out what is less"
             )
-        if size < self.ranks:
-            raise ValueError(f"{size} samples are too few for {self.ranks} ranks: each needs at least one")
+        elif size < self.ranks:
+            problem = f"{size} samples are too few for {self.ranks} ranks: each needs at least one"
+        if problem is not None:
+            raise self.refuse(problem, None)
 
-    # Iterable: every rank reads the whole row and takes its share, so all know alike when it ends.
+    # Iterable: every rank reads the whole stream and takes its share, so all know when it ends.
 
-    def _row_iterable(self, accumulate: int) -> Iterator[StepBatches]:
+    def _iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
         loaded = self._compared(self._load(self.rank, self.ranks, self._used))
         while True:
             group, total = [], 0
@@ -354,14 +291,17 @@ class Feed:
             self._used += total
             yield StepBatches(group, len(group), total)
 
-    # Iterable and sharded: nobody knows how many samples another rank has left, so ranks tell each other.
+    # Iterable and sharded: no rank knows how many samples another one has left, so they exchange it.
 
-    def _row_sharded(self, accumulate: int) -> Iterator[StepBatches]:
+    def _sharded_steps(self, accumulate: int) -> Iterator[StepBatches]:
         loaded = self._compared(self._load(0, 1, self._used // self.ranks))
         while True:
             mine = [(self._whole(content), samples) for content, samples, _ in islice(loaded, accumulate)]
             mine += [(None, 0)] * (accumulate - len(mine))
-            counts = self._of_all([samples for _, samples in mine])
+            counts = [[samples for _, samples in mine]]  # of every rank
+            if self._control is not None:
+                gathered = self._control.all_gather(list(map(float, counts[0])), "samples of every rank")
+                counts = [[int(one) for one in row] for row in gathered.tolist()]
             totals = [sum(column) for column in zip(*counts, strict=True)]
             if self.drop_last:
                 totals = [total if total == self.batch_size * self.ranks else 0 for total in totals]
@@ -375,53 +315,37 @@ class Feed:
             self._used += count * self.batch_size * self.ranks
             yield StepBatches(group, count, sum(totals))
 
-    def _of_all(self, samples: list[int]) -> list[list[int]]:
-        """The numbers of all ranks."""
-        if self._control is None:
-            return [samples]
-        told = self._control.all_gather([float(one) for one in samples], "samples of every rank")
-        return [[int(one) for one in row] for row in told.tolist()]
-
     def _load(self, rank: int, ranks: int, skip: int) -> Iterator[Any]:
         """A rank's share of the epoch from a sample on, as `_Shares` gives it."""
-        row: Iterable[Any]
-        if self._loading["num_workers"]:
-            row, done = self._stream.in_processes(), 0
+        if self._workers:
+            samples, done = self._stream.in_processes(), 0
         else:
-            row, done = self._stream.go_on(self.epoch, skip)
-        loader = DataLoader(
-            _Shares(row, self.batch_size, rank, ranks, skip, done, self.drop_last and not self.sharded),
-            batch_size=None,
-            collate_fn=as_it_is,
-            generator=self._loading_generator(),
-            **self._loading,
-        )
-        return iter(loader)
+            samples, done = self._stream.resume(self.epoch, skip)
+        drop_last = self.drop_last and not self.sharded
+        shares = _Shares(samples, self.batch_size, rank, ranks, skip, done, drop_last)
+        return iter(DataLoader(shares, generator=self._loading_generator(), **self._loading))
 
     def _compared(self, loaded: Iterator[Any]) -> Iterator[Any]:
-        """The same; says so if loading processes do not begin where the data set was read ahead.
+        """The same; warns if loading processes do not begin where the data set was read ahead.
 
         A data set that reads one source begins after it. One that draws at random gives other samples, too,
         so that only where the first batch differs is the data set read a second time: a sample of it, under
-        the seeds of the first look.
+        the seeds of the first time.
         """
-        if not self._loading["num_workers"] or self._first is None or self.epoch or self._used:
+        ahead = None if self.epoch or self._used or self._warned or self._stream.one_shot else self._first
+        first = next(loaded, None) if self._workers and ahead is not None else None
+        if first is None or ahead is None:
             return loaded
-        if self._told_of_loss or self._stream.one_shot:
-            return loaded
-        first = next(loaded, None)
-        if first is None:
-            return loaded
-        if digest_of([first[0]]) != digest_of([collate(*self._first)]) and self._reads_one_source():
-            self._told_of_loss = True
-            self.tell(
+        if digest_of([first[0]]) != digest_of([collate(*ahead)]) and self._reads_one_source():
+            self._warned = True
+            self.warn(
                 "read again, it begins with other samples; if it reads one source, the first ones are lost\n"
                 "  write loader: {workers: 0} then; if it draws at random, use seeded torch, NumPy or random"
             )
         return chain([first], loaded)
 
     def _reads_one_source(self) -> bool:
-        """Whether a second look at an iterable dataset shows another first sample, under equal generators."""
+        """Whether an iterable dataset read again begins with another sample, under equal generators."""
         with generators_kept(torch.device("cpu")):
             seed_everything(self.seed)
             again = digest_of(islice(iter(self.dataset), 1))
@@ -435,22 +359,19 @@ class Feed:
         return (self.seed + self.epoch) * self.ranks + self.rank
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in the data the feed is."""
+        """The position in the data."""
         return {"epoch": self.epoch, "samples": self._used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where `state_dict` was taken; the place is global, so another number of ranks can go on."""
+        """Go to where `state_dict` was taken; the position is that of all ranks, however many there are."""
         self.epoch, self._used = state["epoch"], state["samples"]
 
 
 class _Stream:
-    """An iterable dataset's samples, none of which is lost to a look ahead.
+    """An iterable dataset's samples, of which none is lost by reading ahead.
 
     `iter` is called once in an epoch at most. A dataset may be its own iterator, or read from one source each
     time: then what a second iterator gives begins where the first one was left.
-
-    Args:
-        dataset: iterable.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -458,7 +379,7 @@ class _Stream:
         self._iterator: Iterator[Any] | None = None
         self._ahead: deque[Any] = deque()
         self.first_digest = b""  # of the first sample that was read ahead
-        self._epoch: int | None = None  # which is read; None: nothing but a look ahead
+        self._epoch: int | None = None  # which is read; None: none yet
         self._given = 0  # samples of it
 
     @property
@@ -467,14 +388,7 @@ class _Stream:
         return self._iterator is self._dataset
 
     def look_ahead(self, count: int) -> tuple[bytes, list[Any]]:
-        """Read the first samples, which are handed out again if no epoch has begun.
-
-        Args:
-            count: how many.
-
-        Returns:
-            Their digest, and they themselves.
-        """
+        """Read the first samples, which are handed out again if no epoch has begun; and their digest."""
         iterator = iter(self._dataset)
         ahead = list(islice(iterator, count))
         self.first_digest = digest_of(ahead[:1])
@@ -482,27 +396,23 @@ class _Stream:
             self._iterator, self._ahead = iterator, deque(ahead)
         return digest_of(ahead), ahead
 
-    def go_on(self, epoch: int, wanted: int) -> tuple[Iterator[Any], int]:
-        """The samples of an epoch in this process, and how many of it are behind.
-
-        Args:
-            epoch: from 0.
-            wanted: samples of the epoch that are to be left out.
+    def resume(self, epoch: int, skip: int) -> tuple[Iterator[Any], int]:
+        """The samples of an epoch in this process, of which the first `skip` are not wanted; and how many of
+        these are not in it any more.
         """
-        anew = self._epoch not in (None, epoch) or self._given > wanted
+        again = self._epoch not in (None, epoch) or self._given > skip
         if self._epoch is None and epoch and hasattr(self._dataset, "set_epoch"):
-            anew = True  # what was read ahead was of another epoch
-        if anew or self._iterator is None:
+            again = True  # what was read ahead was of another epoch
+        if again or self._iterator is None:
             self._iterator, self._ahead, self._given = iter(self._dataset), deque(), 0
         self._epoch = epoch
-        return self._read(), self._given
+        return self._read(self._iterator), self._given
 
-    def _read(self) -> Iterator[Any]:
+    def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
         while self._ahead:
             self._given += 1
             yield self._ahead.popleft()
-        assert self._iterator is not None
-        for sample in _rest_of(self._iterator):
+        for sample in _rest_of(iterator):
             self._given += 1
             yield sample
 
@@ -512,13 +422,10 @@ class _Stream:
 
 
 def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
-    """What is left; `iter` is not called again, which may start anew."""
-    while True:
-        try:
-            sample = next(iterator)
-        except StopIteration:
-            return
-        yield sample
+    """What is left; `iter` is not called again, which may begin again."""
+    with suppress(StopIteration):
+        while True:
+            yield next(iterator)
 
 
 class _FromHere:
@@ -532,19 +439,14 @@ class _FromHere:
 
 
 class Batches(Dataset[Any]):
-    """Batches of a map-style dataset, by their lists of indices; a `BatchError` where samples are no batch.
+    """Batches of a map-style dataset, by their lists of indices; a `BatchError` where samples do not fit.
 
     What a loading process draws for a batch depends on the batch alone: not on how many processes there are,
-    nor on where in the epoch they started.
-
-    Args:
-        dataset: the samples.
-        seed: of what loading processes draw; None: it is loaded in the training process.
+    nor on where in the epoch they started. Without a seed it is loaded in the training process.
     """
 
     def __init__(self, dataset: Any, seed: int | None) -> None:
-        self.dataset = dataset
-        self.seed = seed
+        self.dataset, self.seed = dataset, seed
 
     def __getitem__(self, indices: list[int]) -> Any:
         if self.seed is not None:
@@ -554,33 +456,20 @@ class Batches(Dataset[Any]):
         return collate([self.dataset[index] for index in indices], indices)
 
 
+@dataclass(eq=False)
 class _Shares(IterableDataset[tuple[Any, int, int]]):
-    """One rank's share of a row of samples, as (collated batch, its samples, samples of all ranks).
+    """One rank's share of a stream of samples, as (collated batch, its samples, samples of all ranks).
 
     A rank that has none left gets a batch of 0 samples that count.
-
-    Args:
-        row: the samples.
-        batch_size: samples per rank.
-        rank, ranks: it takes every ranks-th sample.
-        skip: leave out so many samples of the epoch.
-        done: so many of it are behind already.
-        drop_last: leave out the last, smaller batch.
     """
 
-    def __init__(
-        self,
-        row: Iterable[Any],
-        batch_size: int,
-        rank: int,
-        ranks: int,
-        skip: int,
-        done: int,
-        drop_last: bool,
-    ) -> None:
-        self.row = row
-        self.batch_size, self.rank, self.ranks = batch_size, rank, ranks
-        self.skip, self.done, self.drop_last = skip, done, drop_last
+    samples: Iterable[Any]
+    batch_size: int
+    rank: int  # it takes every ranks-th sample from this one on
+    ranks: int
+    skip: int  # leave out so many samples of the epoch
+    done: int  # so many of it have been read already
+    drop_last: bool
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         worker = get_worker_info()
@@ -589,10 +478,10 @@ class _Shares(IterableDataset[tuple[Any, int, int]]):
         # too, as torch's documentation shows, would lose most of them: it is to see one process.
         if worker is not None:
             loading_process._worker_info = None
-        row, world = islice(self.row, self.skip - self.done, None), self.batch_size * self.ranks
+        samples, world = islice(self.samples, self.skip - self.done, None), self.batch_size * self.ranks
         at = self.skip
-        for micro in range(2**62):
-            items = list(islice(row, world))
+        for micro in count():
+            items = list(islice(samples, world))
             if not items or (len(items) < self.ranks and micro == self.skip == 0):
                 return  # the end, or too few for every rank to have had a batch at all
             if len(items) < world and self.drop_last:
@@ -607,11 +496,39 @@ class _Shares(IterableDataset[tuple[Any, int, int]]):
             at += len(items)
 
 
-def as_it_is(batch: Any) -> Any:
-    """For a loader whose dataset makes batches."""
+def loading(workers: int) -> dict[str, Any]:
+    """Settings of a DataLoader whose dataset makes batches itself, in so many processes."""
+    return {
+        "batch_size": None,
+        "collate_fn": _as_it_is,
+        "num_workers": workers,
+        "worker_init_fn": _tie_to_rank,
+    }
+
+
+def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def tie_to_rank(worker: int) -> None:
+def _tie_to_rank(worker: int) -> None:
     """Have a loading process end with its rank; by itself it would notice seconds later."""
     die_with_parent()
+
+
+def of_all(control: Control, number: int, what: str) -> list[int]:
+    """Every rank's number; `what` is for diagnoses."""
+    return [int(one) for one in control.all_gather([float(number)], what)[:, 0].tolist()]
+
+
+def refuse_odd_lengths(lengths: Sequence[int], refuse: Refuse) -> None:
+    """Refuse data that ranks share and that is not equally long on all of them.
+
+    Raises:
+        Exception: as `refuse` makes it.
+    """
+    odd = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
+    if odd is not None:
+        raise refuse(
+            f"the data set has {lengths[0]} samples on rank 0 and {lengths[odd]} on rank {odd}",
+            "give every rank the same data set, or write loader: {sharded: true} if it shards itself",
+        )

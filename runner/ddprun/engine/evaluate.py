@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ddprun.config import Choice, Evaluate, PipelineError
+from ddprun.config import Choice, DataPair, Evaluate
 from ddprun.engine import build, seeding
-from ddprun.engine.data import Batches, as_it_is, is_iterable, tie_to_rank
-from ddprun.engine.objective import Outcome
+from ddprun.engine.data import Batches, Refuse, is_iterable, loading, of_all, refuse_odd_lengths
+from ddprun.engine.objective import Objective, Outcome
 from ddprun.engine.replicas import make_buffers_equal
 from ddprun.engine.samples import BatchError, collate, differing, digest_of, shards_itself
 from ddprun.engine.session import Session
@@ -22,10 +23,13 @@ from ddprun.engine.session import Session
 _FIELDS = frozenset(
     ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")
 )
-"""What the event `evaluated` has beside metrics, and what structlog calls its own arguments."""
+"""What the event `evaluated` has besides metrics, and the names of structlog's own arguments."""
 
-Measure = Callable[[Outcome, int], tuple[Tensor | float, Tensor | float]]
-"""From an outcome and its number of samples to (sum of values, number of values)."""
+Sums = tuple[Tensor | float, Tensor | float]
+"""Sum of values, number of values."""
+
+Measure = Callable[[Outcome, int], Sums]
+"""From an outcome and its number of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,6 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
     quotient of whole numbers.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
-    reporter.where = stage.path
     make_buffers_equal(session, stage)
     metrics = _metrics(session, stage)
     sums = torch.zeros((len(metrics), 2), dtype=torch.float64, device=runtime.device)
@@ -57,36 +60,36 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
             if not samples:
                 continue
             counted += samples
-            for place, metric in enumerate(metrics.values()):
+            for index, metric in enumerate(metrics.values()):
                 value, count = metric.measure(outcome, samples)
-                sums[place, 0] += value
-                sums[place, 1] += count
+                sums[index, 0] += value
+                sums[index, 1] += count
     mine = [*sums.flatten().tolist(), counted]
-    *words, samples = runtime.exchange.control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
+    *totals, samples = runtime.exchange.control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
     found = {
-        name: metric.finish(words[2 * place] / words[2 * place + 1]) if words[2 * place + 1] else math.nan
-        for place, (name, metric) in enumerate(metrics.items())
+        name: metric.finish(value / count) if count else math.nan
+        for (name, metric), value, count in zip(metrics.items(), totals[::2], totals[1::2], strict=True)
     }
     state.metrics = found
     reporter.trackers.metrics(state.step, found)
     reporter.events.info("evaluated", stage=stage.index, step=state.step, **found)
-    told = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-    reporter.note(f"{stage.name}: held-out {told}")
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+    reporter.note(f"{stage.name}: held-out {shown}")
     return {"metrics": found, "samples": int(samples)}
 
 
 def _metrics(session: Session, stage: Evaluate) -> dict[str, Metric]:
-    runtime = session.runtime
-    objective = runtime.objective
-    found = {"loss": Metric(_summed_loss if objective.summed else _mean_loss(session))}
-    for place, (name, choice) in enumerate(zip(names_of(stage.metrics), stage.metrics, strict=True)):
+    loaded, objective = session.runtime.loaded, session.runtime.objective
+    mean_loss = partial(_mean_loss, objective)
+    found = {"loss": Metric(_summed_loss if objective.summed else mean_loss)}
+    for index, (name, choice) in enumerate(zip(names_of(stage.metrics), stage.metrics, strict=True)):
         if choice.source != "built-in":
-            metric = build.build_metric(runtime.loaded, f"{stage.path}.metrics[{place}]", choice)
-            found[name] = Metric(_dotted(metric))
+            metric = build.build_function(loaded, f"{stage.path}.metrics[{index}]", choice)
+            found[name] = Metric(partial(_dotted, metric))
         elif choice.name == "accuracy":
-            found[name] = Metric(_accuracy(session))
+            found[name] = Metric(partial(_accuracy, objective.ignore_index))
         else:
-            found[name] = Metric(_mean_loss(session), lambda mean: math.exp(min(mean, 700.0)))
+            found[name] = Metric(mean_loss, lambda mean: math.exp(min(mean, 700.0)))
     return found
 
 
@@ -102,125 +105,93 @@ def names_of(metrics: Sequence[Choice]) -> list[str]:
     ]
 
 
-def _summed_loss(outcome: Outcome, samples: int) -> tuple[Tensor | float, Tensor | float]:
+def _summed_loss(outcome: Outcome, samples: int) -> Sums:
     return outcome.loss.double(), samples
 
 
-def _mean_loss(session: Session) -> Measure:
+def _mean_loss(objective: Objective, outcome: Outcome, samples: int) -> Sums:
     """Of a cross-entropy, the mean over the targets that count; of another loss, over samples."""
-    objective = session.runtime.objective
-
-    def measure(outcome: Outcome, samples: int) -> tuple[Tensor | float, Tensor | float]:
-        loss, count = outcome.loss.double(), objective.weight_of_mean(outcome, samples)
-        if objective.summed:
-            return loss, count
-        # The mean over no target at all is not a number.
-        return (
-            torch.where(count > 0, loss * count, 0.0) if isinstance(count, Tensor) else loss * count
-        ), count
-
-    return measure
+    loss, count = outcome.loss.double(), objective.weight_of_mean(outcome, samples)
+    if objective.summed:
+        return loss, count
+    if isinstance(count, Tensor):  # the mean over no target at all is not a number
+        return torch.where(count > 0, loss * count, 0.0), count
+    return loss * count, count
 
 
-def _accuracy(session: Session) -> Measure:
+def _accuracy(ignored: int | None, outcome: Outcome, samples: int) -> Sums:
     """Classes lie on dimension 1 of the output, as for torch's cross_entropy."""
-    ignored = session.runtime.objective.ignore_index
-
-    def measure(outcome: Outcome, samples: int) -> tuple[Tensor | float, Tensor | float]:
-        target = outcome.target
-        if target.is_floating_point() and target.shape == outcome.output.shape:
-            target = target.argmax(1)  # of probabilities
-        right = outcome.output.argmax(1) == target
-        if ignored is None:
-            return right.sum(), right.numel()
-        counts = target != ignored
-        return (right & counts).sum(), counts.sum()
-
-    return measure
+    target = outcome.target
+    if target.is_floating_point() and target.shape == outcome.output.shape:
+        target = target.argmax(1)  # of probabilities
+    right = outcome.output.argmax(1) == target
+    if ignored is None:
+        return right.sum(), right.numel()
+    counts = target != ignored
+    return (right & counts).sum(), counts.sum()
 
 
-def _dotted(metric: Callable[[Any, Any], Any]) -> Measure:
-    def measure(outcome: Outcome, samples: int) -> tuple[Tensor | float, Tensor | float]:
-        return float(metric(outcome.output, outcome.target)) * samples, samples
-
-    return measure
+def _dotted(metric: Callable[[Any, Any], Any], outcome: Outcome, samples: int) -> Sums:
+    return float(metric(outcome.output, outcome.target)) * samples, samples
 
 
 def _batches(session: Session) -> Iterator[tuple[Any, int]]:
     """This rank's share as (collated batch, samples): sample i goes to rank i modulo ranks, or each rank has
     its own if the data shards itself. A rank that has none left for a call computes along on a batch of 0.
     """
-    made = _picked(session) if not is_iterable(session.runtime.held_out.dataset) else _streamed(session)
-    for content, samples in made:
+    iterable = is_iterable(session.runtime.held_out.dataset)
+    for content, samples in _from_iterable(session) if iterable else _from_map(session):
         if isinstance(content, BatchError):
-            raise _refused(session, content.problem, content.allowed)
+            raise _refused(session)(content.problem, content.allowed)
         yield content, samples
 
 
-def _picked(session: Session) -> Iterator[tuple[Any, int]]:
+def _from_map(session: Session) -> Iterator[tuple[Any, int]]:
     """Of map-style data: all ranks know all lengths from the start."""
-    runtime = session.runtime
-    loader, rank, ranks = (
-        runtime.loaded.pipeline.loader,
-        runtime.ranks.rank,
-        runtime.ranks.size,
-    )
-    dataset = runtime.held_out.dataset
-    lengths = _of_all(session, len(dataset))
+    runtime, dataset = session.runtime, session.runtime.held_out.dataset
+    loader, rank, ranks = runtime.loaded.pipeline.loader, runtime.ranks.rank, runtime.ranks.size
+    lengths = of_all(runtime.exchange.control, len(dataset), "samples to evaluate on")
+    if not _may_be_sharded(session):
+        refuse_odd_lengths(lengths, _refused(session))
+    _refuse_empty(session, lengths)
     mine: Sequence[int] = range(len(dataset))
-    odd = next((one for one, length in enumerate(lengths) if length != lengths[0]), None)
-    if odd is not None and not _may_be_sharded(session):
-        raise _refused(
-            session,
-            f"it has {lengths[0]} samples on rank 0 and {lengths[odd]} on rank {odd}",
-            "give every rank the same data, or write loader: {sharded: true} if it shards itself",
-        )
-    _refuse_nothing(session, lengths)
-    looked_at = mine[: loader.batch_size if loader.sharded else 1]
-    if odd is not None or _sharded(session, lambda: [dataset[place] for place in looked_at]):
+    compared = mine[: loader.batch_size if loader.sharded else 1]
+    if len(set(lengths)) > 1 or _sharded(session, lambda: [dataset[index] for index in compared]):
         held = lengths
     else:
         held = [len(range(one, lengths[0], ranks)) for one in range(ranks)]
         mine = mine[rank::ranks]
-    sizes, taken = call_sizes(held, loader.batch_size), 0
+    taken = 0
     calls, counts = list[list[int]](), list[int]()
     spare = mine or range(len(dataset))
-    for size in sizes:
+    for size in call_sizes(held, loader.batch_size):
         own = list(mine[taken : taken + size])
         taken += len(own)
-        calls.append(own or [spare[place % len(spare)] for place in range(size)])
+        calls.append(own or [spare[index % len(spare)] for index in range(size)])
         counts.append(len(own))
     batches = DataLoader(
-        Batches(dataset, None),
-        batch_size=None,
-        sampler=calls,
-        collate_fn=as_it_is,
-        num_workers=loader.workers,
-        generator=torch.Generator(),
-        worker_init_fn=tie_to_rank,
+        Batches(dataset, None), sampler=calls, generator=torch.Generator(), **loading(loader.workers)
     )
     yield from zip(batches, counts, strict=True)
 
 
-def _streamed(session: Session) -> Iterator[tuple[Any, int]]:
+def _from_iterable(session: Session) -> Iterator[tuple[Any, int]]:
     """Of iterable data: a batch of every rank at a time."""
     runtime = session.runtime
-    size, rank, ranks = (
-        runtime.loaded.pipeline.loader.batch_size,
-        runtime.ranks.rank,
-        runtime.ranks.size,
-    )
-    row, at = iter(runtime.held_out.dataset), 0
-    first = list(islice(row, size * ranks))
-    # If not all ranks read alike, they find out together.
-    _refuse_nothing(session, _of_all(session, len(first)))
+    control, rank, ranks = runtime.exchange.control, runtime.ranks.rank, runtime.ranks.size
+    size = runtime.loaded.pipeline.loader.batch_size
+    samples, at = iter(runtime.held_out.dataset), 0
+    first = list(islice(samples, size * ranks))
+    # Before ranks compare what they read, since all have to take part in that.
+    _refuse_empty(session, of_all(control, len(first), "samples to evaluate on"))
     sharded = _sharded(session, lambda: first)
-    row = chain(first, row)
+    samples = chain(first, samples)
     spare: list[Any] = []
     while True:
-        items = list(islice(row, size if sharded else size * ranks))
+        items = list(islice(samples, size if sharded else size * ranks))
         if sharded:
-            own, numbers, held = items, range(at, at + len(items)), _of_all(session, len(items))
+            own, numbers = items, range(at, at + len(items))
+            held = of_all(control, len(items), "samples to evaluate on")
         else:
             own, numbers = items[rank::ranks], range(at + rank, at + len(items), ranks)
             held = [len(range(one, len(items), ranks)) for one in range(ranks)]
@@ -229,21 +200,17 @@ def _streamed(session: Session) -> Iterator[tuple[Any, int]]:
         spare = spare or own or items
         at, taken = at + len(items), 0
         for count in call_sizes(held, size):
-            part = own[taken : taken + count]
-            if part:
+            if part := own[taken : taken + count]:
                 yield collate(part, numbers[taken : taken + count]), len(part)
             else:
-                again = [spare[place % len(spare)] for place in range(count)]
+                again = [spare[index % len(spare)] for index in range(count)]
                 yield collate(again, [0] * count), 0
             taken += len(part)
 
 
 def call_sizes(held: Sequence[int], most: int) -> list[int]:
-    """Sizes of the batches of all ranks, call by call: each rank that has samples left takes so many.
-
-    Args:
-        held: samples of each rank.
-        most: samples in a batch.
+    """Sizes of batches, at `most` so many, call by call: each rank takes so many of the samples that it
+    has left; it begins with those `held`.
     """
     left, sizes = list(held), list[int]()
     while any(left):
@@ -254,17 +221,11 @@ def call_sizes(held: Sequence[int], most: int) -> list[int]:
     return sizes
 
 
-def _of_all(session: Session, number: int) -> list[int]:
-    """Every rank's number."""
-    told = session.runtime.exchange.control.all_gather([float(number)], "samples to evaluate on")
-    return [int(one) for one in told[:, 0].tolist()]
-
-
 def _sharded(session: Session, first: Callable[[], Sequence[Any]]) -> bool:
     """Whether each rank has held-out samples of its own; else all have the same, and each takes its share.
 
     Ranks compare their first samples once in a run. Data that is said to shard itself, and that all ranks
-    have alike, is one set. Said once: that, or that ranks read different samples though they share them.
+    have alike, is one set. Reported once: that, or that ranks read different samples though they share them.
     """
     runtime, reporter = session.runtime, session.reporter
     if runtime.held_out.sharded is not None:
@@ -273,8 +234,8 @@ def _sharded(session: Session, first: Callable[[], Sequence[Any]]) -> bool:
     with seeding.generators_kept(runtime.device):
         seeding.seed_everything(runtime.loaded.pipeline.seed)
         digest = digest_of(first())
-    told = runtime.exchange.control.all_gather_bytes(digest, "a digest of the held-out samples")
-    odd = [rank for rank, theirs in enumerate(told) if theirs != told[0]]
+    digests = runtime.exchange.control.all_gather_bytes(digest, "a digest of the held-out samples")
+    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if runtime.held_out.sharded:
         runtime.held_out.sharded = bool(odd)
         if not odd and runtime.ranks.size > 1:
@@ -285,38 +246,30 @@ def _sharded(session: Session, first: Callable[[], Sequence[Any]]) -> bool:
     elif odd:
         how = shards_itself(runtime.held_out.dataset)
         reporter.events.warning("data_differs", ranks=odd, sharded_by=how, held_out=True)
-        told_before = runtime.feed.odd_ranks == odd and shards_itself(runtime.feed.dataset) == how
-        text = "the same holds as for data" if told_before else differing(odd, runtime.ranks.size, how)
+        known = runtime.feed.odd_ranks == odd and shards_itself(runtime.feed.dataset) == how
+        text = "the same holds as for data" if known else differing(odd, runtime.ranks.size, how)
         reporter.note(f"held-out data: {text}")
     return runtime.held_out.sharded
 
 
 def _may_be_sharded(session: Session) -> bool:
     """Whether the file says that data shards itself; a built-in never does."""
-    return session.runtime.loaded.pipeline.loader.sharded and _choice(session)[1].source != "built-in"
+    pipeline = session.runtime.loaded.pipeline
+    data = pipeline.data.evaluate if isinstance(pipeline.data, DataPair) else pipeline.data
+    assert data is not None, "check refuses an evaluate stage without data"
+    return pipeline.loader.sharded and data.source != "built-in"
 
 
-def _refuse_nothing(session: Session, held: Sequence[int]) -> None:
-    """Data without any sample for a rank: of all that can be seen, it was read before, or is empty."""
+def _refuse_empty(session: Session, held: Sequence[int]) -> None:
+    """Data without any sample for a rank: as far as can be seen, it was read before, or is empty."""
     none = [rank for rank, count in enumerate(held) if not count]
     if none:
         whose = "" if len(none) == len(held) else f" for rank {none[0]}"
-        raise _refused(
-            session,
+        raise _refused(session)(
             f"it has no sample to evaluate on{whose}",
-            "data that can be read only once serves one evaluate stage: have its __iter__ start anew",
+            "data that can be read only once serves one evaluate stage: have its __iter__ begin again",
         )
 
 
-def _refused(session: Session, problem: str, allowed: str) -> PipelineError:
-    path, choice = _choice(session)
-    return PipelineError([session.runtime.loaded.fault(path, f'"{choice.name}": {problem}', allowed)])
-
-
-def _choice(session: Session) -> tuple[str, Choice]:
-    """The key of the held-out data, and what is chosen there."""
-    data = session.runtime.loaded.pipeline.data
-    if isinstance(data, Choice):
-        return "data", data
-    assert data.evaluate is not None, "check refuses an evaluate stage without data"
-    return "data.evaluate", data.evaluate
+def _refused(session: Session) -> Refuse:
+    return partial(build.data_refused, session.runtime.loaded, "evaluate")

@@ -14,12 +14,8 @@ def evolution_strategies(
     Each of `population` random directions ε is tried forwards and backwards (antithetic sampling), and the
     estimate is the mean of ε (L(w + std ε) - L(w - std ε)) / (2 std)
     (Salimans et al. 2017, arXiv:1703.03864, section 2).
-
-    Args:
-        model: of this rank; its weights end as they were.
-        score: the loss of the model as it is, shape (); forward passes only.
-        std: standard deviation of the changes, in units of the weights.
-        population: directions.
+    `score` gives the loss of the model as it is, shape (); `std` is in units of the weights, which end as
+    they were.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     own = [param.detach().clone() for param in params]

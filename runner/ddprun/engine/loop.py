@@ -4,29 +4,31 @@
 for each step:
     pause_before_step     time slice of a comparison, profiler          no step's time
     next batch                                                          data_us
-    step_function         train_step, or forward_step (forward.py):
+    step_function         train_step, or forward_step:
                             buffers, if forward passes want them        sync_us
                             forward, loss                               forward_us
                             backward; hooks reduce buckets as they fill backward_us, exposed_*_us
-                            clip, optimizer, schedule                   optimizer_us
+                            optimizer_step: clip, optimizer, schedule   optimizer_us
     synchronize           sync policy, buffers, mutate, audit           sync_us, exposed_*_us
     exchange_control      loss, stop?, checkpoint?: to all ranks
     between_steps         what all ranks know now: progress, stop,
                           checkpoint, clocks                            sync_us of the next step
-end_of_steps              what is still under way; did anyone want to stop?
+end_of_steps              wait for what is still under way; did any rank want to stop?
 ```
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ddprun.config import StepStage, Train
-from ddprun.engine import nonfinite
+from ddprun.config import Forward, StepStage, Train
+from ddprun.engine import build, seeding
 from ddprun.engine.checkpoints import report_checkpoints, take_checkpoint
 from ddprun.engine.data import StepBatches
 from ddprun.engine.replicas import audit_parameters
@@ -35,7 +37,10 @@ from ddprun.engine.stage_run import StageRun, begin_stage, end_stage
 from ddprun.telemetry.global_step import GlobalStep
 
 StepFunction = Callable[[StageRun, StepBatches, int], None]
-"""A step's own work, up to the optimizer's step; the number counts from 1 in the stage."""
+"""A step's own work, up to the optimizer's step. `step` counts from 1 in the stage, here and below."""
+
+Update = Callable[[nn.Module, Callable[[], Tensor]], Any]
+"""What a forward stage does in a step: a function of the model and of its score."""
 
 
 def train(session: Session, stage: Train) -> dict[str, Any]:
@@ -43,24 +48,32 @@ def train(session: Session, stage: Train) -> dict[str, Any]:
     return run_stage(session, stage, train_step)
 
 
+def forward(session: Session, stage: Forward) -> dict[str, Any]:
+    """Run a forward stage, whose `update` changes the weights, if anything does; gives its entry."""
+    update: Update | None = None
+    if stage.update is not None:
+        update = build.build_function(session.runtime.loaded, f"{stage.path}.update", stage.update)
+    return run_stage(session, stage, partial(forward_step, update))
+
+
 def run_stage(session: Session, stage: StepStage, step_function: StepFunction) -> dict[str, Any]:
     """Run a stage that takes steps; gives its entry in the summary.
 
-    If any rank was asked to stop, all stop after the same step and the entry's `interrupted` is true; so they
-    do where weights are not finite any more, and then the run has failed. Ranks that never synchronise stop
-    each for itself.
+    If any rank was asked to stop, all stop after the same step, and the entry's `interrupted` is true. They
+    also stop where weights are not finite any more; then the run has failed. Ranks that never synchronise
+    stop each for itself.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
     run = begin_stage(session, stage)
     reporter.begin_stage(stage.name, run.steps, first=state.cursor.first_step, step=state.step)
     runtime.model.train()
-    state.cursor.start_clock()
+    state.cursor.stage_time.start()
     try:
         interrupted = run_steps(run, step_function)
     finally:
         reporter.end_stage()
     if runtime.profiler is not None:
-        runtime.profiler.stop(state.step)  # what lies between stages is no step's
+        runtime.profiler.stop(state.step)  # what lies between stages belongs to no step
     if interrupted:
         if not runtime.finite.failed:
             take_checkpoint(session, at_end=True)
@@ -71,7 +84,7 @@ def run_stage(session: Session, stage: StepStage, step_function: StepFunction) -
     state.synchronizer = None
     return {
         "steps": state.step - state.cursor.first_step,
-        "seconds": state.cursor.elapsed_s(),
+        "seconds": state.cursor.stage_time.read(),
         "sync": run.settings.sync.plain(),
         "hooks": list(runtime.stacks.all_ranks[stage.index].names),
         "loss": state.loss,
@@ -106,6 +119,8 @@ def run_steps(run: StageRun, step_function: StepFunction) -> bool:
                 return True
             case "stop alone":
                 return end_of_steps(run)
+            case "continue":
+                pass
 
 
 # One step.
@@ -124,8 +139,8 @@ def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
     measure_fidelity = replica is not None and run.measures_fidelity(recorder.current.number)
     if replica is not None:
         replica.dispatcher.begin_step(scale, fidelity=measure_fidelity)
-    for place, micro in enumerate(batches.micro_batches, start=1):
-        last = place == batches.count
+    for index, micro in enumerate(batches.micro_batches, start=1):
+        last = index == batches.count
         content = precision.admit(micro.content)
         recorder.lap("data_us")
         if runtime.buffers.before_forward():
@@ -164,13 +179,48 @@ def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
     recorder.lap("optimizer_us")
 
 
+def forward_step(update: Update | None, run: StageRun, batches: StepBatches, step: int) -> None:
+    """A batch, forward passes on it, and what the update makes of their losses."""
+    session, runtime = run.session, run.session.runtime
+    recorder, precision, model = runtime.recorder, runtime.precision, runtime.model
+    (micro,) = batches.micro_batches
+    content = precision.admit(micro.content)
+    recorder.lap("data_us")
+    if runtime.buffers.before_forward():
+        recorder.lap("sync_us")
+    runtime.ranks.watchdog.turn(b"forward")
+    draws: Callable[[], AbstractContextManager[None]] = nullcontext
+    if update is not None:
+        draws = seeding.SameDraws(runtime.device)
+    share = weight(session, micro.samples, batches.total)
+    losses: list[Tensor] = []
+
+    def score() -> Tensor:
+        """The loss of the weights as they are, on this step's batch; all scores for an update draw alike."""
+        with torch.no_grad(), draws(), precision.computing():
+            losses.append(runtime.objective(model, content).loss)
+        return losses[-1] * share
+
+    if update is None:
+        score()
+    elif micro.samples:  # a rank without samples has nothing to go by
+        update(model, score)
+    mean = torch.stack(losses).mean() if losses else torch.tensor(math.nan)
+    recorder.note_loss(mean_loss(session, mean, micro.samples), micro.samples if losses else 0)
+    recorder.lap("forward_us")
+    if update is None:
+        return
+    if any(param.grad is not None for param in model.parameters()):
+        optimizer_step(run, step, from_backward=False)
+    else:
+        follow_schedule(run)
+    recorder.lap("optimizer_us")
+
+
 def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> bool:
     """Clip, step, follow the schedule; whether the step was taken.
 
-    Args:
-        run: the stage.
-        step: counts from 1 in the stage.
-        from_backward: gradients come from a backward pass, whose loss may have been scaled.
+    Only gradients `from_backward` may have been scaled.
     """
     runtime, settings = run.session.runtime, run.settings
     precision, optimizer, model = runtime.precision, runtime.optimizer, runtime.model
@@ -181,8 +231,9 @@ def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> b
     with warmed_up(optimizer, step - 1, settings.warmup_steps):
         if from_backward:
             applied = precision.step(optimizer)
-        else:
-            applied = precision.scaler is None or _gradients_are_finite(model)
+        else:  # in half precision a score overflows sooner than a loss that is scaled
+            gradients = [param.grad for param in model.parameters() if param.grad is not None]
+            applied = precision.scaler is None or all(bool(one.isfinite().all()) for one in gradients)
             if applied:
                 optimizer.step()
     if applied:
@@ -205,7 +256,7 @@ def follow_schedule(run: StageRun) -> None:
 
 
 def weight(session: Session, samples: int, total: int) -> float:
-    """What a micro-batch's mean loss counts, so that the mean over ranks is the mean over samples.
+    """The weight of a micro-batch's mean loss that makes the mean over ranks that over all samples.
 
     1 where all ranks hold equally many samples and there is one micro-batch.
     """
@@ -236,12 +287,6 @@ def warmed_up(optimizer: torch.optim.Optimizer, index: int, warmup_steps: int) -
         group["lr"] = lr
 
 
-def _gradients_are_finite(model: nn.Module) -> bool:
-    """In half precision a score overflows sooner than a loss that is scaled."""
-    gradients = [param.grad for param in model.parameters() if param.grad is not None]
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-
-
 # After a step.
 
 
@@ -249,27 +294,26 @@ def synchronize(run: StageRun, step: int) -> bool:
     """Exchange what the sync policy, the buffers and the audit want after this step; whether all ranks
     exchanged something in it.
     """
-    session, plan = run.session, run.settings.plan
+    session, number = run.session, run.session.state.step + 1
     run.note_effect(run.synchronizer.after_step(step))
-    met = plan.synchronizes(step)
-    session.runtime.buffers.after_step(step, synchronized=met)
+    by_policy = run.settings.plan.synchronizes(step)
+    session.runtime.buffers.after_step(step, synchronized=by_policy)
     if run.audits(step):
-        number = session.state.step + 1
         audit_parameters(session, f"after step {number} of {run.stage.path}", number)
-    if met and step != run.steps:
-        run.mutate_weights(session.state.step + 1)
+    if by_policy and step != run.steps:
+        run.mutate_weights(number)
     session.runtime.recorder.lap("sync_us")
     return run.synchronizes(step)
 
 
 def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
     """End the step's time and post this rank's control message about it; gives what all ranks newly know of
-    steps before. Where something comes before the next step that needs all of them, it waits for them.
+    earlier steps. Waits for all messages where something before the next step needs them.
     """
     runtime, state = run.session.runtime, run.session.state
     known = runtime.recorder.end(
         stop=runtime.stop.wanted,
-        checkpoint=synchronized and runtime.stop.take_checkpoint_wish(),
+        checkpoint=synchronized and runtime.stop.take_checkpoint_request(),
         compare_clocks=runtime.clock_offsets.are_old,
         synchronised=synchronized,
     )
@@ -281,37 +325,30 @@ def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
 
 def between_steps(
     run: StageRun, known: Sequence[GlobalStep], step: int, synchronized: bool
-) -> Literal["go on", "interrupted", "stop alone"]:
-    """Do what all ranks agree on, at the same moment: this is the one place for it.
-
-    Args:
-        run: the stage.
-        known: what all ranks newly know alike.
-        step: that is over, from 1 in the stage.
-        synchronized: all ranks exchanged something in it.
+) -> Literal["continue", "interrupted", "stop alone"]:
+    """Do what all ranks agree on by what they newly know, at the same moment: this is the one place for it.
 
     Returns:
         `interrupted`: all ranks stop here. `stop alone`: they never exchange anything, and this one stops.
     """
-    session, runtime, on_nan = run.session, run.session.runtime, run.settings.on_nan
-    wished = any(one.checkpoint for one in known)
+    session, runtime, number = run.session, run.session.runtime, run.session.state.step
+    requested = any(one.checkpoint for one in known)
     session.learn(known)
-    if nonfinite.stops(session, known, on_nan):
-        runtime.finite.failed = True
+    if runtime.finite.after_steps(known, run.settings.on_nan, number):
         return "interrupted"
     if not known and not synchronized:
-        session.reporter.progress_alone(step, session.state.step)
+        session.reporter.progress_alone(step, number)
     if any(one.stop for one in known):
-        session.learn(runtime.recorder.drain())  # a checkpoint holds what was added up since ranks met
+        session.learn(runtime.recorder.drain())  # a checkpoint holds what was added up since
         return "interrupted"
-    if wished or runtime.checkpoints.due(session.state.step):
-        take_checkpoint(session, wished=wished)
+    if requested or runtime.checkpoints.due(number):
+        take_checkpoint(session, requested=requested)
     report_checkpoints(session)
     if any(one.compare_clocks for one in known):
         runtime.clock_offsets.measure()
-    if run.never_meets and run.stops_alone():
+    if run.never_synchronizes and run.stops_alone():
         return "stop alone"
-    return "go on"
+    return "continue"
 
 
 def end_of_steps(run: StageRun) -> bool:
@@ -319,14 +356,12 @@ def end_of_steps(run: StageRun) -> bool:
     session, runtime, on_nan = run.session, run.session.runtime, run.settings.on_nan
     known = runtime.recorder.flush()
     session.learn(known)
-    runtime.finite.failed = nonfinite.stops(session, known, on_nan)
-    if any(one.checkpoint for one in known) and not runtime.finite.failed:
-        take_checkpoint(session, wished=True)
-    mine = [float(runtime.stop.wanted), float(runtime.finite.first())]
-    wanted, places = runtime.exchange.control.all_gather(mine, "the stage's end").T.tolist()
-    if nonfinite.stops_at_end(session, [int(place) for place in places], on_nan):
-        runtime.finite.failed = True
-    return runtime.finite.failed or any(wanted)
+    failed = runtime.finite.after_steps(known, on_nan, session.state.step)
+    if any(one.checkpoint for one in known) and not failed:
+        take_checkpoint(session, requested=True)
+    mine = [float(runtime.stop.wanted), float(runtime.finite.first_lost())]
+    stops, lost = runtime.exchange.control.all_gather(mine, "the stage's end").T.tolist()
+    return runtime.finite.at_end([int(one) for one in lost], on_nan, session.state.step) or any(stops)
 
 
 # Before a step: what belongs to no step's time.
@@ -337,18 +372,18 @@ def pause_before_step(run: StageRun) -> None:
     runtime, state = run.session.runtime, run.session.state
     if _slice_is_over(run):
         assert runtime.time_slices is not None
-        _settle(run, b"waiting for its turn")
+        _finish_pending(run, b"waiting for its turn")
         run.skip(runtime.time_slices.wait(state.step))
     if _profiler_turns(run) and run.steps != state.step - state.cursor.first_step:  # else the stage ends here
         assert runtime.profiler is not None
         started = time.monotonic()
-        _settle(run, b"the profiler")
+        _finish_pending(run, b"the profiler")
         runtime.profiler.turn(state.step + 1)
         run.skip(time.monotonic() - started)
 
 
-def _settle(run: StageRun, phase: bytes) -> None:
-    """Read all marks, and wait for the device."""
+def _finish_pending(run: StageRun, phase: bytes) -> None:
+    """Read all marks and messages, and wait for the device."""
     session = run.session
     session.learn(session.runtime.recorder.pause())
     session.runtime.clock.synchronize()

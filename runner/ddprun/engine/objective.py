@@ -1,4 +1,4 @@
-"""From a batch to a loss: what the model is called with, and what the loss sees."""
+"""From a batch to a loss; and what passes before the first step find out: what buffers do, DDP's buckets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -6,17 +6,18 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ddprun.config import Loaded, PipelineError
+from ddprun.engine import seeding
+from ddprun.engine.data import Feed
+from ddprun.engine.precision import Precision
+from ddprun.parallel.ddp import DdpReplica
+from ddprun.sync.buffers import BufferUse, counters_of, probe
 
 
 class Outcome(NamedTuple):
     """What one forward pass gave."""
 
-    loss: Tensor
-    """Shape ()."""
-
-    output: Any
-    """What the model returned; None where the model returns its loss."""
-
+    loss: Tensor  # shape ()
+    output: Any  # what the model returned; None where the model returns its loss
     target: Any
 
 
@@ -25,21 +26,15 @@ class Objective:
 
     A batch of (input, target) calls `model(input)` and `loss(output, target)`; with `loss: model` it calls
     `model(input, target)`, and a batch that is a mapping becomes the model's keyword arguments.
-
-    Args:
-        loaded: for telling what is wrong, and where.
-        loss: a function of (output, target); None if the model returns its own loss.
     """
 
     def __init__(self, loaded: Loaded, loss: Callable[[Any, Any], Tensor] | None) -> None:
-        self._loaded = loaded
-        self._loss = loss
-        self.summed = loaded.pipeline.loss.options.get("reduction") == "sum"
-        """The loss is a sum over samples, not a mean."""
-
-        ignored = getattr(loss, "ignore_index", loaded.pipeline.loss.options.get("ignore_index"))
+        self._loaded, self._loss = loaded, loss
+        options = loaded.pipeline.loss.options
+        self.summed = options.get("reduction") == "sum"  # the loss is a sum over samples, not a mean
+        ignored = getattr(loss, "ignore_index", options.get("ignore_index"))
+        # Targets of this value do not count; None: all do.
         self.ignore_index = ignored if isinstance(ignored, int) else None
-        """Targets of this value do not count; None: all do."""
 
     def __call__(self, model: nn.Module, content: Any) -> Outcome:
         """Forward and loss.
@@ -54,9 +49,11 @@ class Objective:
                 )
             return Outcome(self._own_loss(model(**content)), None, None)
         if not isinstance(content, list | tuple) or len(content) != 2:
+            several = isinstance(content, list | tuple)
+            shown = f"tuples of {len(content)}" if several else type(content).__name__
             raise self._refused(
                 "data",
-                f"its samples are {_shape_of(content)}",
+                f"its samples are {shown}",
                 "a sample is a pair (input, target), or a mapping of the model's keyword arguments",
             )
         given, target = content
@@ -70,12 +67,8 @@ class Objective:
         return Outcome(loss.reshape(()), output, target)
 
     def weight_of_mean(self, outcome: Outcome, samples: int) -> Tensor | int:
-        """What a batch's loss counts in a mean over batches: of a cross-entropy, how many targets count, each
-        by its class's weight; of another loss, its samples.
-
-        Args:
-            outcome: of the batch.
-            samples: in it.
+        """What the loss of a batch of so many samples counts in a mean over batches: of a cross-entropy, how
+        many targets count, each by its class's weight; of another loss, its samples.
         """
         loss, target = self._loss, outcome.target
         if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or not isinstance(target, Tensor):
@@ -86,18 +79,13 @@ class Objective:
         return counts.sum() if loss.weight is None else loss.weight[target[counts]].sum()
 
     def unused(self, names: Sequence[str], of: str) -> PipelineError:
-        """An error for parameters that have no gradient where DDP waits for all of them.
-
-        Args:
-            names: of the parameters, one at least.
-            of: what they took no part in.
-        """
+        """An error for parameters that took no part in a loss, where DDP waits for all gradients."""
         key = "ddp.find_unused_parameters"
         false = "is false" if self._loaded.has(key) else "is false, its default"
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         return self._refused(
             key,
-            f"{false}, but {shown} took no part in {of}, so ranks would wait for their gradients for ever",
+            f"{false}, but {shown} took no part in {of}, so ranks would wait for their gradients forever",
             "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
             "(requires_grad_(False))",
         )
@@ -120,7 +108,46 @@ class Objective:
         return PipelineError([self._loaded.fault(path, problem, allowed)])
 
 
-def _shape_of(content: Any) -> str:
-    if isinstance(content, list | tuple):
-        return f"tuples of {len(content)}"
-    return type(content).__name__
+def find_buffer_use(
+    model: nn.Module, objective: Objective, precision: Precision, feed: Feed, *, automatic: bool
+) -> BufferUse:
+    """What training does with the model's buffers, as far as this rank can see in passes on its first batch.
+
+    Not `automatic`: every buffer but a counter counts as changing, without any pass.
+    """
+    named = dict(model.named_buffers())
+    if not automatic or not named:
+        counters = counters_of(model)
+        return BufferUse(tuple(name for name in named if name not in counters), (), counters)
+    with seeding.generators_kept(precision.device):
+        content = precision.admit(feed.first_batch())
+        same_draws = seeding.SameDraws(precision.device)
+        model.train()
+
+        def forward() -> Tensor:
+            with same_draws(), precision.computing():
+                return objective(model, content).loss
+
+        return probe(model, forward)
+
+
+def freeze_layout(
+    replica: DdpReplica, objective: Objective, precision: Precision, feed: Feed, barrier: Callable[[], None]
+) -> None:
+    """Have DDP fix its buckets, by passes on this rank's first batch.
+
+    Raises:
+        PipelineError: some parameters take no part in the loss.
+    """
+    with seeding.generators_kept(precision.device):
+        content = precision.admit(feed.first_batch())
+
+        def loss() -> Tensor:
+            with precision.computing():
+                return objective(replica.ddp, content).loss
+
+        replica.freeze_layout(
+            loss,
+            unused=lambda names: objective.unused(names, "the loss of a rank's first batch"),
+            meet=barrier,
+        )

@@ -1,19 +1,14 @@
 """`precision`: what is computed in half precision, and how fp16 gradients are kept from vanishing."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-HALF = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "pure_bf16": torch.bfloat16,
-    "pure_fp16": torch.float16,
-}
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Scaler(torch.amp.GradScaler):
@@ -34,34 +29,26 @@ class Precision:
 
     `fp32`; `bf16` and `fp16`: autocast, weights stay fp32; `pure_bf16` and `pure_fp16`: weights, gradients
     and optimizer state are half themselves. Both kinds of fp16 scale the loss.
-
-    Args:
-        name: the kind.
-        device: what to compute on.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self.name = name
-        self.device = device
+        self.name, self.device = name, device
         self.pure = name.startswith("pure_")
         # A half-precision loss passes its own scale on as a gradient, and fp16 ends below torch's 2^16.
         first_scale = 2.0**15 if self.pure else 2.0**16
         self.scaler = Scaler(device.type, first_scale) if name in ("fp16", "pure_fp16") else None
-        self._half = HALF.get(name)
+        self._half = _HALF.get(name.removeprefix("pure_"))
 
     @property
     def parameter_dtype(self) -> torch.dtype | None:
         """What the model's floating-point parameters become; None leaves them as they are."""
         return self._half if self.pure else None
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Forward and loss belong inside."""
+    def computing(self) -> AbstractContextManager[None]:
+        """Around forward and loss."""
         if self._half is None or self.pure:
-            yield
-        else:
-            with torch.autocast(self.device.type, dtype=self._half):
-                yield
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._half)
 
     def admit(self, content: Any) -> Any:
         """Move a batch (tensors in tuples, lists and mappings) to the device, floats in the model's type."""

@@ -1,4 +1,4 @@
-"""Making ranks equal outside of a sync policy, and looking whether they are."""
+"""Making ranks equal outside of a sync policy, and auditing whether they are."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 from ddprun.config import AverageStage, BroadcastStage, Evaluate, Save
 from ddprun.engine.session import Session
-from ddprun.sync.audit import DriftError, Finding, audit
+from ddprun.sync.audit import DriftError, audit
 from ddprun.sync.synchronizer import averaged_parameters
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.groups import Placement
@@ -14,20 +14,28 @@ from ddprun_hooks.comm.groups import Placement
 
 def average(session: Session, stage: AverageStage) -> dict[str, Any]:
     """Run an average stage; gives its entry in the summary."""
-    session.reporter.where = stage.path
     average_parameters(session)
-    return _told(session, stage.index, stage.name, "every rank holds the mean of all ranks' parameters")
+    return _entry(session, stage, "every rank holds the mean of all ranks' parameters")
 
 
 def broadcast(session: Session, stage: BroadcastStage) -> dict[str, Any]:
     """Run a broadcast stage; gives its entry in the summary."""
     runtime = session.runtime
-    session.reporter.where = stage.path
     buckets = ParameterBuckets(dict(runtime.model.named_parameters()), runtime.exchanger.cap_bytes)
     with torch.no_grad():
         runtime.exchanger.broadcast(buckets, "parameters", stage.source)
     session.state.replicas.parameters = "common"
-    return _told(session, stage.index, stage.name, f"every rank holds the parameters of rank {stage.source}")
+    return _entry(session, stage, f"every rank holds the parameters of rank {stage.source}")
+
+
+def _entry(session: Session, stage: AverageStage | BroadcastStage, result: str) -> dict[str, Any]:
+    runtime, step, reporter = session.runtime, session.state.step, session.reporter
+    runtime.recorder.write_between_steps(stage.index, step)
+    reporter.events.info(stage.name, stage=stage.index, step=step)
+    reporter.note(f"{stage.name}: {result}")
+    if runtime.loaded.pipeline.audit.every:
+        audit_parameters(session, f"after {stage.path}", step, at_end=True)
+    return {"step": step}
 
 
 def average_parameters(session: Session) -> None:
@@ -53,23 +61,16 @@ def make_buffers_equal(session: Session, stage: Evaluate | Save) -> None:
         reporter.events.info("buffers_sent", stage=stage.index, step=state.step, names=list(names))
 
 
-def audit_parameters(session: Session, where: str, step: int, *, at_end: bool = False) -> Finding:
-    """Audit the parameters, and tell.
-
-    Args:
-        session: of the run.
-        where: for the message.
-        step: that the ranks have finished.
-        at_end: a stage has just made the ranks equal, if they are.
+def audit_parameters(session: Session, where: str, step: int, *, at_end: bool = False) -> None:
+    """Compare the ranks' parameters, and report; `at_end` of a stage that has made them equal, if they are.
 
     Raises:
         DriftError: ranks that have to be equal are not.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
-    layout = Placement(runtime.ranks.rank, runtime.ranks.hosts, runtime.ranks.local_sizes)
-    groups: list[list[int]] | None = None
+    ranks, groups = runtime.ranks, None
     if state.replicas.parameters == "host":
-        groups = layout.blocks(state.replicas.hosts)
+        groups = Placement(ranks.rank, ranks.hosts, ranks.local_sizes).blocks(state.replicas.hosts)
     finding = audit(runtime.model, runtime.exchange, groups)
     reporter.events.info(
         "audit",
@@ -82,29 +83,14 @@ def audit_parameters(session: Session, where: str, step: int, *, at_end: bool = 
         differing=len(finding.differing),
     )
     if finding.differing and state.replicas.parameters != "apart":
-        raise DriftError(_drift(finding, where))
+        names, odd = finding.differing, ", ".join(map(str, finding.odd_ranks))
+        more = f" and {len(names) - 1} more parameters differ" if len(names) > 1 else " differs"
+        raise DriftError(
+            f"{where} the ranks hold different parameters, which the sync policy does not allow: "
+            f'"{names[0]}"{more} on rank {odd}; the largest difference is {finding.largest_distance:.3g}, '
+            f'in "{finding.farthest}". Something changes weights on one rank only: code that acts by rank, a '
+            "library that computes differently there, or failing memory"
+        )
     state.last_audit = finding
     state.farthest_apart = max(state.farthest_apart, finding.largest_distance)
     reporter.audited(finding, step, at_end=at_end)
-    return finding
-
-
-def _drift(finding: Finding, where: str) -> str:
-    names, ranks = finding.differing, ", ".join(map(str, finding.odd_ranks))
-    more = f" and {len(names) - 1} more parameters differ" if len(names) > 1 else " differs"
-    return (
-        f"{where} the ranks hold different parameters, which the sync policy does not allow: "
-        f'"{names[0]}"{more} on rank {ranks}; the largest difference is {finding.largest_distance:.3g}, in '
-        f'"{finding.farthest}". Something changes weights on one rank only: code that acts by rank, a '
-        "library that computes differently there, or failing memory"
-    )
-
-
-def _told(session: Session, index: int, name: str, result: str) -> dict[str, Any]:
-    runtime, state, reporter = session.runtime, session.state, session.reporter
-    runtime.recorder.write_between_steps(index, state.step)
-    reporter.events.info(name, stage=index, step=state.step)
-    reporter.note(f"{name}: {result}")
-    if runtime.loaded.pipeline.audit.every:
-        audit_parameters(session, f"after stages[{index}].{name}", state.step, at_end=True)
-    return {"step": state.step}

@@ -1,59 +1,53 @@
-"""What a person sees of a run while it goes on: the screen, the event log, the trackers."""
+"""What you see of a run while it lasts: the screen, the event log, the trackers."""
 
+import importlib.util
+import os
+import signal
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
+from typing import Any
 
 from structlog.typing import FilteringBoundLogger
 
+from ddprun import LAUNCHED
+from ddprun.config import Loaded, PipelineError
+from ddprun.engine.nonfinite import Nonfinite
+from ddprun.plugins import TRACKERS
 from ddprun.sync.audit import Finding
 from ddprun.telemetry.control_message import Overflow
 from ddprun.telemetry.global_step import GlobalStep
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun.telemetry.stragglers import Straggler
+from ddprun.track import RunInfo, StepInfo
 from ddprun.track.trackers import Trackers, nobody
+from ddprun_hooks.comm.trace import BucketTrace
 
 
 class Reporter:
-    """Tells how a run goes; rank 0's says it aloud.
-
-    Args:
-        screen: for lines and the progress bar.
-        events: for `events.jsonl`.
-        recorder: knows what this rank has found by itself.
-    """
+    """Reports how a run goes; the screen shows what rank 0 reports."""
 
     def __init__(self, screen: Screen, events: FilteringBoundLogger, recorder: StepRecorder) -> None:
-        self.screen = screen
-        self.events = events
+        self.screen, self.events, self._recorder = screen, events, recorder
         self.trackers: Trackers = nobody()
-        self.where = "before the first stage"
-        """For an error's message."""
-
-        self.apart_reported = False
-        """The screen has said that ranks are apart, and not yet that they are equal again."""
-
-        self._recorder = recorder
+        self.where = "before the first stage"  # for an error's message
+        self.apart_reported = False  # that ranks differ, and not yet that they are equal again
         self._straggler: Straggler | None = None
 
     def note(self, text: str) -> None:
-        """Say something once."""
+        """Show a line."""
         self.screen.note(text)
 
     # Of the stage that is running.
 
     def begin_stage(self, name: str, steps: int | None, *, first: int, step: int) -> None:
-        """A stage begins, or goes on.
-
-        Args:
-            name: of its kind.
-            steps: how many it has; None where nobody can know.
-            first: steps of the run before the stage.
-            step: steps of the run that are done.
-        """
+        """A stage of so many steps begins, after `first` steps of the run, or is resumed after `step`."""
         self._first, self._resumed_at, self._started = first, step, time.monotonic()
         self._newest: GlobalStep | None = None
         self._shown = self._overflows = 0
@@ -69,12 +63,7 @@ class Reporter:
         self._started += seconds
 
     def progress(self, known: Sequence[GlobalStep], step: int) -> None:
-        """What all ranks newly know alike.
-
-        Args:
-            known: oldest first; may be empty.
-            step: steps of the run that are done.
-        """
+        """Show what all ranks newly know, oldest first, after `step` steps of the run."""
         self._report_uncounted()
         for one in known:
             self._newest = one
@@ -88,12 +77,7 @@ class Reporter:
             self._show(known[-1].steps[-1] - self._first, step)
 
     def progress_alone(self, done: int, step: int) -> None:
-        """A step after which ranks know nothing of each other.
-
-        Args:
-            done: steps of the stage.
-            step: steps of the run.
-        """
+        """Show a step, after `done` of the stage and `step` of the run, in which ranks exchanged nothing."""
         self._report_uncounted()
         self._show(done, step)
 
@@ -103,7 +87,7 @@ class Reporter:
         self.screen.step(done, self._newest, self._recorder.own_loss, rate)
 
     def _report_uncounted(self) -> None:
-        """Collectives that hooks issue by themselves: once for each, as all ranks run the same hooks."""
+        """Report collectives that hooks issue by themselves: each once, as all ranks run the same hooks."""
         for step, note in self._recorder.uncounted:
             self.events.warning("uncounted", step=step, hook=note.hook, op=note.op)
             self.note(str(note))
@@ -116,9 +100,8 @@ class Reporter:
             assert before is not None
             self.events.info("straggler_over", step=step, straggler=before.rank)
             return
-        facts = {**asdict(now), "straggler": now.rank}
-        del facts["rank"]
-        self.events.warning("straggler", step=step, **facts)
+        facts = asdict(now)
+        self.events.warning("straggler", step=step, straggler=facts.pop("rank"), **facts)
         share = f"{now.late_us / now.step_us:.0%} of the time between two synchronisations"
         self.note(f"step {step}: {now.describe()}, {share}; the others wait for it")
 
@@ -136,16 +119,88 @@ class Reporter:
                 "loss (clip_norm comes too late)"
             )
 
-    # Of audits.
+    def nonfinite(self, found: Nonfinite) -> None:
+        """Report the first loss or parameter that is not finite."""
+        self.events.warning("nonfinite", **asdict(found))
+        self.note(found.describe())
 
     def audited(self, finding: Finding, step: int, *, at_end: bool) -> None:
-        """Say when ranks are first apart in a stage, and when a stage's end has made them equal again."""
+        """Report when ranks first differ in a stage, and when a stage's end has made them equal again."""
         if finding.farthest and not self.apart_reported:
             self.apart_reported = True
             self.note(
-                f"audit, step {step}: the ranks are apart, by up to {finding.largest_distance:.3g} "
+                f"audit, step {step}: the ranks differ by up to {finding.largest_distance:.3g} "
                 f"(in {finding.farthest})"
             )
         elif at_end and not finding.farthest and self.apart_reported:
             self.apart_reported = False
             self.note(f"audit, step {step}: the ranks hold the same parameters again")
+
+
+# Trackers.
+
+
+def check_trackers(loaded: Loaded) -> None:
+    """Check that the packages which the trackers of a pipeline need are installed.
+
+    Raises:
+        PipelineError: names those that are not.
+    """
+    faults = []
+    for index, choice in enumerate(loaded.pipeline.track):
+        needs = TRACKERS.load(choice.name).needs
+        if needs and importlib.util.find_spec(needs) is None:
+            text = f"{choice.name} needs the package {needs}, which is not installed"
+            package = f"'ddprun[{choice.name}]'" if choice.source == "built-in" else needs
+            faults.append(loaded.fault(f"track[{index}]", text, f"pip install {package}"))
+    if faults:
+        raise PipelineError(faults)
+
+
+def open_trackers(loaded: Loaded, run_dir: Path, reporter: Reporter, recorder: StepRecorder) -> None:
+    """Open the trackers of the run, and give them every step; on rank 0 alone."""
+
+    def failed(name: str, why: str) -> None:
+        reporter.events.warning("tracker_failed", tracker=name, reason=why)
+        reporter.note(f"{name} has failed and gets no more of this run: {why}")
+
+    run = RunInfo(loaded.pipeline.name, run_dir, loaded.secrets.redact_all(loaded.plain()))
+    makers = {}
+    for index, choice in enumerate(loaded.pipeline.track):
+        filled = loaded.filled(f"track[{index}]", choice).options
+        changed = {key: value for key, value in filled.items() if value != choice.options[key]}
+        assert choice.settings is not None
+        options = choice.settings.model_copy(update=changed)
+        makers[choice.name] = partial(TRACKERS.load(choice.name), options)
+    trackers = reporter.trackers = Trackers(makers, run, failed)
+    _fail_when_ended(trackers)
+
+    def observe(record: dict[str, Any], traces: Sequence[BucketTrace[int]]) -> None:
+        sent: Counter[tuple[str, str]] = Counter()
+        for trace in traces:
+            sent[trace.kind, ",".join(trace.hooks) or "all_reduce"] += trace.wire_bytes
+        trackers.step(StepInfo(record, sent))
+
+    recorder.observe = observe
+
+
+def _fail_when_ended(trackers: Trackers) -> None:
+    """Close the trackers as failed when SIGTERM ends this rank: torchelastic sends it to the other ranks when
+    one has failed. Without ddprun's launcher SIGTERM is a request to stop, and stays one.
+
+    A thread does it, since the main thread may be waiting in a collective, where no handler runs.
+    """
+    if LAUNCHED not in os.environ:
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # gets the number of each signal at once
+
+    def end() -> None:
+        while signal.SIGTERM not in os.read(read, 64):
+            pass
+        trackers.fail()
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=end, name="ddprun-ended", daemon=True).start()

@@ -1,8 +1,8 @@
-"""Going on from a checkpoint: which one, on which all ranks agree, and what becomes of it.
+"""Resuming from a checkpoint: which one, agreed by all ranks, and how its state is restored.
 
 The newest checkpoint that is whole and finite counts. Every rank checks a share of its files; one that is
-damaged, or whose weights are not finite, is named and left alone, and the one before it is looked at. Ranks
-that do not see the run's folder get their files from rank 0.
+damaged, or whose weights are not finite, is named and left alone, and the one before it is tried. Ranks that
+do not see the run's folder get their files from rank 0.
 """
 
 import json
@@ -13,8 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch import Tensor
-
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.folder import FOLDER, Checkpoint, rank_name
 from ddprun.checkpoint.tensors import DamagedError, UnreadableError
@@ -24,8 +22,7 @@ from ddprun.engine import seeding
 from ddprun.engine.checkpoints import layout_of
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
-from ddprun.engine.state import StateError, bring_back, check_fields, reading
-from ddprun.parallel.ranks import Ranks
+from ddprun.engine.state import StateError, check_fields, reading, restore
 from ddprun.run_files import open_file
 from ddprun.sync.optimizer_state import has_mean, mean_of, mean_state
 from ddprun.telemetry.control_message import NOTHING_ADDED
@@ -35,162 +32,132 @@ from ddprun.telemetry.records import Totals
 _CHUNK_BYTES = 64 << 20
 
 
-def resume(session: Session) -> Checkpoint | None:
-    """Bring a session to where its run's newest whole checkpoint was taken; called by all ranks together.
+def resume(session: Session) -> None:
+    """Bring a session to where its run's newest whole checkpoint was taken; called by all ranks.
 
-    Records of steps that are undone are cut off. Without a checkpoint the run starts anew.
+    Records of later steps are cut off. Without a checkpoint the run starts from the beginning.
 
     Raises:
-        PipelineError: the pipeline was changed in a way that cannot go on from there.
-        RunFolderError: no checkpoint can be read, though there are some.
+        PipelineError: the pipeline was changed in a way that cannot be resumed.
+        RunFolderError: there are checkpoints, but none can be read.
     """
-    runtime, reporter = session.runtime, session.reporter
-    root = runtime.run_dir / FOLDER
-    found = _newest_whole(session, root)
+    runtime, reporter, state = session.runtime, session.reporter, session.state
+    found = _newest_whole(session)
     if runtime.ranks.rank == 0:
         try:
             truncate_records(runtime.run_dir, 0 if found is None else found.step)
         except OSError as error:
-            raise RunFolderError(
-                f"cannot go on in the run folder {runtime.run_dir}: {error.strerror}"
-            ) from None
+            problem = f"cannot resume in the run folder {runtime.run_dir}: {error.strerror}"
+            raise RunFolderError(problem) from None
     if found is None:
-        reporter.note("there is no whole checkpoint: the run starts anew")
-        return None
+        reporter.note("no whole checkpoint: the run starts from the beginning")
+        return
     with TemporaryDirectory(prefix="ddprun-") as scratch, agreed(session, found, "state"):
-        state = _state(session, found, Path(scratch))
-        before, cursor = state["pipeline"], state["position"]
+        saved = _read_state(session, found, Path(scratch))
+        before, cursor = saved["pipeline"], saved["position"]
         with reading("pipeline"):
             _reopen(session, before, cursor)
     notes = changes(runtime.loaded, before, next_stage=cursor["next"], begun=cursor["stage"])
     with agreed(session, found, "session"):
-        bring_back(session, state)
-    if session.state.cursor.mid_stage:
+        restore(session, saved)
+    if state.cursor.mid_stage:
         new_rates = schedule_changed(runtime.loaded, before, cursor["next"])
-        session.state.mid_stage = {**state, "new_rates": new_rates, "checkpoint": found}
+        state.mid_stage = {**saved, "new_rates": new_rates, "checkpoint": found}
     for note in notes:
         reporter.note(note)
     reporter.events.info(
         "resumed",
-        step=session.state.step,
-        stage=session.state.cursor.next,
+        step=state.step,
+        stage=state.cursor.next,
         checkpoint=str(found.path),
         world_size_before=found.world_size,
         changed=notes,
     )
-    nothing = session.state.cursor.next >= len(runtime.loaded.pipeline.stages)
-    left = "; nothing is left to do: every stage is done" if nothing else ""
-    reporter.note(f"goes on after step {session.state.step}, from {found.path}{left}")
-    return found
+    done = state.cursor.next >= len(runtime.loaded.pipeline.stages)
+    left = "; every stage is done, so nothing is left to do" if done else ""
+    reporter.note(f"resuming after step {state.step} from {found.path}{left}")
 
 
 @contextmanager
 def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
-    """Around what reads a checkpoint's state: if one rank cannot, all end, for the same reason.
-
-    Args:
-        session: of the run.
-        found: the checkpoint.
-        part: what is read; another word each time.
+    """Around what reads a part of a checkpoint, another one each time: all fail with the first error.
 
     Raises:
         PipelineError: the state does not fit the model.
         RunFolderError: it is no state.
     """
     runtime = session.runtime
-    problem = ["", ""]
+    kind = problem = ""
     try:
         yield
     except StateError as error:
-        problem = ["unfit", str(error)]
+        kind, problem = "unfit", str(error)
     except DamagedError as error:
-        problem = ["damaged", str(error)]
-    told = map(json.loads, runtime.ranks.gather(f"resume/{part}", json.dumps(problem)))
-    kind, text = next((one for one in told if one[0]), problem)
+        kind, problem = "damaged", str(error)
+    of_ranks = map(json.loads, runtime.ranks.gather(f"resume/{part}", json.dumps([kind, problem])))
+    kind, problem = next((one for one in of_ranks if one[0]), ("", ""))
     if kind == "unfit":
-        raise PipelineError([runtime.loaded.fault("model", f"{text} ({found.path})")])
+        raise PipelineError([runtime.loaded.fault("model", f"{problem} ({found.path})")])
     if kind:
-        raise RunFolderError(f"the checkpoint of step {found.step} is damaged: {text} ({found.path})")
+        raise RunFolderError(f"the checkpoint of step {found.step} is damaged: {problem} ({found.path})")
 
 
 def _reopen(session: Session, before: Mapping[str, Any], cursor: dict[str, Any]) -> None:
-    """Go back into the last stage that took steps, if it is longer now and nothing has changed the weights
-    since it ended.
+    """Move the cursor back into the last stage that took steps, if it is longer now and nothing has changed
+    the weights since it ended.
     """
     last = cursor["stage"]
-    if last is None or last >= cursor["next"]:
-        return
     stages = session.runtime.loaded.pipeline.stages
-    since = stages[last + 1 : cursor["next"]]
-    stage = stages[last] if last < len(stages) else None
+    if last is None or not last < min(cursor["next"], len(stages)):
+        return
+    stage, since = stages[last], stages[last + 1 : cursor["next"]]
     if isinstance(stage, StepStage) and not any(isinstance(s, AverageStage | BroadcastStage) for s in since):
-        had = before["stages"][last].get(stage.name) or {}  # another kind of stage is told by `changes`
-        done, epochs = cursor["entries"][last]["steps"], had.get("epochs")
-        longer = stage.steps is not None and stage.steps > done
+        had = before["stages"][last].get(stage.name) or {}  # `changes` reports another kind of stage
+        entry, epochs = cursor["entries"][last], had.get("epochs")
+        longer = stage.steps is not None and stage.steps > entry["steps"]
         if longer or (stage.epochs is not None and stage.epochs > (epochs or 0)):
-            cursor["next"] = last
-            cursor["seconds"] = cursor["entries"][last]["seconds"]
+            cursor["next"], cursor["seconds"] = last, entry["seconds"]
             cursor["entries"] = cursor["entries"][:last]
 
 
-def _newest_whole(session: Session, root: Path) -> Checkpoint | None:
+# Which checkpoint.
+
+
+def _newest_whole(session: Session) -> Checkpoint | None:
     """The newest checkpoint that every rank finds whole, and whose weights and optimizer state are finite
-    unless `on_nan` of the stage is `continue`; each rank looks at a share of the files.
+    unless `on_nan` of the stage is `continue`.
 
     Raises:
-        RunFolderError: there are some, which can only not be read, here or now.
+        RunFolderError: there are some, but they cannot be read here or now.
     """
-    ranks = session.runtime.ranks
-    steps = _listed(session, root)
-    passed: list[tuple[int, str, str]] = []
+    ranks, root = session.runtime.ranks, session.runtime.run_dir / FOLDER
+    steps = _list_steps(session, root)
+    skipped: list[tuple[int, str, str]] = []
+    found = None
     for step in steps:
-        reason = _problem(session, root, step)
-        if reason is None:
-            lost = ranks.tell_all(f"resume/{step}/finite", partial(_lost, session, root, step))
-            if not lost:
-                break
-            passed.append((step, "nonfinite", f"{lost} is not finite in it"))
+        reason = _check_share(session, root, step)
+        if reason is not None:
+            skipped.append((step, ranks.tell_all(f"resume/{step}/why", partial(_why, root, step)), reason))
             continue
-        passed.append((step, ranks.tell_all(f"resume/{step}/why", partial(_why, root, step)), reason))
-    unreadable = [reason for _, why, reason in passed if why == "unused"]
-    if unreadable and len(passed) == len(steps):
+        manifest = json.loads(
+            ranks.tell_all(f"resume/{step}/manifest", partial(_manifest, session, root, step))
+        )
+        lost, world_size, files = manifest
+        if not lost:
+            found = Checkpoint(root / folder.name_of(step), step, world_size, files)
+            break
+        skipped.append((step, "nonfinite", f"{lost} is not finite in it"))
+    unreadable = [reason for _, why, reason in skipped if why == "unused"]
+    if unreadable and found is None:
         raise RunFolderError(f"no checkpoint in {root} can be read by all ranks: {unreadable[0]}")
-    for step, why, reason in passed:
-        if ranks.rank == 0:
-            _pass_by(session, root, step, why, reason)
-    return None if len(passed) == len(steps) else _told(ranks, root, steps[len(passed)])
+    if ranks.rank == 0:
+        for step, why, reason in skipped:
+            _set_aside(session, root, step, why, reason)
+    return found
 
 
-def _lost(session: Session, root: Path, step: int) -> str:
-    """On rank 0: what a whole checkpoint has that is not finite and cannot become so; empty: nothing."""
-    found = folder.opened(root, step)
-    name = found.nonfinite
-    if name in (None, folder.LOSS):
-        return ""
-    if _on_nan(session, _outline(found, 0)["position"]) == "continue":
-        session.reporter.note(f"the checkpoint of step {step} is used though {name} is not finite in it")
-        return ""
-    return str(name)
-
-
-def _on_nan(session: Session, cursor: Mapping[str, Any]) -> str:
-    """What the resumed file says of the stage that comes next, or else of the last one that took steps."""
-    pipeline = session.runtime.loaded.pipeline
-    for place in (cursor["next"], cursor["stage"]):
-        stage = pipeline.stages[place] if place is not None and place < len(pipeline.stages) else None
-        if isinstance(stage, StepStage):
-            return stage.effective(pipeline).on_nan
-    return pipeline.on_nan
-
-
-def _outline(found: Checkpoint, rank: int) -> dict[str, Any]:
-    """What a rank had, with tensors that have no data."""
-    parts = [folder.read(found, name, outline=True) for name in ("shared", rank_name(rank))]
-    return {**parts[0], **parts[1]}
-
-
-def _listed(session: Session, root: Path) -> list[int]:
-    """The steps of the checkpoints that rank 0 sees."""
+def _list_steps(session: Session, root: Path) -> list[int]:
+    """The steps of the checkpoints that rank 0 sees, newest first."""
     ranks = session.runtime.ranks
     if ranks.rank == 0:
         folder.clear_unfinished(root)
@@ -199,53 +166,53 @@ def _listed(session: Session, root: Path) -> list[int]:
     for rank, others in enumerate(seen):
         if others and not steps:
             raise RunFolderError(
-                f"rank {rank} on {ranks.hosts[rank]} sees checkpoints in {root}, and rank 0 on "
-                f"{ranks.hosts[0]} sees none: rank 0 has to be where they are"
+                f"rank {rank} on {ranks.hosts[rank]} sees checkpoints in {root}, but rank 0 on "
+                f"{ranks.hosts[0]} sees none: start rank 0 where they are"
             )
     return steps
 
 
-def _problem(session: Session, root: Path, step: int) -> str | None:
-    """Why not all ranks can use a checkpoint; None if they can."""
-    runtime = session.runtime
-    ranks = runtime.ranks
-    looking = [rank for rank in range(ranks.size) if rank not in runtime.records.away]
+def _check_share(session: Session, root: Path, step: int) -> str | None:
+    """Check this rank's share of a checkpoint's files; why not all ranks can use it, None if they can."""
+    ranks, away = session.runtime.ranks, session.runtime.records.away
+    checking = [rank for rank in range(ranks.size) if rank not in away]
     problem = ""
-    if ranks.rank in looking:
+    if ranks.rank in checking:
         try:
-            found = folder.opened(root, step)
-            names = ["shared", *map(rank_name, range(found.world_size))]
-            place = looking.index(ranks.rank)
-            folder.verify(found, names[place :: len(looking)])
-            for rank in range(found.world_size)[place :: len(looking)]:
-                _check(found, rank)
+            _check(folder.opened(root, step), share=checking.index(ranks.rank), shares=len(checking))
         except DamagedError as error:
             problem = str(error)
     return next(filter(None, ranks.gather(f"resume/{step}", problem)), None)
 
 
-def _check(found: Checkpoint, rank: int) -> None:
-    """Make sure that what a rank had is the state of a run.
+def _check(found: Checkpoint, share: int = 0, shares: int = 1) -> None:
+    """Make sure that one of several shares of a checkpoint's files is whole and holds the state of a run.
 
     Raises:
-        DamagedError: it is not.
+        DamagedError: it does not.
     """
-    state = _outline(found, rank)
-    try:
-        check_fields(state)
-        if not 0 <= state["step"] <= found.step:  # ranks that never meet stop each for itself
-            raise ValueError(f"its step is {state['step']}")
-    except ValueError as error:
-        raise DamagedError(f"{found.path / rank_name(rank)}.json: {error}") from None
+    names = ["shared", *map(rank_name, range(found.world_size))]
+    folder.verify(found, names[share::shares])
+    for rank in range(found.world_size)[share::shares]:
+        state = _outline(found, rank)
+        try:
+            check_fields(state)
+            if not 0 <= state["step"] <= found.step:  # ranks that exchange nothing stop each for itself
+                raise ValueError(f"its step is {state['step']}")
+        except ValueError as error:
+            raise DamagedError(f"{found.path / rank_name(rank)}.json: {error}") from None
+
+
+def _outline(found: Checkpoint, rank: int) -> dict[str, Any]:
+    """A rank's state, with tensors that have no data."""
+    shared, own = (folder.read(found, name, outline=True) for name in ("shared", rank_name(rank)))
+    return {**shared, **own}
 
 
 def _why(root: Path, step: int) -> str:
     """On rank 0: whether a checkpoint itself is damaged, or some rank does not see it as it is."""
     try:
-        found = folder.opened(root, step)
-        folder.verify(found)
-        for rank in range(found.world_size):
-            _check(found, rank)
+        _check(folder.opened(root, step))
     except UnreadableError as error:
         return "damaged" if isinstance(error.__context__, FileNotFoundError) else "unused"
     except DamagedError:
@@ -253,63 +220,66 @@ def _why(root: Path, step: int) -> str:
     return "unused"
 
 
-def _pass_by(session: Session, root: Path, step: int, why: str, reason: str) -> None:
-    """On rank 0: tell that a checkpoint is not gone on from, and see that it is not counted any more."""
+def _manifest(session: Session, root: Path, step: int) -> str:
+    """On rank 0: what in a whole checkpoint is not finite and cannot become so, its world size, its files."""
+    found = folder.opened(root, step)
+    lost = None if found.nonfinite == folder.LOSS else found.nonfinite
+    if lost is not None and _on_nan(session, _outline(found, 0)["position"]) == "continue":
+        session.reporter.note(f"using the checkpoint of step {step}, though {lost} is not finite in it")
+        lost = None
+    return json.dumps([lost, found.world_size, found.files])
+
+
+def _on_nan(session: Session, cursor: Mapping[str, Any]) -> str:
+    """What the resumed file says of the stage that comes next, or else of the last one that took steps."""
+    pipeline = session.runtime.loaded.pipeline
+    for index in (cursor["next"], cursor["stage"]):
+        stage = pipeline.stages[index] if index is not None and index < len(pipeline.stages) else None
+        if isinstance(stage, StepStage):
+            return stage.effective(pipeline).on_nan
+    return pipeline.on_nan
+
+
+def _set_aside(session: Session, root: Path, step: int, why: str, reason: str) -> None:
+    """On rank 0: report that a checkpoint is not used, and rename it so that it does not count any more."""
     reporter = session.reporter
     reporter.events.warning("checkpoint_passed_by", step=step, why=why, reason=reason)
-    told = {
-        "damaged": "is damaged and",
-        "nonfinite": "is not finite and",
-        "unused": "cannot be read by all ranks and is",
-    }[why]
+    which = {"damaged": ", which is damaged", "nonfinite": "", "unused": ", which not all ranks can read"}[
+        why
+    ]
     try:
-        now = f"and now {root.name}/{folder.set_aside(root, step, why).name}"
+        now = f"renamed to {root.name}/{folder.set_aside(root, step, why).name}"
     except OSError as error:
-        now = f"and stays where it is ({error.strerror})"
-    reporter.note(f"the checkpoint of step {step} {told} not used, {now}: {reason}")
+        now = f"not renamed: {error.strerror}"
+    reporter.note(f"skipping the checkpoint of step {step}{which}: {reason} ({now})")
 
 
-def _told(ranks: Ranks, root: Path, step: int) -> Checkpoint:
-    """What rank 0 reads in the manifest."""
-
-    def described() -> str:
-        found = folder.opened(root, step)
-        return json.dumps([found.world_size, found.files])
-
-    world_size, files = json.loads(ranks.tell_all(f"resume/{step}/manifest", described))
-    return Checkpoint(root / folder.name_of(step), step, world_size, files)
+# Its state.
 
 
-def _state(session: Session, found: Checkpoint, scratch: Path) -> dict[str, Any]:
+def _read_state(session: Session, found: Checkpoint, scratch: Path) -> dict[str, Any]:
     """This rank's state: what all had alike, and its own."""
-    runtime = session.runtime
-    rank, ranks = runtime.ranks.rank, runtime.ranks.size
-    merging = found.world_size != ranks or _is_laid_out_anew(session, found)
-    everybody = list(range(found.world_size))
+    runtime, rank, ranks = session.runtime, session.runtime.ranks.rank, session.runtime.ranks.size
+    layout = runtime.ranks.tell_all(
+        "resume/layout", lambda: str(folder.read_json(found, found.path / "shared.json")["layout"])
+    )
+    # With other ranks, buckets, hosts or hooks, the hooks' state moves between ranks.
+    merging = found.world_size != ranks or layout != layout_of(session)
+    everybody = range(found.world_size)
     wanted = {
         reader: ["shared", *map(rank_name, everybody if merging else [reader])]
         for reader in [*runtime.records.away, rank]
     }
     source = _fetch(session, found, wanted, scratch)
     shared = folder.read(source, "shared")
-    own = [folder.read(source, rank_name(old)) for old in (everybody if merging else [rank])]
-    if found.world_size == ranks:
-        mine = own[rank if merging else 0]
-        state = {**shared, **mine}
-        if merging:
-            with reading("hooks"):
-                state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
-        return state
-    with reading("state of other ranks"):
-        return _for_another_world(session, shared, own)
-
-
-def _is_laid_out_anew(session: Session, found: Checkpoint) -> bool:
-    """Whether buckets, hosts or hooks are others than before, so that what hooks keep moves between ranks."""
-    tree = session.runtime.ranks.tell_all(
-        "resume/layout", lambda: json.dumps(folder.read_json(found, found.path / "shared.json")["layout"])
-    )
-    return bool(json.loads(tree) != layout_of(session))
+    if not merging:
+        return {**shared, **folder.read(source, rank_name(rank))}
+    own = [folder.read(source, rank_name(old)) for old in everybody]
+    if found.world_size != ranks:
+        with reading("state of other ranks"):
+            return _for_another_world(session, shared, own)
+    with reading("hooks"):
+        return {**shared, **own[rank], "hooks": runtime.stacks.merge([one["hooks"] for one in own])}
 
 
 def _fetch(
@@ -330,78 +300,51 @@ def _fetch(
                 left = found.files[name]["bytes"]
                 with open_file(scratch, name, "xb") as file:
                     while left:
-                        data = control.receive_bytes(0)
-                        file.write(data)
-                        left -= len(data)
+                        left -= file.write(control.receive_bytes(0))
     if rank not in runtime.records.away:
         return found
     return Checkpoint(scratch, found.step, found.world_size, found.files, own=True)
 
 
-# Another number of ranks.
-
-
 def _for_another_world(
     session: Session, shared: dict[str, Any], own: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """State for ranks of another world: nothing that was learned is lost, and no sample is seen twice.
+    """State for another number of ranks: nothing that was learned is lost, and no sample is seen twice.
 
-    Ranks that were apart become equal, as in a synchronisation. What hooks kept is divided among the ranks:
-    its sum stays. Random generators start from a seed of the rank and the step.
+    Ranks whose parameters differed become equal, as in a synchronisation. The hooks' residuals are divided
+    among the ranks: their sum stays. Random generators start from a seed of the rank and the step.
     """
     runtime = session.runtime
-    rank, ranks = runtime.ranks.rank, runtime.ranks.size
+    loaded, rank, ranks = runtime.loaded, runtime.ranks.rank, runtime.ranks.size
     state = {**shared, **own[0]}
-    _refuse_replicas(session, state["position"])
-    _refuse_shards(session, state["feed"])
+    cursor, stages = state["position"], loaded.pipeline.stages
+    stage = stages[cursor["next"]] if cursor["stage"] == cursor["next"] < len(stages) else None
+    refused = None
+    if isinstance(stage, StepStage) and stage.effective(loaded.pipeline).plan.keeps_apart:
+        refused = stage.path, "its ranks train independently, so another number of ranks cannot resume it"
+    elif loaded.pipeline.loader.sharded and state["feed"]["samples"]:
+        text = "the data set shards itself by rank, so another number of ranks cannot resume in mid-epoch"
+        refused = "loader.sharded", text
+    if refused is not None:
+        raise PipelineError([loaded.fault(*refused, "resume on as many ranks as before")])
     if "parameters" not in shared:
-        state["parameters"] = _mean_parameters([one["parameters"] for one in own])
+        state["parameters"] = {  # what has no mean (quantised weights) is rank 0's
+            name: mean_of([one["parameters"][name] for one in own]) if has_mean(value) else value
+            for name, value in own[0]["parameters"].items()
+        }
     if "optimizer" not in shared:
         state["optimizer"] = mean_state([one["optimizer"] for one in own])
     state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
     state["sync_of_ranks"] = [one["sync"] for one in own if one["sync"]] or [{}]
-    state["together"] = ["common", "common", None, state["together"][3]]
-    state["telemetry"] = _divided([one["telemetry"] for one in own], rank, ranks)
-    seeding.seed_everything(runtime.loaded.pipeline.seed + rank + ranks * (1 + state["step"]))
+    state["replicas"] = ["common", "common", None, state["replicas"][3]]
+    # What old ranks had added up, each given to one new rank.
+    totals = [one["telemetry"]["totals"] for one in own[rank::ranks]]
+    state["telemetry"] = {
+        "totals": [sum(column) for column in zip(*totals, strict=True)] if totals else Totals().numbers(),
+        "round": NOTHING_ADDED,
+        "own_loss": own[0]["telemetry"]["own_loss"],
+        "stragglers": own[0]["telemetry"]["stragglers"] if rank == 0 else [],
+    }
+    seeding.seed_everything(loaded.pipeline.seed + rank + ranks * (1 + state["step"]))
     state["generators"] = seeding.generator_state(runtime.device)
     return state
-
-
-def _refuse_replicas(session: Session, cursor: Mapping[str, Any]) -> None:
-    """A stage that keeps ranks apart on purpose has as many replicas as it had ranks."""
-    runtime = session.runtime
-    stages = runtime.loaded.pipeline.stages
-    begun = cursor["stage"] == cursor["next"] < len(stages)
-    stage = stages[cursor["next"]] if begun else None
-    if isinstance(stage, StepStage) and stage.effective(runtime.loaded.pipeline).plan.keeps_apart:
-        text = "its ranks train independently, so another number of ranks cannot go on with it"
-        raise PipelineError([runtime.loaded.fault(stage.path, text, "resume on as many ranks as before")])
-
-
-def _refuse_shards(session: Session, feed: Mapping[str, Any]) -> None:
-    """Data that shards itself is cut otherwise for another number of ranks."""
-    runtime = session.runtime
-    if runtime.loaded.pipeline.loader.sharded and feed["samples"]:
-        text = "the data set shards itself by rank, so another number of ranks cannot go on in mid-epoch"
-        raise PipelineError(
-            [runtime.loaded.fault("loader.sharded", text, "resume on as many ranks as before")]
-        )
-
-
-def _mean_parameters(of_ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean over ranks of every parameter that has one; the others (quantised weights) are rank 0's."""
-    return {
-        name: mean_of([one[name] for one in of_ranks]) if has_mean(value) else value
-        for name, value in of_ranks[0].items()
-    }
-
-
-def _divided(recorders: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
-    """What old ranks had added up, each given to one new rank."""
-    mine = [recorder["totals"] for place, recorder in enumerate(recorders) if place % ranks == rank]
-    return {
-        "totals": [sum(column) for column in zip(*mine, strict=True)] if mine else Totals().numbers(),
-        "round": NOTHING_ADDED,
-        "own_loss": recorders[0]["own_loss"],
-        "stragglers": recorders[0]["stragglers"] if rank == 0 else [],
-    }

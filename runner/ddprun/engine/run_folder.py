@@ -1,9 +1,9 @@
 """The folder of a run: made once, found again by a run that is resumed, used by one run at a time."""
 
+import fcntl
 import json
 import os
 import secrets
-import sys
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,13 +18,9 @@ from ddprun.telemetry.record_files import FOLDERS, truncate_torn_event
 
 PIPELINE, ABOUT, SUMMARY = "pipeline.yaml", "run.json", "summary.json"
 _LOCK = "run.lock"
-_WAIT_S = 10.0
-"""A rank 0 that was killed may take so long to be gone."""
-
-_LEASE_S = 120.0
+_WAIT_S, _LEASE_S = 10.0, 120.0  # for the lock of a rank 0 that was killed and is not gone yet
 _MOST_BYTES = 1 << 20
-_FOLDERS = (*FOLDERS, CHECKPOINTS, "logs")
-"""What a run that goes on may write into, or clear."""
+_FOLDERS = (*FOLDERS, CHECKPOINTS, "logs")  # what a resumed run may write into, or clear
 
 
 class RunFolderError(Exception):
@@ -32,7 +28,7 @@ class RunFolderError(Exception):
 
 
 class FolderInUseError(RunFolderError):
-    """Another run has it."""
+    """Another run uses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,53 +36,45 @@ class RunFolder:
     """A run's folder, as rank 0 sees it."""
 
     path: Path
-    token: str
-    """Of this attempt at the run; another one in each."""
-
-    goes_on: bool
-    """The run was begun before: it goes on from a checkpoint, or starts anew in the same folder."""
+    token: str  # of this attempt at the run; different in each
+    resumed: bool  # begun before: resume from a checkpoint, or start again in the same folder
 
 
 def agree_on_folder(
     loaded: Loaded, wanted: Path | None, ranks: Ranks, *, resuming: Resuming, known: Path | None
 ) -> RunFolder:
-    """Make, or find, the run's folder on rank 0 and tell all ranks.
+    """Make, or find, the run's folder on rank 0, for all ranks; the one `wanted` by the command line.
 
-    Args:
-        loaded: the pipeline.
-        wanted: what the command line says.
-        ranks: this rank among the others.
-        resuming: `wanted` is the folder of a run that is to go on.
-        known: the folder that this host's ranks had before they were restarted.
+    Ranks that were restarted keep the folder that is `known` to their host.
 
     Raises:
-        RunFolderError: on rank 0: it cannot be made, is not empty, is no run's, or is in use.
+        RunFolderError: on rank 0: it cannot be made, is not empty, is not a run's, or is in use.
     """
     before = next(filter(None, ranks.gather("known_run_dir", str(known or ""))), None)
 
     def make() -> str:
-        begun = resuming == "yes"
-        if resuming == "if begun" and wanted is not None:  # others may see that it was, once rank 0 begins
-            begun = (wanted / ABOUT).exists()
-        if before is not None or begun:
-            folder = Path(before) if before is not None else wanted
-            assert folder is not None
-            if before is None:
-                _take_over(folder, _WAIT_S)
-            else:
-                _take_over_again(folder, _wait_s(loaded))
+        # Others may see that the run was begun as soon as rank 0 begins it: so rank 0 decides.
+        begun = resuming == "yes" or (
+            resuming == "if begun" and wanted is not None and (wanted / ABOUT).exists()
+        )
+        if before is not None:
+            folder = Path(before)
+            _take_over(folder, _wait_s(loaded), restarted=True)
+        elif begun and wanted is not None:
+            folder = wanted
+            _take_over(folder, _WAIT_S)
         else:
             now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
             folder = wanted or Path("runs") / loaded.pipeline.name / f"{now}-{secrets.token_hex(2)}"
             _make(folder, loaded)
         return json.dumps([str(folder), secrets.token_hex(4), before is not None or begun])
 
-    path, token, goes_on = json.loads(ranks.tell_all("run_dir", make))
-    return RunFolder(Path(path), token, goes_on)
+    path, token, resumed = json.loads(ranks.tell_all("run_dir", make))
+    return RunFolder(Path(path), token, resumed)
 
 
 def pipeline_folder(run_dir: Path) -> Path | None:
-    """Where the pipeline file of a run was: what it names is looked for there."""
+    """Where the pipeline file of a run was: what it names is looked up there."""
     try:
         return Path(read_object(run_dir, ABOUT, _MOST_BYTES)["pipeline_folder"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -110,23 +98,17 @@ def _make(folder: Path, loaded: Loaded) -> None:
 
 
 def _wait_s(loaded: Loaded) -> float:
-    """How long a host that is lost may keep the lock: a network disk lets go when its lease is over."""
+    """How long a host that is lost may keep the lock: a network disk releases it when its lease is over."""
     return max(_WAIT_S, min(_LEASE_S, 0.8 * loaded.pipeline.launch.timeout_s))
 
 
-def _take_over_again(folder: Path, wait_s: float) -> None:
-    """For ranks that are started again: it is a lost one of them that has the folder. The next may get it.
+def _take_over(folder: Path, wait_s: float, *, restarted: bool = False) -> None:
+    """Lock the folder of a run that was begun; `restarted` ranks may find it locked by a lost one of them.
 
     Raises:
-        TimeoutError: it is not let go.
+        RunFolderError: it is not a run's, or is in use.
+        TimeoutError: it is still locked after a restart; the next attempt may get it.
     """
-    try:
-        _take_over(folder, wait_s)
-    except FolderInUseError as error:
-        raise TimeoutError(f"{error}, which has not let go of it within {wait_s:g} s") from None
-
-
-def _take_over(folder: Path, wait_s: float) -> None:
     try:
         for name in _FOLDERS:
             check_folder(folder, name)
@@ -134,14 +116,18 @@ def _take_over(folder: Path, wait_s: float) -> None:
             open_file(folder, ABOUT).close()
         except FileNotFoundError:
             raise RunFolderError(
-                f"cannot go on in the run folder {folder}: it has no {ABOUT} on {os.uname().nodename}, where "
-                "rank 0 is now; hosts that share no disk need rank 0 on the same host as before"
+                f"cannot resume in the run folder {folder}: it has no {ABOUT} on {os.uname().nodename}, "
+                "where rank 0 is now; if hosts do not share a disk, start rank 0 on the same host as before"
             ) from None
         _lock(folder, wait_s)
         truncate_torn_event(folder)
         (folder / SUMMARY).unlink(missing_ok=True)  # of an attempt that has failed
+    except FolderInUseError as error:
+        if restarted:
+            raise TimeoutError(f"{error}, which has not released it within {wait_s:g} s") from None
+        raise
     except OSError as error:
-        raise RunFolderError(f"cannot go on in the run folder {folder}: {error.strerror}") from None
+        raise RunFolderError(f"cannot resume in the run folder {folder}: {error.strerror}") from None
 
 
 def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
@@ -150,10 +136,6 @@ def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
     Raises:
         FolderInUseError: another run is in it.
     """
-    if sys.platform == "win32":
-        return
-    import fcntl
-
     with open_file(folder, _LOCK, "a+b") as file:
         handle = os.dup(file.fileno())  # stays open as long as this process lives
     until = time.monotonic() + wait_s

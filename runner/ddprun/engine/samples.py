@@ -1,8 +1,7 @@
-"""Samples: how they become a batch, and how ranks see that they read the same ones."""
+"""Samples: how they become a batch, and how ranks find out whether they read the same."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,7 @@ from torch.utils.data import default_collate
 
 
 class BatchError(Exception):
-    """Samples that cannot become one batch.
-
-    Args:
-        problem: which samples, and what they are.
-        allowed: what can be done.
-    """
+    """Samples that cannot become one batch: which and what they are, and what can be done."""
 
     def __init__(self, problem: str, allowed: str) -> None:
         super().__init__(problem, allowed)
@@ -29,7 +23,7 @@ def collate(samples: Sequence[Any], numbers: Sequence[int]) -> Any:
 
     Args:
         samples: one at least.
-        numbers: of the samples: their indices, or their places in an iterable dataset.
+        numbers: of the samples: their indices, or their positions in an iterable dataset.
 
     Returns:
         The batch, or a `BatchError`: returned, because an error that is raised in a loading process reaches
@@ -38,12 +32,12 @@ def collate(samples: Sequence[Any], numbers: Sequence[int]) -> Any:
     try:
         return default_collate(list(samples))
     except Exception as error:  # what it raises depends on the samples' types, and so does its text
-        return _why(samples, numbers, error)
+        return _batch_error(samples, numbers, error)
 
 
-def _why(samples: Sequence[Any], numbers: Sequence[int], error: Exception) -> BatchError:
+def _batch_error(samples: Sequence[Any], numbers: Sequence[int], error: Exception) -> BatchError:
     shown = [shape_of(sample) for sample in samples]
-    other = next((place for place, shape in enumerate(shown) if shape != shown[0]), None)
+    other = next((index for index, shape in enumerate(shown) if shape != shown[0]), None)
     first = f"sample {numbers[0]} is {shown[0]}"
     if other is not None:
         return BatchError(
@@ -128,21 +122,8 @@ def _add(found: Any, sample: Any) -> None:
     found.update(b"\1")
 
 
-@dataclass(slots=True)
-class HeldOut:
-    """The data to evaluate on."""
-
-    dataset: Any
-    """None: there is none."""
-
-    sharded: bool | None = None
-    """Each rank has samples of its own; None: ranks have not compared what they read."""
-
-
 def shards_itself(dataset: Any) -> str | None:
-    """By what a dataset of a known kind shows that it gives each rank samples of its own; None if it shows
-    nothing of that.
-    """
+    """What in a dataset of a known kind gives each rank samples of its own; None: nothing that is known."""
     if getattr(dataset, "_distributed", None) is not None:
         return "split_dataset_by_node"  # Hugging Face's datasets
     pipeline = getattr(dataset, "pipeline", None)
@@ -153,18 +134,15 @@ def shards_itself(dataset: Any) -> str | None:
 
 
 def differing(odd: Sequence[int], ranks: int, how: str | None) -> str:
-    """What to say if ranks read different samples of data that they share: two lines, the likely cause first.
+    """What to say if `odd` ranks read other samples of shared data than rank 0; `how`: from `shards_itself`.
 
-    Args:
-        odd: the ranks that read other samples than rank 0.
-        ranks: how many there are.
-        how: as `shards_itself` says.
+    Two lines, the likely cause first.
     """
     lost = f"{ranks - 1} of {ranks} samples are never used"
     if how is not None:
         return (
             f"it shards itself by rank ({how}), and ddprun shards it once more: {lost}\n"
-            "  write loader: {sharded: true}, which takes the data set as it is"
+            "  write loader: {sharded: true} to use the data set as it is"
         )
     some = ", ".join(map(str, odd[:4])) + (", …" if len(odd) > 4 else "")
     return (

@@ -1,9 +1,11 @@
-"""The save stage: the weights as safetensors, and beside them the pipeline that made them."""
+"""The save stage: the weights as safetensors, and next to them the pipeline that made them."""
 
 import errno
 import itertools
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,11 @@ from ddprun.engine.replicas import make_buffers_equal
 from ddprun.engine.session import Session
 from ddprun.run_files import as_path
 
-MADE = "# Written by ddprun beside weights: the pipeline that made them.\n"
+MADE = "# Written by ddprun next to weights: the pipeline that made them.\n"
 """First line of the pipeline that save writes; a file without it is somebody else's."""
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""A disk that takes nothing more; everything else is what the pipeline says."""
+"""A disk that takes nothing more; every other error is the pipeline's."""
 
 
 def save(session: Session, stage: Save) -> dict[str, Any]:
@@ -37,37 +39,34 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
         LostError: the disk is full, or fails.
     """
     runtime, reporter = session.runtime, session.reporter
-    reporter.where = stage.path
     make_buffers_equal(session, stage)
     target = runtime.run_dir / as_path(runtime.loaded.filled(f"{stage.path}.to", stage.to))
     if runtime.ranks.rank == 0:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with _Replacing(target) as unfinished:
+            with _replacing(target) as unfinished:
                 save_model(runtime.model, str(unfinished), {"format": "pt", "ddprun": __version__})
                 order_metadata(unfinished)
-            beside = pipeline_beside(target)
-            with _Replacing(beside) as unfinished:
+            pipeline, usual = pipeline_path(target), target.with_suffix(".yaml")
+            with _replacing(pipeline) as unfinished:
                 unfinished.write_text(MADE + runtime.loaded.resolved(), encoding="utf-8")
-            if beside != target.with_suffix(".yaml"):
-                other = target.with_suffix(".yaml")
-                reporter.note(
-                    f"{stage.name}: {other} is not save's own and stays; the pipeline is in {beside}"
-                )
+            if pipeline != usual:
+                note = f"{usual} was not written by save and is kept; the pipeline is in {pipeline}"
+                reporter.note(f"{stage.name}: {note}")
         except SafetensorError as error:
             raise LostError(f"{stage.path}: cannot write {target}: {error}") from None
         except OSError as error:
-            told = f"cannot write {target}: {error.strerror or error}"
+            problem = f"cannot write {target}: {error.strerror or error}"
             if error.errno in _DISK:
-                raise LostError(f"{stage.path}: {told}") from None
-            raise PipelineError([runtime.loaded.fault(f"{stage.path}.to", told)]) from None
+                raise LostError(f"{stage.path}: {problem}") from None
+            raise PipelineError([runtime.loaded.fault(f"{stage.path}.to", problem)]) from None
     runtime.exchange.control.barrier("rank 0's file")
     reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
     reporter.note(f"{stage.name}: {target}")
     return {"file": str(target)}
 
 
-def pipeline_beside(weights: Path) -> Path:
+def pipeline_path(weights: Path) -> Path:
     """Where the pipeline of these weights goes: to a file that is not there, or that save has written."""
     names = itertools.chain(
         [weights.with_suffix(".yaml").name, f"{weights.name}.yaml"],
@@ -88,30 +87,25 @@ def _is_made(path: Path) -> bool:
         return False
 
 
-class _Replacing:
-    """A path beside `target` that takes its place when the block ends without an error."""
-
-    def __init__(self, target: Path) -> None:
-        self._target = target
-
-    def __enter__(self) -> Path:
-        handle, name = tempfile.mkstemp(dir=self._target.parent, prefix=f".{self._target.name}.")
-        os.close(handle)
-        self._unfinished = Path(name)
-        return self._unfinished
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._unfinished.unlink(missing_ok=True)
-            return
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A path next to `target` that takes its place when the block ends without an error."""
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    os.close(handle)
+    unfinished = Path(name)
+    try:
+        yield unfinished
         umask = os.umask(0)
         os.umask(umask)
-        self._unfinished.chmod(0o666 & ~umask)  # mkstemp makes files that nobody else may read
-        with self._unfinished.open("rb") as file:
+        unfinished.chmod(0o666 & ~umask)  # mkstemp makes files that nobody else may read
+        with unfinished.open("rb") as file:
             os.fsync(file.fileno())
-        self._unfinished.replace(self._target)
-        folder = os.open(self._target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        unfinished.replace(target)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -24,18 +24,11 @@ def make_deterministic(device: torch.device) -> None:
 
 
 def generator_state(device: torch.device) -> dict[str, Any]:
-    """State of every random generator of this rank."""
-    version, internal, gauss = random.getstate()
-    name, keys, cursor, has_gauss, cached = np.random.get_state(legacy=True)
+    """State of every random generator of this rank, as plain values and tensors."""
+    _, keys, *numpy = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
-        "python": {"version": version, "internal": list(internal), "gauss": gauss},
-        "numpy": {
-            "name": name,
-            "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-            "position": int(cursor),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
+        "python": random.getstate(),
+        "numpy": [torch.from_numpy(np.asarray(keys, dtype=np.int64)), *numpy],
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
@@ -45,43 +38,12 @@ def generator_state(device: torch.device) -> dict[str, Any]:
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
     """Bring back what `generator_state` gave."""
-    python, numpy = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
-    keys = numpy["keys"].numpy().astype(np.uint32)
-    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    random.setstate(state["python"])
+    keys, *numpy = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *numpy))
     torch.set_rng_state(state["torch"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-class SameDraws:
-    """`with same_draws():` again and again draws the same from torch's generators, and leaves them alone.
-
-    Args:
-        device: of this rank.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._start = self._state()
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        now = self._state()
-        self._set(self._start)
-        try:
-            yield
-        finally:
-            self._set(now)
-
-    def _state(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.get_rng_state(), cuda
-
-    def _set(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self._device)
 
 
 @contextmanager
@@ -92,3 +54,19 @@ def generators_kept(device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore_generators(state, device)
+
+
+class SameDraws:
+    """`with same_draws():` again and again draws the same from torch's generators, and leaves them alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = [device] if device.type == "cuda" else []
+        self._start = torch.get_rng_state(), [torch.cuda.get_rng_state(one) for one in self._cuda]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with torch.random.fork_rng(self._cuda):
+            torch.set_rng_state(self._start[0])
+            for device, state in zip(self._cuda, self._start[1], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield

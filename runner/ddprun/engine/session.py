@@ -1,9 +1,10 @@
-"""What the stages of one run work with, in three drawers: what stays, what changes, what a person sees."""
+"""What the stages of one run work with, in three drawers: what stays, what changes, what you see."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun.checkpoint.checkpoints import Checkpoints
 from ddprun.config import Loaded
+from ddprun.engine.build import Stacks
 from ddprun.engine.clocks import ClockOffsets
-from ddprun.engine.cursor import Cursor
 from ddprun.engine.data import Feed
-from ddprun.engine.finite import FiniteCheck
+from ddprun.engine.interrupts import StopRequest, TimeSliceClient
+from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective
 from ddprun.engine.precision import Precision
 from ddprun.engine.reporter import Reporter
-from ddprun.engine.samples import HeldOut
-from ddprun.engine.stacks import Stacks
-from ddprun.engine.stop import StopRequest
-from ddprun.engine.time_slices import TimeSliceClient
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import Finding
@@ -41,6 +39,14 @@ from ddprun_hooks.comm.exchange import Exchange
 
 
 @dataclass(slots=True)
+class HeldOut:
+    """The data to evaluate on."""
+
+    dataset: Any  # None: there is none
+    sharded: bool | None = None  # each rank has samples of its own; None: ranks have not compared them
+
+
+@dataclass(slots=True)
 class Runtime:
     """What `engine/setup.py` builds once. The same objects serve every stage of the run."""
 
@@ -48,9 +54,7 @@ class Runtime:
     run_dir: Path
     ranks: Ranks
     device: torch.device
-    backend: str
-    """`gloo` or `nccl`."""
-
+    backend: str  # `gloo` or `nccl`
     stop: StopRequest
     exchange: Exchange
     exchanger: ParameterExchanger
@@ -58,69 +62,100 @@ class Runtime:
     clock: Clock
     clock_offsets: ClockOffsets
     recorder: StepRecorder
-
-    model: nn.Module
-    """The bare model."""
-
-    replica: DdpReplica | None
-    """The model under DDP; None if no stage exchanges gradients."""
-
-    stacks: Stacks
-    """The hooks of each stage."""
-
+    model: nn.Module  # the bare model
+    replica: DdpReplica | None  # the model under DDP; None if no stage exchanges gradients
+    stacks: Stacks  # the hooks of each stage
     buffers: BufferSync
     optimizer: Optimizer
-    optimizer_settings: dict[int, list[dict[str, Any]]]
-    """By stage: the optimizer's settings of each parameter group."""
-
+    optimizer_settings: dict[int, list[dict[str, Any]]]  # of each parameter group, by stage
     precision: Precision
     objective: Objective
     feed: Feed
     held_out: HeldOut
     checkpoints: Checkpoints
     finite: FiniteCheck
-    gradients: GradientTimes | None
-    """None: the pipeline does not ask for them (`timings.gradients`)."""
+    gradients: GradientTimes | None  # None: the pipeline does not ask for them (`timings.gradients`)
+    profiler: Profiler | None  # torch's; None: the pipeline does not ask for it (`timings.profile`)
+    time_slices: TimeSliceClient | None = None  # None: not one of several runs of `ddprun compare`
 
-    profiler: Profiler | None
-    """torch's; None: the pipeline does not ask for it (`timings.profile`)."""
 
-    time_slices: TimeSliceClient | None = None
-    """None: this run is not one of several that `ddprun compare` runs."""
+@dataclass(slots=True)
+class Stopwatch:
+    """Time spent in something, in all attempts at the run; of a broken one, up to its last checkpoint."""
+
+    seconds: float = 0.0
+    read_at: float = 0.0  # when it was read last, on this process's monotonic clock
+
+    def start(self) -> None:
+        """Begin, or resume."""
+        self.read_at = time.monotonic()
+
+    def read(self) -> float:
+        """Seconds so far."""
+        now = time.monotonic()
+        self.seconds, self.read_at = self.seconds + now - self.read_at, now
+        return self.seconds
+
+
+@dataclass(slots=True)
+class Cursor:
+    """Where in its pipeline the run is: which stage runs or comes next, and where its steps began."""
+
+    next: int = 0  # the index in `stages` of the stage that runs, or that comes next
+    stage: int | None = None  # the last stage that takes steps that has begun; it runs if it is `next`
+    first_step: int = 0  # steps of the run when that stage began
+    first_epoch: int = 0  # the epoch in which it began
+    steps: int | None = None  # how many it has; None where nobody can know
+    stage_time: Stopwatch = field(default_factory=Stopwatch)  # of that stage
+    run_time: Stopwatch = field(default_factory=Stopwatch)  # of all stages
+    entries: list[dict[str, Any]] = field(default_factory=list)  # the summary's, of stages that are done
+
+    @property
+    def mid_stage(self) -> bool:
+        """A stage that takes steps has begun and not ended."""
+        return self.stage == self.next
+
+    def begin(self, stage: int, step: int, epoch: int) -> None:
+        """A stage that takes steps begins."""
+        self.stage, self.first_step, self.first_epoch = stage, step, epoch
+        self.stage_time.seconds = 0.0
+
+    def end(self, entry: dict[str, Any]) -> None:
+        """A stage is done."""
+        self.entries.append(entry)
+        self.next += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it."""
+        state = {**asdict(self), "seconds": self.stage_time.seconds, "run_seconds": self.run_time.seconds}
+        del state["stage_time"], state["run_time"]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring it back."""
+        for name in ("next", "stage", "first_step", "first_epoch", "steps"):
+            setattr(self, name, state[name])
+        self.entries = list(state["entries"])
+        self.stage_time.seconds, self.run_time.seconds = state["seconds"], state["run_seconds"]
 
 
 @dataclass(slots=True)
 class RunState:
-    """What changes while the run goes on. A checkpoint holds all of it (`engine/state.py`), but for what
-    belongs to the stage that is running: that holds its own in `synchronizer` and `schedule`.
+    """What changes during the run. A checkpoint holds all of it (`engine/state.py`), but for what belongs to
+    the stage that is running: that holds its own in `synchronizer` and `schedule`.
     """
 
-    step: int = 0
-    """Optimizer steps done."""
-
-    loss: float | None = None
-    """Mean over ranks in the newest step whose loss is known."""
-
-    metrics: dict[str, float] | None = None
-    """What the last evaluate stage measured."""
-
+    step: int = 0  # optimizer steps done
+    loss: float | None = None  # mean over ranks in the newest step whose loss is known
+    metrics: dict[str, float] | None = None  # of the last evaluate stage
     cursor: Cursor = field(default_factory=Cursor)
     replicas: ReplicaConsistency = field(default_factory=ReplicaConsistency)
-    outer_momentum: dict[str, Tensor] = field(default_factory=dict)
-    """What DiLoCo's outer optimizer keeps from stage to stage, by parameter name."""
-
+    outer_momentum: dict[str, Tensor] = field(default_factory=dict)  # DiLoCo's, by parameter name
     last_audit: Finding | None = None
-    farthest_apart: float = 0.0
-    """The largest difference between two ranks in one value that an audit has seen."""
-
-    synchronizer: Synchronizer | None = None
-    """Of the stage that is running."""
-
-    schedule: LRScheduler | None = None
-    """Of the last stage that has begun and takes steps."""
-
-    mid_stage: Mapping[str, Any] | None = None
-    """The checkpoint's state, from which the next stage goes on; None: it starts afresh."""
+    farthest_apart: float = 0.0  # the largest difference between two ranks that an audit has seen
+    synchronizer: Synchronizer | None = None  # of the stage that is running
+    schedule: LRScheduler | None = None  # of the last stage that has begun and takes steps
+    mid_stage: Mapping[str, Any] | None = None  # the checkpoint's state from which the next stage resumes
 
 
 @dataclass(slots=True)
@@ -132,7 +167,7 @@ class Session:
     reporter: Reporter
 
     def learn(self, known: Sequence[GlobalStep]) -> None:
-        """Take up what all ranks newly know alike, oldest first, and show it."""
+        """Take up what all ranks newly know, oldest first, and show it."""
         if known:
             self.state.loss = known[-1].mean_losses[-1]
         self.reporter.progress(known, self.state.step)

@@ -1,30 +1,24 @@
 """Builds what the stages of one run share, once, in an order that all ranks follow."""
 
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from structlog.typing import FilteringBoundLogger as BoundLogger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ddprun.config import DataPair, Loaded, PipelineError, StepStage
+from ddprun.config import Loaded, PipelineError
 from ddprun.engine import build, seeding
 from ddprun.engine.checkpoints import check_state, open_checkpoints
 from ddprun.engine.clocks import ClockOffsets
 from ddprun.engine.data import Feed
-from ddprun.engine.finite import FiniteCheck
-from ddprun.engine.objective import Objective
+from ddprun.engine.interrupts import StopRequest
+from ddprun.engine.nonfinite import FiniteCheck
+from ddprun.engine.objective import Objective, find_buffer_use, freeze_layout
 from ddprun.engine.precision import Precision
-from ddprun.engine.reporter import Reporter
+from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
-from ddprun.engine.samples import HeldOut, differing, shards_itself
-from ddprun.engine.session import RunState, Runtime, Session
-from ddprun.engine.stacks import Stacks, open_stacks
-from ddprun.engine.stop import StopRequest
-from ddprun.engine.tracking import check_trackers, fail_when_ended, open_trackers, pass_on
-from ddprun.engine.warmup import freeze_layout, look_at_buffers
+from ddprun.engine.samples import differing, shards_itself
+from ddprun.engine.session import HeldOut, RunState, Runtime, Session
 from ddprun.host import shared_memory
 from ddprun.host.device import Place
 from ddprun.host.import_path import make_folder_importable
@@ -36,7 +30,7 @@ from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.groups import QueueRequirements, requirements
 from ddprun.telemetry.clock import GradientTimes, clock_for
 from ddprun.telemetry.profile import Profiler
-from ddprun.telemetry.progress import Screen, screen_for
+from ddprun.telemetry.progress import screen_for
 from ddprun.telemetry.record_files import RecordFiles
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun.telemetry.stragglers import Stragglers
@@ -51,12 +45,12 @@ def open_session(
 ) -> Session:
     """Build everything, then freeze the bucket layout.
 
-    1. seed; model, data, loss, optimizer, hooks: what cannot be had is told before anything is exchanged
+    1. seed; model, data, loss, optimizer, hooks: what is missing is reported before anything is exchanged
     2. process groups, all of them; parameters and buffers of rank 0 for all
     3. forward passes that leave no trace, to see what buffers do
     4. if some stage exchanges gradients: DDP around the model, the dispatcher in it, and throw-away backward
        passes until DDP's buckets are as they stay
-    5. seed again, each rank apart
+    5. seed again, each rank differently
 
     Raises:
         PipelineError: something in the file that only a run can see.
@@ -74,20 +68,25 @@ def open_session(
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = {
         stage.index: build.optimizer_settings(loaded, stage, model, optimizer)
-        for stage in pipeline.stages
-        if isinstance(stage, StepStage)
+        for stage in pipeline.step_stages()
     }
-    stacks = open_stacks(loaded)
-    feed = _open_feed(loaded, data.train, ranks, device.type == "cuda")
+    stacks = build.open_stacks(loaded)
+    feed = Feed(
+        data.train,
+        pipeline.loader,
+        seed=pipeline.seed,
+        rank=ranks.rank,
+        ranks=ranks.size,
+        pin=device.type == "cuda",
+        refuse=partial(build.data_refused, loaded, "train"),
+    )
     build.check_sync(loaded, model, ranks.size)
 
-    timeout = ranks.timeout
-    control = open_control(timeout, ranks.watchdog)
+    control = open_control(ranks.timeout, ranks.watchdog)
     control.agree("the pipeline", loaded.digest())
-    control.agree(
-        "the model", repr([(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()])
-    )
-    exchange = _open_exchange(loaded, control, ranks, place, stacks, timeout)
+    shapes = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
+    control.agree("the model", repr(shapes))
+    exchange = _open_exchange(loaded, control, ranks, place, stacks)
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
     try:
@@ -95,39 +94,33 @@ def open_session(
     except OSError as error:
         raise RunFolderError(f"cannot write into the run folder {run_dir}: {error.strerror}") from None
     screen = screen_for(ranks.rank, loaded.secrets.redact)
-    events = event_log(
-        records.writer if ranks.rank == 0 else None, loaded.secrets.redact_all, rank=ranks.rank
-    )
-    clock = clock_for(device)
-    timings = pipeline.timings
+    event_writer = records.writer if ranks.rank == 0 else None
+    events = event_log(event_writer, loaded.secrets.redact_all, rank=ranks.rank)
+    clock, timings, stragglers = clock_for(device), pipeline.timings, None
+    if control.rank == 0:
+        stragglers = Stragglers(timings.straggler_window, timings.straggler_over)
     recorder = StepRecorder(
-        clock=clock,
-        control=control,
-        writer=records.writer,
-        every=timings.every,
-        stragglers=Stragglers(timings.straggler_window, timings.straggler_over)
-        if control.rank == 0
-        else None,
+        clock=clock, control=control, writer=records.writer, every=timings.every, stragglers=stragglers
     )
+    reporter = Reporter(screen, events, recorder)
     exchanger = ParameterExchanger(exchange, recorder, pipeline.ddp.bucket_cap_mb * 2**20)
     wanted = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
     automatic = any(setting.when == "auto" for setting in wanted)
     ranks.watchdog.turn(b"warm-up passes")
-    _compare_data(feed, control, screen, events)
-    verdict = look_at_buffers(model, objective, precision, feed, automatic=automatic)
-    buffers = BufferSync(model, exchanger, agree(verdict, model, control), pipeline.buffers)
+    _compare_data(feed, control, reporter)
+    use = find_buffer_use(model, objective, precision, feed, automatic=automatic)
+    buffers = BufferSync(model, exchanger, agree(use, model, control), pipeline.buffers)
     replica = None
     if any(stage.effective(pipeline).gradients for stage in pipeline.train_stages()):
         replica = DdpReplica(model, pipeline.ddp, device, exchange.gradients, stacks.first)
-        meet = partial(control.barrier, "freezing the bucket layout")
-        freeze_layout(replica, objective, precision, feed, meet)
+        barrier = partial(control.barrier, "freezing the bucket layout")
+        freeze_layout(replica, objective, precision, feed, barrier)
         if not clock.lag:  # else marks of the step before would have to be waited for
             replica.dispatcher.meanwhile = recorder.deferred.do_some
     _check_room(loaded, feed, ranks, place.backend)
     seeding.seed_everything(pipeline.seed + ranks.rank)
-    finite = FiniteCheck(model)
+    finite = FiniteCheck(model, control, recorder, reporter.nonfinite)
     clock_offsets = ClockOffsets(clock, control, recorder, events)
-    reporter = Reporter(screen, events, recorder)
     runtime = Runtime(
         loaded=loaded,
         run_dir=run_dir,
@@ -151,7 +144,7 @@ def open_session(
         objective=objective,
         feed=feed,
         held_out=HeldOut(data.evaluate),
-        checkpoints=open_checkpoints(loaded, run_dir, ranks, records, token, finite.infinite_at_first),
+        checkpoints=open_checkpoints(loaded, run_dir, ranks, records, token, finite),
         finite=finite,
         gradients=GradientTimes(model, clock.mark) if timings.gradients else None,
         profiler=Profiler(timings.profile, records.writer, ranks.rank) if timings.profile else None,
@@ -160,50 +153,40 @@ def open_session(
     check_state(session)
     clock_offsets.measure()
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
-        reporter.trackers = open_trackers(loaded, run_dir, screen, events)
-        fail_when_ended(reporter.trackers)
-        recorder.observe = partial(pass_on, reporter.trackers)
+        open_trackers(loaded, run_dir, reporter, recorder)
     return session
 
 
 def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks, backend: str) -> None:
-    """Whether loading processes and NCCL have room in `/dev/shm` for what they hand over.
+    """Check whether `/dev/shm` has room for what loading processes and NCCL put there.
 
     Raises:
         PipelineError: loading processes cannot even be started.
     """
-    workers, here = loaded.pipeline.loader.workers, ranks.environment
-    missing = (
-        shared_memory.nccl_shortage(here.local_world_size, shared_memory.room())
-        if backend == "nccl"
-        else None
-    )
+    workers, here, room = loaded.pipeline.loader.workers, ranks.environment, shared_memory.room()
+    shortage = shared_memory.nccl_shortage(here.local_world_size, room) if backend == "nccl" else None
     if workers:
         sizes = [leaf.nbytes for leaf in tree_leaves(feed.first_batch()) if isinstance(leaf, Tensor)]
-        missing = (
-            shared_memory.shortage(here.local_world_size, workers, sizes, shared_memory.room()) or missing
-        )
-    if missing is None:
+        shortage = shared_memory.shortage(here.local_world_size, workers, sizes, room) or shortage
+    if shortage is None:
         return
-    told = f"{ranks.host}: {missing.told}"
-    if missing.certain:
-        raise PipelineError([loaded.fault("loader.workers", told, f"workers: 0, or {shared_memory.REMEDY}")])
+    text = f"{ranks.host}: {shortage.told}"
+    if shortage.certain:
+        raise PipelineError([loaded.fault("loader.workers", text, f"workers: 0, or {shared_memory.REMEDY}")])
     if here.local_rank == 0:
-        say(f"ddprun: warning: {told}: {shared_memory.REMEDY}")
+        say(f"ddprun: warning: {text}: {shared_memory.REMEDY}")
 
 
 def _open_exchange(
-    loaded: Loaded, control: Control, ranks: Ranks, place: Place, stacks: Stacks, timeout: timedelta
+    loaded: Loaded, control: Control, ranks: Ranks, place: Place, stacks: build.Stacks
 ) -> Exchange:
     """Make the process groups that the stages need."""
+    stages = [(stage, stage.effective(loaded.pipeline)) for stage in loaded.pipeline.step_stages()]
     needed = QueueRequirements.of_stages(
         requirements(
-            stage.effective(loaded.pipeline).plan,
-            stacks.all_ranks[stage.index],
-            stacks.within_hosts[stage.index],
-            ranks.size,
+            settings.plan, stacks.all_ranks[stage.index], stacks.within_hosts[stage.index], ranks.size
         )
-        for stage in loaded.pipeline.step_stages()
+        for stage, settings in stages
     )
     try:
         return Exchange.open(
@@ -215,68 +198,33 @@ def _open_exchange(
             gradients=needed.gradients,
             deltas=needed.deltas,
             plain=needed.plain,
-            timeout=timeout,
+            timeout=ranks.timeout,
             observer=ranks.watchdog,
         )
     except HookSetupError as error:
-        at = "sync" if "two levels" in str(error) and not _has_hierarchical_hook(loaded) else "hooks"
+        by_hook = any(hook.name == "hierarchical" for _, settings in stages for hook in settings.hooks)
+        at = "sync" if "two levels" in str(error) and not by_hook else "hooks"
         raise PipelineError([loaded.fault(at, str(error))]) from None
 
 
-def _has_hierarchical_hook(loaded: Loaded) -> bool:
-    stages = loaded.pipeline.step_stages()
-    return any(hook.name == "hierarchical" for s in stages for hook in s.effective(loaded.pipeline).hooks)
-
-
-def _open_feed(loaded: Loaded, dataset: Any, ranks: Ranks, pin: bool) -> Feed:
-    loader, name = loaded.pipeline.loader, loaded.pipeline.train_data().name
-
-    def refuse(problem: str, allowed: str | None) -> PipelineError:
-        return PipelineError([loaded.fault(_path_of_data(loaded), f'"{name}": {problem}', allowed)])
-
-    try:
-        return Feed(
-            dataset,
-            batch_size=loader.batch_size,
-            shuffle=loader.shuffle,
-            drop_last=loader.drop_last,
-            workers=loader.workers,
-            seed=loaded.pipeline.seed,
-            rank=ranks.rank,
-            ranks=ranks.size,
-            pin=pin,
-            sharded=loader.sharded,
-            refuse=refuse,
-        )
-    except ValueError as error:
-        raise PipelineError([loaded.fault("data", str(error))]) from None
-
-
-def _path_of_data(loaded: Loaded) -> str:
-    return "data.train" if isinstance(loaded.pipeline.data, DataPair) else "data"
-
-
-def _compare_data(feed: Feed, control: Control, screen: Screen, events: BoundLogger) -> None:
-    """Say if ranks read different samples, though each takes its share of them; or if they read the same ones
+def _compare_data(feed: Feed, control: Control, reporter: Reporter) -> None:
+    """Report if ranks read different samples, though each takes its share of them; or if they read the same
     from a data set that is said to shard itself.
     """
 
-    def tell(text: str) -> None:
-        events.warning("data_lost")
-        screen.note(f"data: {text}")
+    def warn(text: str) -> None:
+        reporter.events.warning("data_lost")
+        reporter.note(f"data: {text}")
 
-    feed.tell = tell
-    odd = feed.meet(control)
-    if feed.ranks == 1:
-        return
-    if feed.sharded and not odd:
-        events.warning("data_not_sharded")
-        screen.note(
+    feed.warn = warn
+    odd = feed.compare_ranks(control)
+    if feed.ranks > 1 and feed.sharded and not odd:
+        reporter.events.warning("data_not_sharded")
+        reporter.note(
             "data: loader.sharded is true, but all ranks read the same first samples. If the data set does "
             f"not shard itself, each sample is used {feed.ranks} times in an epoch: remove loader.sharded"
         )
-    if feed.sharded or not odd:
-        return
-    how = shards_itself(feed.dataset)
-    events.warning("data_differs", ranks=odd, sharded_by=how)
-    screen.note(f"data: {differing(odd, feed.ranks, how)}")
+    if odd and not feed.sharded:
+        how = shards_itself(feed.dataset)
+        reporter.events.warning("data_differs", ranks=odd, sharded_by=how)
+        reporter.note(f"data: {differing(odd, feed.ranks, how)}")

@@ -13,7 +13,7 @@ from ddprun.engine.data import StepBatches
 from ddprun.engine.replicas import audit_parameters, average_parameters
 from ddprun.engine.resume import agreed
 from ddprun.engine.session import Session
-from ddprun.engine.state import bring_back_stage
+from ddprun.engine.state import restore_stage
 from ddprun.sync.optimizer_state import average_state
 from ddprun.sync.plan import Effect
 from ddprun.sync.synchronizer import SyncContext, Synchronizer
@@ -28,8 +28,7 @@ class StageRun:
     settings: TrainSettings
     synchronizer: Synchronizer
     mutate: Callable[[nn.Module], Any] | None
-    steps: int | None
-    """How many there will be; None where nobody can know."""
+    steps: int | None  # None where nobody can know
 
     def batches(self) -> Iterator[StepBatches]:
         """The micro-batches of each step that is left, until the stage's length or the data is at its end."""
@@ -57,7 +56,7 @@ class StageRun:
         return self.settings.plan.synchronizes(step) or buffers.plan.synchronizes(step) or self.audits(step)
 
     @property
-    def never_meets(self) -> bool:
+    def never_synchronizes(self) -> bool:
         """Ranks exchange nothing at all before the stage's end, so that each can stop by itself."""
         runtime = self.session.runtime
         audited = runtime.loaded.pipeline.audit.every > 0
@@ -69,7 +68,7 @@ class StageRun:
 
         def lost_weights() -> bool:
             lost = self.settings.on_nan == "stop" and runtime.recorder.nonfinite is not None
-            return lost and runtime.finite.first() > 0
+            return lost and runtime.finite.first_lost() > 0
 
         return runtime.stop.known_to_all(runtime.ranks, lost_weights)
 
@@ -86,12 +85,12 @@ class StageRun:
 
     def skip(self, seconds: float) -> None:
         """Time that does not count as the stage's."""
-        self.session.state.cursor.skip(seconds)
+        self.session.state.cursor.stage_time.read_at += seconds
         self.session.reporter.skip(seconds)
 
 
 def begin_stage(session: Session, stage: StepStage) -> StageRun:
-    """Begin a stage, or go on in the middle of one: settings, hooks and policy, on which all ranks agree."""
+    """Begin a stage, or resume in the middle of one: settings, hooks and policy, on which all ranks agree."""
     runtime, state = session.runtime, session.state
     loaded, cursor, replica = runtime.loaded, state.cursor, runtime.replica
     settings = stage.effective(loaded.pipeline)
@@ -106,13 +105,18 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         steps = None if left is None else state.step - cursor.first_step + left
     same_length = cursor.steps == steps
     cursor.steps = steps
-    restore_settings(session, stage)
+    # A schedule of an earlier stage has changed the optimizer's settings; its state stays.
+    for group, own in zip(
+        runtime.optimizer.param_groups, runtime.optimizer_settings[stage.index], strict=True
+    ):
+        group.pop("initial_lr", None)
+        group.update(own)
     state.schedule = build.build_schedule(
         loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, steps
     )
     mutate = None
     if settings.mutate is not None:
-        mutate = build.build_mutation(loaded, f"{stage.path}.mutate", settings.mutate)
+        mutate = build.build_function(loaded, f"{stage.path}.mutate", settings.mutate)
 
     runtime.stacks.enter(stage.index)
     stack, host_stack = runtime.stacks.all_ranks[stage.index], runtime.stacks.within_hosts[stage.index]
@@ -145,9 +149,13 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     if saved is not None:
         synchronizer.begin()
         with agreed(session, saved["checkpoint"], "stage"):
-            bring_back_stage(session, saved, new_rates=saved["new_rates"] or not same_length)
+            restore_stage(session, saved, new_rates=saved["new_rates"] or not same_length)
         return run
-    _share_optimizer_state(session, stage, settings)
+    if state.replicas.needs_equal_state(plan):
+        average_state(runtime.optimizer, runtime.exchanger)
+        runtime.recorder.write_between_steps(stage.index, state.step)
+        state.replicas.optimizer = "common"
+        session.reporter.events.info("optimizer_state_averaged", stage=stage.index, step=state.step)
     synchronizer.begin()
     run.mutate_weights(state.step)
     return run
@@ -166,20 +174,12 @@ def end_stage(run: StageRun) -> None:
     if reconcile and replicas.parameters != "common":
         average_parameters(session)
         session.reporter.events.info("reconciled", stage=stage.index, step=state.step, how="average")
-        session.reporter.note(f"{stage.name}: ranks trained apart; their parameters are averaged at its end")
+        session.reporter.note(
+            f"{stage.name}: the ranks' parameters differ; averaging them at the stage's end"
+        )
         effect = "common"
     if effect == "common" and session.runtime.loaded.pipeline.audit.every:
         audit_parameters(session, f"at the end of {stage.path}", state.step, at_end=True)
-
-
-def restore_settings(session: Session, stage: StepStage) -> None:
-    """Set the optimizer's settings (learning rate, momentum …) to the stage's: a schedule of an earlier stage
-    has changed them. Its state stays.
-    """
-    wanted = session.runtime.optimizer_settings[stage.index]
-    for group, settings in zip(session.runtime.optimizer.param_groups, wanted, strict=True):
-        group.pop("initial_lr", None)
-        group.update(settings)
 
 
 def _epochs_left(session: Session, epochs: int) -> int:
@@ -187,19 +187,8 @@ def _epochs_left(session: Session, epochs: int) -> int:
     return epochs - (session.runtime.feed.epoch - session.state.cursor.first_epoch)
 
 
-def _share_optimizer_state(session: Session, stage: StepStage, settings: TrainSettings) -> None:
-    """Average momentum that ranks have gathered apart before they exchange gradients again."""
-    runtime, state = session.runtime, session.state
-    if not state.replicas.needs_equal_state(settings.plan):
-        return
-    average_state(runtime.optimizer, runtime.exchanger)
-    runtime.recorder.write_between_steps(stage.index, state.step)
-    state.replicas.optimizer = "common"
-    session.reporter.events.info("optimizer_state_averaged", stage=stage.index, step=state.step)
-
-
 def _wants_ranks_apart(session: Session, stage: Stage) -> bool:
-    """Whether the next stage makes ranks equal itself, or wants them apart."""
+    """Whether the next stage makes ranks equal itself, or wants them to differ."""
     pipeline = session.runtime.loaded.pipeline
     following = next(iter(pipeline.stages[stage.index + 1 :]), None)
     if isinstance(following, StepStage):

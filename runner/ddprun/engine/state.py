@@ -1,24 +1,25 @@
-"""Everything that decides the next step: what a checkpoint holds and a resumed run goes on from.
+"""Everything that decides the next step: what a checkpoint holds and a resumed run continues from.
 
-`shared` is what all ranks have alike, so rank 0 has it written once; `own` is what each rank has for itself.
-Which is which depends on the sync policy: under plain DDP parameters and optimizer state are shared, between
-two averages of local SGD each rank has its own.
+`shared` is what all ranks have alike, so rank 0 writes it once; the rest each rank writes for itself. Which
+is which depends on the sync policy: under plain DDP parameters and optimizer state are shared, between two
+averages of local SGD each rank has its own.
 """
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import NoneType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
 from ddprun.checkpoint.tensors import DamagedError
 from ddprun.engine import seeding
-from ddprun.engine.finite import Nonfinite
+from ddprun.engine.nonfinite import Nonfinite
 from ddprun.engine.session import Session
 from ddprun.sync.audit import Finding
 from ddprun.telemetry.control_message import Accumulator
@@ -30,132 +31,149 @@ class StateError(ValueError):
 
 
 def state_of(session: Session) -> dict[str, Any]:
-    """All of it, of this rank. Tensors are those that training goes on with, not copies."""
-    runtime, state = session.runtime, session.state
-    # First, because it waits for what is under way: until then hooks may still change what they keep.
+    """All of it, of this rank. Tensors are those that training continues with, not copies."""
+    runtime, state, model = session.runtime, session.state, session.runtime.model
+    # First, because it waits for what is under way: until then hooks may still change their residuals.
     sync = state.synchronizer.state_dict() if state.synchronizer is not None else {}
-    model = runtime.model
     return {
         "step": state.step,
         "position": state.cursor.state_dict(),
         "schedule": state.schedule.state_dict() if state.schedule is not None else None,
         "parameters": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),
-        "extra": _extra(model),
+        # What modules have besides these (`get_extra_state`).
+        "extra": {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")},
         "optimizer": runtime.optimizer.state_dict(),
         "precision": runtime.precision.state_dict(),
         "feed": runtime.feed.state_dict(),
         "hooks": runtime.stacks.state_dict(),
         "sync": sync,
-        "together": state.replicas.state_list(),
+        "replicas": state.replicas.state_list(),
         "outer_momentum": dict(state.outer_momentum),
         "buffers_seen": runtime.buffers.state_dict(),
         "telemetry": runtime.recorder.state_dict(),
-        "told": _told(session),
+        "reported": {
+            "loss": state.loss,
+            "metrics": state.metrics,
+            "audit": asdict(state.last_audit) if state.last_audit is not None else None,
+            "farthest_apart": state.farthest_apart,
+            "apart_reported": session.reporter.apart_reported,
+            "nonfinite": asdict(runtime.finite.found) if runtime.finite.found is not None else None,
+        },
         "generators": seeding.generator_state(runtime.device),
     }
 
 
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "position": (dict,),
-    "schedule": (dict, NoneType),
-    "parameters": (dict,),
-    "buffers": (dict,),
-    "extra": (dict,),
-    "optimizer": (dict,),
-    "precision": (dict,),
-    "feed": (dict,),
-    "hooks": (dict,),
-    "sync": (dict,),
-    "together": (list,),
-    "outer_momentum": (dict,),
-    "buffers_seen": (dict,),
-    "telemetry": (dict,),
-    "told": (dict,),
-    "generators": (dict,),
-    "pipeline": (dict,),
-    "world_size": (int,),
-    "layout": (str,),
-}
+def shared_keys(session: Session) -> frozenset[str]:
+    """What all ranks have alike at this moment."""
+    replicas = session.state.replicas
+    if replicas.parameters != "common":
+        return frozenset()
+    return frozenset(["parameters", "optimizer"] if replicas.optimizer == "common" else ["parameters"])
 
 
-_STEP_KINDS = ("train", "forward")
+# Checking what a checkpoint holds, which may be anything, before anything is restored from it.
 
-_NOT_READ = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What reading something else than expected ends in."""
+_Count = Annotated[int, Field(ge=0)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Entry(_Part):
+    kind: str
+    steps: _Count | None = None
+    seconds: _Seconds | None = None
+
+
+class _Position(_Part):
+    next: _Count
+    stage: _Count | None
+    first_step: _Count
+    first_epoch: _Count
+    steps: _Count | None
+    seconds: _Seconds
+    run_seconds: _Seconds
+    entries: list[_Entry]
+
+
+class _Feed(_Part):
+    epoch: _Count
+    samples: _Count
+
+
+class _Reported(_Part):
+    loss: float | None
+    metrics: dict[str, float | None] | None
+    audit: dict[str, Any] | None
+    farthest_apart: float
+    apart_reported: bool
+    nonfinite: dict[str, Any] | None
+
+
+class _State(_Part):
+    step: int
+    position: _Position
+    schedule: dict[str, Any] | None
+    parameters: dict[str, Any]
+    buffers: dict[str, Any]
+    extra: dict[str, Any]
+    optimizer: dict[str, Any]
+    precision: dict[str, Any]
+    feed: _Feed
+    hooks: dict[str, Any]
+    sync: dict[str, Any]
+    replicas: list[Any]
+    outer_momentum: dict[str, Any]
+    buffers_seen: dict[str, Any]
+    telemetry: dict[str, Any]
+    reported: _Reported
+    generators: dict[str, Any]
+    pipeline: dict[str, Any]
+    world_size: int
+    layout: str
 
 
 def check_fields(state: Mapping[str, Any]) -> None:
-    """Make sure that what a checkpoint holds is what one holds.
+    """Make sure that a checkpoint holds the state of a run.
 
     Raises:
-        ValueError: something is not there, or of another kind.
+        ValueError: something is missing, or of another kind.
     """
-    for name, kinds in _FIELDS.items():
-        if name not in state:
-            raise ValueError(f"there is no {name} in it")
-        if not isinstance(state[name], kinds):
-            raise ValueError(f"its {name} is a {type(state[name]).__name__}")
-    stages = state["pipeline"].get("stages")
-    _check_position(state["position"], stages if isinstance(stages, list) else [])
-    for name in ("epoch", "samples"):
-        if not _is_count(value := state["feed"].get(name)):
-            raise ValueError(f"its feed.{name} is {value!r:.40}")
-    if state["schedule"] and not _is_count(value := state["schedule"].get("last_epoch"), state["step"]):
-        raise ValueError(f"its schedule.last_epoch is {value!r:.40}")
+    try:
+        found = _State.model_validate(dict(state))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])[1:]
+        if first["type"] == "missing":
+            raise ValueError(f"it has no {path}") from None
+        raise ValueError(f"its {path} is {first['input']!r:.40}") from None
+    position, stages = found.position, found.pipeline.get("stages")
+    entries, last = position.entries, position.stage
+    for index, entry in enumerate(entries):
+        takes_steps = index == last or entry.kind in ("train", "forward")
+        if takes_steps and None in (entry.steps, entry.seconds):
+            raise ValueError(f"its position.entries[{index}] has no steps and seconds")
+    over = last is not None and last < position.next
+    most = len(stages) if isinstance(stages, list) else 0
+    if not len(entries) <= position.next <= most or (over and last is not None and last >= len(entries)):
+        raise ValueError("its position is outside of its stages")
+    if found.schedule:
+        done = found.schedule.get("last_epoch")
+        if type(done) is not int or not 0 <= done <= found.step:
+            raise ValueError(f"its schedule.last_epoch is {done!r:.40}")
     with reading("telemetry"):
-        recorder = state["telemetry"]
-        Totals.of(recorder["totals"])
-        Accumulator.of(recorder["round"])
-        math.isfinite(recorder["own_loss"])
-    with reading("told"):
-        told = state["told"]
-        _finding(told), _nonfinite(told)
-        for number in (told["loss"], told["farthest_apart"], *(told["metrics"] or {}).values()):
-            if not isinstance(number, float | int | NoneType):
-                raise TypeError(f"{number!r:.40} is no number")
-        if not isinstance(told["told_apart"], bool):
-            raise TypeError(f"told_apart is {told['told_apart']!r:.40}")
+        Totals.of(found.telemetry["totals"])
+        Accumulator.of(found.telemetry["round"])
+        math.isfinite(found.telemetry["own_loss"])
+    with reading("reported"):
+        _findings(state["reported"])
 
 
-def _check_position(cursor: Mapping[str, Any], stages: list[Any]) -> None:
-    for name in ("next", "stage", "first_step", "first_epoch", "steps"):
-        value = cursor.get(name, "")
-        if not (value is None and name in ("stage", "steps")) and not _is_count(value):
-            raise ValueError(f"its position.{name} is {value!r:.40}")
-    for name in ("seconds", "run_seconds"):
-        if not _is_time(value := cursor.get(name, 0.0)):
-            raise ValueError(f"its position.{name} is {value!r:.40}")
-    entries = cursor.get("entries")
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError("its position.entries are no list of entries")
-    last = cursor["stage"]
-    for place, entry in enumerate(entries):
-        takes_steps = place == last or entry.get("kind") in _STEP_KINDS
-        if not isinstance(entry.get("kind"), str) or (
-            takes_steps and not (_is_count(entry.get("steps")) and _is_time(entry.get("seconds")))
-        ):
-            raise ValueError(f"its position.entries[{place}] is no entry of a stage")
-    over = last is not None and last < cursor["next"]
-    if not len(entries) <= cursor["next"] <= len(stages) or (over and last >= len(entries)):
-        raise ValueError("its position is in none of its stages")
-
-
-def _is_count(value: Any, most: int | None = None) -> bool:
-    return type(value) is int and value >= 0 and (most is None or value <= most)
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
+# What reading something other than expected ends in.
+_MISREAD = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @contextmanager
@@ -169,30 +187,23 @@ def reading(what: str) -> Iterator[None]:
         yield
     except (DamagedError, StateError, torch.OutOfMemoryError):
         raise
-    except _NOT_READ as error:
+    except _MISREAD as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise DamagedError(f"its {what} cannot be read ({text:.200})") from error
 
 
-def shared_keys(session: Session) -> frozenset[str]:
-    """What all ranks have alike at this moment."""
-    state = session.state
-    if state.replicas.parameters != "common":
-        return frozenset()
-    return frozenset(["parameters", "optimizer"] if state.replicas.optimizer == "common" else ["parameters"])
+# Restoring it.
 
 
-def bring_back(session: Session, state: Mapping[str, Any]) -> None:
-    """Go on from there, except for what belongs to the stage that was running: `bring_back_stage`.
+def restore(session: Session, state: Mapping[str, Any]) -> None:
+    """Restore all but what belongs to the running stage: see `restore_stage`.
 
     Raises:
         DamagedError: it is no state.
         StateError: it does not fit the model.
     """
-    runtime = session.runtime
-    session.state.step = state["step"]
-    with reading("position"):
-        session.state.cursor.load_state_dict(state["position"])
+    runtime, run_state, reported = session.runtime, session.state, state["reported"]
+    run_state.step = state["step"]
     with reading("parameters"):
         _copy(dict(runtime.model.named_parameters()), state["parameters"], "parameter")
     with reading("buffers"):
@@ -201,107 +212,85 @@ def bring_back(session: Session, state: Mapping[str, Any]) -> None:
         if state["extra"]:
             runtime.model.load_state_dict(state["extra"], strict=False)
     _load_optimizer(session, state)
-    with reading("precision"):
-        runtime.precision.load_state_dict(state["precision"])
-    with reading("feed"):
-        runtime.feed.load_state_dict(state["feed"])
-    with reading("hooks"):
-        runtime.stacks.load_state_dict(state["hooks"])
-    with reading("together"):
-        session.state.replicas.load_state_list(state["together"])
-    session.state.outer_momentum.clear()
-    session.state.outer_momentum.update(state["outer_momentum"])
-    with reading("buffers_seen"):
-        runtime.buffers.load_state_dict(state["buffers_seen"])
-    with reading("telemetry"):
-        runtime.recorder.load_state_dict(state["telemetry"])
-    with reading("told"):
-        _bring_back_told(session, state["told"])
-    bring_back_generators(session, state)
+    parts: dict[str, Callable[[Any], object]] = {
+        "position": run_state.cursor.load_state_dict,
+        "precision": runtime.precision.load_state_dict,
+        "feed": runtime.feed.load_state_dict,
+        "hooks": runtime.stacks.load_state_dict,
+        "replicas": run_state.replicas.load_state_list,
+        "buffers_seen": runtime.buffers.load_state_dict,
+        "telemetry": runtime.recorder.load_state_dict,
+    }
+    for part, load in parts.items():
+        with reading(part):
+            load(state[part])
+    run_state.outer_momentum.clear()
+    run_state.outer_momentum.update(state["outer_momentum"])
+    with reading("reported"):
+        run_state.loss, run_state.metrics = reported["loss"], reported["metrics"]
+        run_state.last_audit, runtime.finite.found = _findings(reported)
+        run_state.farthest_apart = reported["farthest_apart"]
+        session.reporter.apart_reported = reported["apart_reported"]
+    _restore_generators(session, state)
 
 
-def _load_optimizer(session: Session, state: Mapping[str, Any]) -> None:
-    """Optimizers take over whatever they are given, and fail in their next step."""
-    runtime = session.runtime
-    with reading("optimizer"):
-        groups = zip(
-            runtime.optimizer.state_dict()["param_groups"],
-            state["optimizer"]["param_groups"],
-            strict=True,
-        )
-        for place, (now, then) in enumerate(groups):
-            _check_numbers(now, then, f"param_groups[{place}]", needed="lr")
-        for of_param in state["optimizer"]["state"].values():
-            if not isinstance(of_param, dict):
-                raise TypeError(f"the state of a parameter is a {type(of_param).__name__}")
-        runtime.optimizer.load_state_dict(state["optimizer"])
+def restore_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:
+    """Continue in the middle of a stage, whose policy has begun and whose schedule has been built.
 
-
-def _check_numbers(now: Mapping[str, Any], then: Mapping[str, Any], where: str, *, needed: str) -> None:
-    """Make sure that what is a number now was one.
-
-    Args:
-        now: settings and counters of an object as it was built.
-        then: the same in a checkpoint; another version of torch may have had fewer.
-        where: for the message.
-        needed: what every version has.
-    """
-    for key, value in now.items():
-        was = then[key] if key == needed else then.get(key)
-        if type(value) in (int, float) and not isinstance(was, int | float | Tensor | NoneType):
-            raise TypeError(f"{where}.{key} is {was!r:.40}")
-
-
-def bring_back_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:
-    """Go on in the middle of a stage, whose policy has begun and whose schedule has been built.
-
-    Args:
-        session: of the run.
-        state: as it was.
-        new_rates: learning rates are others than they were, or fall over another number of steps.
+    With `new_rates` learning rates are not what they were, or fall over another number of steps.
 
     Raises:
         DamagedError: it is no state.
     """
-    synchronizer, sync = session.state.synchronizer, state["sync"]
+    synchronizer, schedule, sync = session.state.synchronizer, session.state.schedule, state["sync"]
     assert synchronizer is not None
     with reading("sync"):
         if "sync_of_ranks" in state:
             sync = synchronizer.merge(state["sync_of_ranks"])
         if sync:
             synchronizer.load_state_dict(sync)
-    if new_rates:
-        _replay(session, (state["schedule"] or {}).get("last_epoch", 0))
-    else:
-        if session.state.schedule is not None:
+    if not new_rates:
+        if schedule is not None:
             with reading("schedule"):
-                now = session.state.schedule.state_dict()
-                _check_numbers(now, state["schedule"], "schedule", needed="last_epoch")
-                session.state.schedule.load_state_dict(state["schedule"])
+                _check_numbers(schedule.state_dict(), state["schedule"], "schedule", needed="last_epoch")
+                schedule.load_state_dict(state["schedule"])
         # The schedule, when it was built, has set the learning rates of a first step.
         _load_optimizer(session, state)
-    bring_back_generators(session, state)
-
-
-def _replay(session: Session, steps: int) -> None:
-    """Follow a schedule that is another than in the checkpoint from the stage's start to here."""
-    state = session.state
-    if state.schedule is not None:
+    elif schedule is not None:  # follow the new schedule from the stage's start to here
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
-            for _ in range(steps):
-                state.schedule.step()
+            for _ in range((state["schedule"] or {}).get("last_epoch", 0)):
+                schedule.step()
+    _restore_generators(session, state)
 
 
-def bring_back_generators(session: Session, state: Mapping[str, Any]) -> None:
-    """What is drawn next is what would have been drawn."""
+def _restore_generators(session: Session, state: Mapping[str, Any]) -> None:
     with reading("generators"):
         seeding.restore_generators(state["generators"], session.runtime.device)
 
 
-def _extra(model: nn.Module) -> dict[str, Any]:
-    """What modules keep beside parameters and buffers (`get_extra_state`)."""
-    return {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")}
+def _load_optimizer(session: Session, state: Mapping[str, Any]) -> None:
+    """Optimizers take over whatever they are given, and fail in their next step: so check it first."""
+    optimizer, saved = session.runtime.optimizer, state["optimizer"]
+    with reading("optimizer"):
+        groups = zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True)
+        for index, (now, then) in enumerate(groups):
+            _check_numbers(now, then, f"param_groups[{index}]", needed="lr")
+        for of_param in saved["state"].values():
+            if not isinstance(of_param, dict):
+                raise TypeError(f"the state of a parameter is a {type(of_param).__name__}")
+        optimizer.load_state_dict(saved)
+
+
+def _check_numbers(now: Mapping[str, Any], then: Mapping[str, Any], where: str, *, needed: str) -> None:
+    """Make sure that what is a number in `now`, an object as it was built, was one in the checkpoint.
+
+    Another version of torch may have had fewer settings; every version has `needed`.
+    """
+    for key, value in now.items():
+        was = then[key] if key == needed else then.get(key)
+        if type(value) in (int, float) and not isinstance(was, int | float | Tensor | NoneType):
+            raise TypeError(f"{where}.{key} is {was!r:.40}")
 
 
 def _copy(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], what: str) -> None:
@@ -319,32 +308,7 @@ def _copy(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], what: str
             target.copy_(value)
 
 
-def _told(session: Session) -> dict[str, Any]:
-    """What the summary and the screen know."""
-    runtime, state = session.runtime, session.state
-    return {
-        "loss": state.loss,
-        "metrics": state.metrics,
-        "audit": asdict(state.last_audit) if state.last_audit is not None else None,
-        "farthest_apart": state.farthest_apart,
-        "told_apart": session.reporter.apart_reported,
-        "nonfinite": asdict(runtime.finite.found) if runtime.finite.found is not None else None,
-    }
-
-
-def _bring_back_told(session: Session, told: Mapping[str, Any]) -> None:
-    state = session.state
-    state.loss, state.metrics = told["loss"], told["metrics"]
-    state.last_audit = _finding(told)
-    state.farthest_apart, session.reporter.apart_reported = told["farthest_apart"], told["told_apart"]
-    if (nonfinite := _nonfinite(told)) is not None:
-        session.runtime.finite.found = nonfinite
-
-
-def _finding(told: Mapping[str, Any]) -> Finding | None:
-    return Finding(**told["audit"]) if told["audit"] is not None else None
-
-
-def _nonfinite(told: Mapping[str, Any]) -> Nonfinite | None:
-    nonfinite = told.get("nonfinite")
-    return Nonfinite(**nonfinite) if nonfinite is not None else None
+def _findings(reported: Mapping[str, Any]) -> tuple[Finding | None, Nonfinite | None]:
+    """The last audit's finding, and the first loss or parameter that was not finite."""
+    audit, nonfinite = reported["audit"], reported["nonfinite"]
+    return Finding(**audit) if audit else None, Nonfinite(**nonfinite) if nonfinite else None

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from ddprun.config import Choice, Loaded, PipelineError
 from ddprun.engine import build, seeding
 from ddprun.engine.data import Feed
-from ddprun.engine.objective import Objective
+from ddprun.engine.objective import Objective, find_buffer_use, freeze_layout
 from ddprun.engine.precision import Precision
-from ddprun.engine.warmup import freeze_layout, look_at_buffers
 from ddprun.host.device import gpu_count
 from ddprun.host.import_path import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica
@@ -148,7 +147,7 @@ def look(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
     gradients: tuple[BucketLayout, ...] | None = None if _any_gradients(loaded) else ()
     if model is not None and feed is not None and not unknown.batch:
         objective = Objective(loaded, build.build_loss(loaded, device))
-        verdict = look_at_buffers(model, objective, precision, feed, automatic=True)
+        verdict = find_buffer_use(model, objective, precision, feed, automatic=True)
         if gradients is None:
             gradients = _buckets(loaded, model, objective, precision, feed)
     state = _state(optimizer) if optimizer is not None and _sends_state(loaded) else {}
@@ -180,21 +179,10 @@ def _unknown(loaded: Loaded) -> Unknown:
 
 
 def _open_feed(loaded: Loaded, world: World) -> Feed:
-    loader = loaded.pipeline.loader
+    loader = loaded.pipeline.loader.model_copy(update={"workers": 0})
     data = build.build_data(loaded)
     try:
-        return Feed(
-            data.train,
-            batch_size=loader.batch_size,
-            shuffle=loader.shuffle,
-            drop_last=loader.drop_last,
-            workers=0,
-            seed=loaded.pipeline.seed,
-            rank=0,
-            ranks=world.ranks,
-            pin=False,
-            sharded=loader.sharded,
-        )
+        return Feed(data.train, loader, seed=loaded.pipeline.seed, rank=0, ranks=world.ranks)
     except ValueError as error:
         raise PipelineError([loaded.fault("data", str(error))]) from None
 
@@ -217,7 +205,7 @@ def _buckets(
     with _one_rank():
         queue = HostQueue(RankGroup("world", 0, ("here",)))
         replica = DdpReplica(model, loaded.pipeline.ddp, precision.device, queue, Stack([]))
-        freeze_layout(replica, objective, precision, feed, meet=lambda: None)
+        freeze_layout(replica, objective, precision, feed, barrier=lambda: None)
         layout = replica.layout
         del replica
         gc.collect()  # before the group ends, on which DDP still has a hand

@@ -1,0 +1,218 @@
+"""When a run fails or hangs: what is reported, by which rank, and what is kept of it."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ddprun import screen
+from ddprun.config import PipelineError
+from ddprun.config.secrets import Secrets
+from ddprun.engine.finish import LostError, write_summary
+from ddprun.engine.run_folder import RunFolderError
+from ddprun.engine.session import Session
+from ddprun.host import rank_files
+from ddprun.host.network import NetworkError
+from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.sync.audit import DriftError
+from ddprun.telemetry.writer import Writer, event_log
+from ddprun.watchdog.hang import HangHandler, Report, RunContext, open_log
+from ddprun.watchdog.rank_watchdog import RankWatchdog
+from ddprun_hooks.errors import DisagreementError
+
+FAILED, BAD_INPUT = 1, 2
+
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "connection refused",
+    "socket closed",
+    "remote process exited",
+    "read error",
+    "left the exchange",
+)
+"""Gloo raises plain RuntimeErrors, whatever has gone wrong."""
+
+_NETWORK_ERRORS = (dist.DistBackendError, dist.DistNetworkError)
+_EXCHANGING = (
+    "ddprun_hooks.",
+    "ddprun.parallel.ranks.",
+    "torch.distributed.",
+    "torch.futures.",
+    "torch.nn.parallel.distributed.",
+    "torch.autograd.graph.",  # an exchange that breaks in backward's own code, which has no frames
+)
+"""Where collectives and the store are called from."""
+
+_GLOO_GUESSES = ". This is typically caused by"
+_LAUNCHER_NOTICES_S, _OTHERS_READ_S, _TRACKERS_END_S = 3.0, 1.0, 2.0
+
+_NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+}
+"""What torch's own watchdog has to do so that ranks' watchdogs report first (`docs/reliability.md`)."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run has come, for reports of a failure."""
+
+    run_dir: Path | None = None
+    session: Session | None = None
+
+
+def report_failure(error: BaseException, ranks: Ranks, progress: Progress, secrets: Secrets) -> int:
+    """Report what went wrong, unless another rank failed first; gives the exit code."""
+    rank_files.drop_pid()
+    session = progress.session
+    bad_input = isinstance(error, PipelineError | RunFolderError | NetworkError)
+    if not bad_input and _is_lost_peer(error):
+        # The cause is another rank. If it was killed it cannot say so; its launcher can, and ends this rank.
+        time.sleep(_LAUNCHER_NOTICES_S)
+    first, code = ranks.first_to_fail(BAD_INPUT if bad_input else FAILED)
+    if session is not None:
+        session.reporter.screen.end()
+        session.reporter.trackers.hold()  # the failure is reported first
+    headline = _headline(error, secrets)
+    if not first:
+        note_failure(progress.run_dir, ranks.rank, f"after another rank had failed: {headline}")
+        if session is not None:
+            session.reporter.trackers.fail()
+        time.sleep(_LAUNCHER_NOTICES_S)
+        return code
+    if isinstance(error, PipelineError):
+        message = str(error)
+    elif bad_input or isinstance(error, LostError):
+        message = secrets.redact(f"ddprun: {error}")
+    else:
+        where = session.reporter.where if session is not None else "before the first stage"
+        head = f"ddprun: rank {ranks.rank} failed ({where}): {headline}"
+        if isinstance(error, DriftError | DisagreementError):
+            detail = str(error)  # all ranks found it; where in the code says nothing
+            head = f"ddprun: the run failed ({where}):"
+        elif _is_lost_peer(error):
+            head = head.partition(_GLOO_GUESSES)[0]
+            detail = "another rank is gone; its own message, if it left one, is in its launcher's output"
+        else:
+            detail = "".join(traceback.format_exception(error)).rstrip()
+        message = secrets.redact(f"{head}\n{detail}")
+    screen.say(message)
+    if not bad_input:
+        note_failure(progress.run_dir, ranks.rank, message)
+    if session is not None:
+        with suppress(Exception):  # what has failed may have left a step that cannot be read
+            session.runtime.recorder.salvage()
+        session.runtime.records.writer.flush()
+    _keep_failure(progress, {"rank": ranks.rank, "message": headline})
+    if session is not None:
+        session.reporter.trackers.fail()
+    if ranks.holds_store:
+        time.sleep(_OTHERS_READ_S)  # so that the others can still read whose failure was first
+    return code
+
+
+def _keep_failure(progress: Progress, failure: dict[str, object]) -> bool:
+    """Write a failure into the run's folder, if this host sees it."""
+    if progress.run_dir is None or not progress.run_dir.is_dir():
+        return False
+    step = progress.session.state.step if progress.session is not None else 0
+    with suppress(OSError):
+        write_summary(progress.run_dir, {"status": "failed", "steps": step, "error": failure})
+    return True
+
+
+def log_of(run_dir: Path | None, rank: int) -> Path | None:
+    """A rank's log, made only when something is written to it; None where no run folder is known."""
+    return None if run_dir is None else run_dir / "logs" / f"rank-{rank:05}.log"
+
+
+def note_failure(run_dir: Path | None, rank: int, text: str) -> None:
+    """Append to a rank's log, if there can be one."""
+    log = log_of(run_dir, rank)
+    if log is not None:
+        with suppress(OSError), open_log(log) as file:
+            file.write(f"{text}\n".encode(errors="backslashreplace"))
+
+
+def _headline(error: BaseException, secrets: Secrets) -> str:
+    text = secrets.redact(str(error)).strip().splitlines()  # before a secret of several lines is cut
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether an exchange broke because another rank is gone.
+
+    Any code may raise an error with such a text, a dataset that reads over the network for one: what counts
+    first is the module of the traceback's innermost frame.
+    """
+    if not isinstance(error, RuntimeError | OSError):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or not f"{frames[-1].f_globals.get('__name__', '')}.".startswith(_EXCHANGING):
+        return False
+    return isinstance(error, _NETWORK_ERRORS) or any(sign in str(error).lower() for sign in _LOST_PEER)
+
+
+# Hangs.
+
+
+def prepare_nccl() -> None:
+    """Set torch's variables, where the user has not, before any process group is made."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:  # the older name of the recorder's size
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"])
+    # Torchelastic sets 1 where nothing is set: an error then waits for NCCL to clean up, which may hang, too.
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":
+        del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    for name, value in _NCCL.items():
+        os.environ.setdefault(name, value)
+
+
+def open_watchdog(
+    environment: Environment, timeout_s: float, progress: Progress, ranks: Callable[[], Ranks]
+) -> RankWatchdog:
+    """The watchdog of this rank, not started yet; before it is, `ranks` is not called."""
+
+    def speak(report: Report) -> None:
+        session, run_dir = progress.session, progress.run_dir
+        if session is not None:
+            session.reporter.screen.end()
+        screen.say(report.message)
+        failure = {"rank": environment.rank, "message": report.headline, "hang": report.facts}
+        if run_dir is None or not _keep_failure(progress, failure):
+            return
+        # Rank 0's own writer may be what hangs.
+        writer = Writer(run_dir)
+        redact = session.runtime.loaded.secrets.redact_all if session is not None else dict
+        event_log(writer, redact, rank=environment.rank).error("hang", **report.facts)
+        writer.close()
+        if session is not None:
+            session.runtime.records.writer.flush()
+
+    def leave() -> None:
+        if progress.session is not None:
+            progress.session.reporter.trackers.fail(_TRACKERS_END_S)
+
+    handler = HangHandler(
+        RunContext(
+            rank=environment.rank,
+            size=environment.world_size,
+            host=os.uname().nodename,
+            peers=lambda: ranks().peers(),
+            holds_store=lambda: ranks().holds_store,
+            first=lambda: ranks().first_to_fail(FAILED)[0],
+            log=lambda: log_of(progress.run_dir, environment.rank),
+            speak=speak,
+            leave=leave,
+        )
+    )
+    watchdog = RankWatchdog(environment.rank, timeout_s, rank_files.attempt_folder(), handler)
+    handler.watchdog = watchdog
+    return watchdog
