@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.queue import CommQueue, fail
-from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.comm.trace import BucketTrace, compare
 from ddprun_hooks.errors import ExchangeError
-from ddprun_hooks.fidelity import compare
 from ddprun_hooks.payload import ParamSlice, Payload, dtype_name
 from ddprun_hooks.stack import Stack
 

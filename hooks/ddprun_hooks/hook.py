@@ -14,24 +14,17 @@ of bytes are the engine's business (`ddprun_hooks.comm.queue`).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements
-from ddprun_hooks.config.grammar import Entry
 from ddprun_hooks.config.options import Role
 
 if TYPE_CHECKING:
     from ddprun_hooks.comm.communicator import Communicator
     from ddprun_hooks.payload import Payload
-
-
-class InnerStack(Protocol):
-    """What a stack is to the hook that holds it (`ddprun_hooks.stack.Stack`)."""
-
-    entries: tuple[Entry, ...]
-    foreign: tuple[tuple[str, Hook], ...]
+    from ddprun_hooks.stack import Stack
 
 
 class Hook:
@@ -60,8 +53,8 @@ class Hook:
         """Among which ranks this hook calls collectives itself, and how many for one payload."""
         return {} if self.role == "codec" else {GroupRequirement("world"): self.rounds}
 
-    def legs(self) -> Mapping[str, InnerStack]:
-        """Stacks inside this hook, by the leg that each serves."""
+    def legs(self) -> Mapping[str, Stack]:
+        """Stacks inside this hook, by the leg that each serves. Steps begin and end for their hooks, too."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,6 +25,10 @@ class ParamSlice:
     start: int = 0
     """First element's index in the flattened parameter."""
 
+    def of(self, flat: Tensor) -> Tensor:
+        """The slice's elements of a flat tensor: a view, shape (numel,)."""
+        return flat[self.offset : self.offset + self.numel]
+
 
 @dataclass(slots=True)
 class Finding:

@@ -226,7 +226,7 @@ def test_a_hook_that_is_not_async_is_named() -> None:
     (told,) = as_processes(1, failing, Quiet())
     assert 'hook "tests.hooks.test_standalone.Quiet" is not async: called, it gave Tensor; write' in told
     (told,) = as_processes(1, failing, waits_elsewhere)
-    assert 'hook "tests.hooks.test_standalone.waits_elsewhere" awaits NoneType, which is no coll' in told
+    assert 'hook "tests.hooks.test_standalone.waits_elsewhere" awaits NoneType, which is not a coll' in told
 
 
 class OfItsOwn(ddprun_hooks.Hook):

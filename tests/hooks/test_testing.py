@@ -18,7 +18,7 @@ class Half(ErrorFeedback):
     rounds = 1
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
-        residual = self.residuals.of(payload, comm.size)
+        residual = self.residual(payload, comm.size)
         residual += payload.tensor
         sent = self.sent(residual)
         self.keep(residual, sent)
@@ -57,7 +57,7 @@ class Stubborn(Half):
     """Does not roll back."""
 
     def rollback(self) -> None:
-        self.residuals.commit()
+        self.commit()
 
 
 class Off(Hook):

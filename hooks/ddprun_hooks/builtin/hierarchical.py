@@ -1,5 +1,6 @@
 """Two levels: inside each host, and between hosts."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ class _Cut:
     """How a payload is divided among the ranks of a host."""
 
     params: tuple[ParamSlice, ...]
-    sizes: tuple[int, ...]
+    sizes: list[int]
     shard: tuple[ParamSlice, ...]
     """The parameters, and parts of them, in this rank's share."""
 
@@ -79,15 +80,13 @@ class Hierarchical(Hook):
 
     def _cut(self, payload: Payload, within: Communicator) -> _Cut:
         key = payload.kind, payload.bucket
-        numel = payload.tensor.numel()
         # Elements of no parameter (factors, say) may come in several lengths for one bucket.
         cut = self._cuts.get(key) if payload.params else None
-        if cut is None or (cut.params is not payload.params and cut.params != payload.params):
-            ends = cut_at_rows(payload.params, numel, within.size)
-            bounds = list(zip([0, *ends], ends, strict=False))
-            low, high = bounds[within.rank]
-            shard = slices_between(payload.params, low, high)
-            cut = self._cuts[key] = _Cut(payload.params, tuple(b - a for a, b in bounds), shard)
+        if cut is None or cut.params != payload.params:
+            ends = cut_at_rows(payload.params, payload.tensor.numel(), within.size)
+            bounds = list(itertools.pairwise([0, *ends]))
+            shard = slices_between(payload.params, *bounds[within.rank])
+            cut = self._cuts[key] = _Cut(payload.params, [high - low for low, high in bounds], shard)
         return cut
 
     def requirements(self) -> GroupRequirements:
@@ -99,38 +98,20 @@ class Hierarchical(Hook):
         return {GroupRequirement("within", self.hosts, self._shared): 2, **across}
 
     def legs(self) -> Mapping[str, Stack]:
-        """Both stacks."""
         return {"within": self.within, "across": self.across}
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the leg between hosts: of this rank's shares."""
+        """State of the hooks between hosts, which is of this rank's shares."""
         state = self.across.state_dict()
         return {"across": state} if state else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Bring it back."""
         self.across.load_state_dict(state.get("across", {}))
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The leg's state with all shares together."""
+        """The state of all shares together."""
         merged = self.across.merge([state["across"] for state in states if "across" in state])
         return {"across": merged} if merged else {}
-
-    def begin_step(self) -> None:
-        """A step begins that `rollback` may undo."""
-        self.across.begin_step()
-
-    def commit(self) -> None:
-        """The step was taken."""
-        self.across.commit()
-
-    def rollback(self) -> None:
-        """The step was skipped."""
-        self.across.rollback()
-
-    def residual_square(self, kind: str, names: Sequence[str]) -> float:
-        """Squared 2-norm of what the leg between hosts keeps of this rank's shares."""
-        return self.across.residual_norm(kind, names) ** 2
 
 
 def cut_at_rows(params: Sequence[ParamSlice], numel: int, parts: int) -> list[int]:

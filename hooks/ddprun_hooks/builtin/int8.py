@@ -31,7 +31,7 @@ class Int8(ErrorFeedback):
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         numel, block = payload.tensor.numel(), self.block
-        residual = self.residuals.of(payload, comm.size)
+        residual = self.residual(payload, comm.size)
         per_rank = -(-numel // (comm.size * block)) * block  # whole blocks, the last ones padded
         x = residual.new_zeros(comm.size, per_rank)
         flat = x.view(-1)[:numel]

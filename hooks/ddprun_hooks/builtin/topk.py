@@ -28,7 +28,7 @@ class TopK(ErrorFeedback):
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         dtype = payload.tensor.dtype
-        residual = self.residuals.of(payload, comm.size)
+        residual = self.residual(payload, comm.size)
         residual += payload.tensor
         count = math.ceil(self.density * residual.numel())
         places = residual.abs().topk(count, sorted=False).indices

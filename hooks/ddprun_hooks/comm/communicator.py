@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,24 +10,14 @@ from torch import Tensor
 from ddprun_hooks.comm.groups import Collective, RankGroup
 from ddprun_hooks.payload import ParamSlice
 
-
-class Rest(Protocol):
-    """The rest of a stack, behind the hook that is running."""
-
-    def __call__(
-        self, tensor: Tensor, params: tuple[ParamSlice, ...] | None, compression_error: Tensor | None
-    ) -> Awaitable[Tensor]: ...
+Rest = Callable[[Tensor, tuple[ParamSlice, ...] | None, Tensor | None], Awaitable[Tensor]]
+"""The rest of a stack, behind the hook that is running: called as `Communicator.reduce`."""
 
 
 class Communicator:
     """The ranks that a hook reduces over.
 
     A codec awaits `reduce`, which hands its tensor to the rest of the stack; a reducer awaits collectives.
-
-    Args:
-        group: the ranks.
-        rest: of the stack; None: there is none.
-        shared: exchange through shared memory.
     """
 
     __slots__ = ("_rest", "group", "rank", "shared", "size")

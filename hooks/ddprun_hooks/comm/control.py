@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -16,16 +17,13 @@ from ddprun_hooks.errors import DisagreementError
 _GATHERED_BYTES = 64
 
 
+@dataclass(slots=True)
 class PendingMessage:
     """A control message on its way."""
 
-    __slots__ = ("_gathered", "_pending", "_work")
-
-    def __init__(self, work: dist.Work, gathered: list[Tensor], pending: PendingCollective) -> None:
-        self._work = work
-        self._gathered = gathered
-        self._pending = pending
-        pending.done_when(work.is_completed)
+    _work: dist.Work
+    _gathered: list[Tensor]
+    _pending: PendingCollective
 
     def wait(self) -> Tensor:
         """Every rank's message: shape (world size, length), float64."""
@@ -43,7 +41,7 @@ class Control:
 
     Args:
         group: a Gloo process group that nothing else uses.
-        rank, size: this rank's place in it, and how many there are.
+        rank, size: this rank in it, and how many there are.
         observer: sees what is exchanged.
     """
 
@@ -66,7 +64,9 @@ class Control:
         mine = torch.as_tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         pending = self._gathers.issue("all_gather", what=what)
-        return PendingMessage(self._group.allgather([gathered], [mine]), gathered, pending)
+        work = self._group.allgather([gathered], [mine])
+        pending.done_when(work.is_completed)
+        return PendingMessage(work, gathered, pending)
 
     def all_gather(self, numbers: Sequence[float], what: str = "numbers of every rank") -> Tensor:
         """Every rank's numbers: shape (world size, len(numbers)), float64."""
