@@ -10,10 +10,8 @@ from torch import Tensor
 from ddprun_hooks.builtin.cast import DTYPES, note_overflow
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements
-from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import ParamSlice, Payload
-from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
 
 
@@ -35,18 +33,18 @@ class Hierarchical(Hook):
     that every one holds matrices.
 
     Args:
-        within: stack of the legs inside a host: a cast, shared_memory, or both.
-        across: stack of the leg between hosts.
+        within: for the legs inside a host: a cast, shared_memory, or both.
+        across: for the leg between hosts.
         hosts: split the ranks into so many equal hosts; None: as they were launched.
     """
 
     role = "reducer"
 
     def __init__(
-        self, within: Sequence[HookSpec] = (), across: Sequence[HookSpec] = (), hosts: int | None = None
+        self, within: Stack | None = None, across: Stack | None = None, hosts: int | None = None
     ) -> None:
-        self.within = make_stack(within, "hierarchical.within")
-        self.across = make_stack(across, "hierarchical.across")
+        self.within = within or Stack([])
+        self.across = across or Stack([])
         self.hosts = hosts
         self._shared = "shared_memory" in self.within.names
         self._narrow = next((name for name in self.within.names if name in DTYPES), None)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from ddprun_hooks.config.messages import described, listing, option_fault, sentence, suggest
+from ddprun_hooks.config.messages import described, listing, located, sentence, suggest
 
 Role = Literal["codec", "reducer", "alone"]
 """`codec`: changes the payload and hands it on. `reducer`: carries the payload over the ranks and ends the
@@ -30,72 +30,67 @@ class HookOptions(BaseModel):
     implementation: ClassVar[str]  # "module:factory", imported when a run uses the hook
 
 
-def read_stack(value: Any) -> tuple[HookSpec, ...]:
-    """Read the hooks of one leg, options of built-in ones checked.
-
-    Raises:
-        ValidationError: each fault with its place in the leg.
-        PydanticCustomError: it is no list.
-    """
-    if not isinstance(value, list | tuple):
-        raise PydanticCustomError("stack", "expected a list, got {got}", {"got": described(value)})
-    faults: list[InitErrorDetails] = []
-    for place, spec in enumerate(value):
-        try:
-            name, options = parse_spec(spec)
-            if name in BUILT_IN:
-                BUILT_IN[name].model_validate(options)
-            elif "." not in name and name not in installed_names():
-                raise SpecError(unknown_hook(name))
-        except ValidationError as error:
-            faults += [
-                InitErrorDetails(
-                    type=PydanticCustomError(
-                        item["type"], "{message}", {"message": item["msg"], **item.get("ctx", {})}
-                    ),
-                    loc=(place, name, *item["loc"]),
-                    input=item["input"],
-                )
-                for item in error.errors(include_url=False)
-            ]
-        except SpecError as error:
-            wrong = PydanticCustomError("stack", "{message}", {"message": str(error)})
-            faults.append(InitErrorDetails(type=wrong, loc=(place, *error.path), input=spec))
-    if faults:
-        raise ValidationError.from_exception_data("hooks", faults)
-    return tuple(value)
-
-
-class SpecError(ValueError):
-    """What should name a hook does not.
-
-    Args:
-        text: what is wrong.
-        path: where below the hook.
-    """
-
-    def __init__(self, text: str, *path: str) -> None:
-        self.path = path
-        super().__init__(text)
-
-
 def parse_spec(spec: Any) -> tuple[str, dict[str, Any]]:
-    """Name and options of `name` or `{name: options}`.
+    """Name and options of `name` or `{name: options}`, which are not checked.
 
     Raises:
-        SpecError: it is neither.
+        ValidationError: it is neither.
     """
     if isinstance(spec, str):
         return spec, {}
     if not isinstance(spec, Mapping) or not spec or not all(isinstance(name, str) for name in spec):
-        raise SpecError(f"expected a name, or `name: {{options}}`, got {described(spec)}")
+        raise _fault(f"expected a name, or `name: {{options}}`, got {described(spec)}")
     if len(spec) > 1:
         listed = ", ".join(f'"{name}"' for name in spec)
-        raise SpecError(f"expected one hook, got {len(spec)}: {listed}; keep one", list(spec)[1])
+        raise _fault(f"expected one hook, got {len(spec)}: {listed}; keep one", list(spec)[1])
     ((name, options),) = spec.items()
     if options is not None and not isinstance(options, Mapping):
-        raise SpecError(f"expected a mapping of {name}'s options, got {described(options)}", name)
+        raise _fault(f"expected a mapping of {name}'s options, got {described(options)}", name)
     return name, dict(options or {})
+
+
+def read_hook(spec: Any) -> tuple[str, dict[str, Any]]:
+    """Name and options of a hook; those of a built-in one are checked, and its defaults filled in.
+
+    Raises:
+        ValidationError: each fault with its place below the hook.
+    """
+    name, options = parse_spec(spec)
+    if name in BUILT_IN:
+        try:
+            return name, BUILT_IN[name].model_validate(options).model_dump(mode="json")
+        except ValidationError as error:
+            raise ValidationError.from_exception_data("hook", located(error, name)) from None
+    if "." not in name and name not in installed_names():
+        raise _fault(unknown_hook(name))
+    return name, options
+
+
+def read_stack(value: Any) -> tuple[HookSpec, ...]:
+    """Read the hooks of one leg.
+
+    Raises:
+        ValidationError: each fault with its place in the leg.
+    """
+    if not isinstance(value, list | tuple):
+        raise _fault(f"expected a list, got {described(value)}")
+    read: list[HookSpec] = []
+    faults: list[InitErrorDetails] = []
+    for index, spec in enumerate(value):
+        try:
+            name, options = read_hook(spec)
+            read.append({name: options} if options else name)
+        except ValidationError as error:
+            faults += located(error, index)
+    if faults:
+        raise ValidationError.from_exception_data("hooks", faults)
+    return tuple(read)
+
+
+def _fault(text: str, *path: str) -> ValidationError:
+    wrong = PydanticCustomError("hook", "{message}", {"message": text})
+    details = InitErrorDetails(type=wrong, loc=path, input=None)
+    return ValidationError.from_exception_data("hook", [details])
 
 
 def installed_names() -> list[str]:
@@ -225,16 +220,3 @@ BUILT_IN: dict[str, type[HookOptions]] = {
 names no reducer."""
 
 ENTRY_POINT_GROUP = "ddprun.hooks"
-
-
-def settings_of(name: str, options: Mapping[str, Any]) -> HookOptions:
-    """The checked options of a built-in hook.
-
-    Raises:
-        ValueError: a line for each wrong option, with what is wrong and what is allowed.
-    """
-    try:
-        return BUILT_IN[name].model_validate(dict(options))
-    except ValidationError as error:
-        items = [{**item, "loc": (name, *item["loc"])} for item in error.errors(include_url=False)]
-        raise ValueError("\n".join(option_fault(item, BUILT_IN) for item in items)) from None
