@@ -52,7 +52,7 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
                 made_leg = _made(options[leg], lambda spec: _named(*parse_spec(spec)), f"{name}.{leg}")
                 options[leg] = Stack(made_leg)
         module, _, factory = BUILT_IN[name].implementation.partition(":")
-        made = getattr(importlib.import_module(module), factory)(**options)
+        made = getattr(importlib.import_module(f"ddprun_hooks.builtin.{module}"), factory)(**options)
         assert isinstance(made, Hook)
         return made
     try:

@@ -35,9 +35,8 @@ class CollectiveSequence(Protocol):
         Args:
             op: of the collective.
             payload: what it carries.
-            what: what it carries, in words, if it is no payload.
-            peers: the ranks it waits for whatever they have issued; None: those of the sequence that have not
-                issued theirs.
+            what: what it carries, in words, if it carries no payload.
+            peers: the ranks it waits for; None: those of the sequence that have not issued theirs.
         """
 
 
@@ -45,12 +44,9 @@ class Observer(Protocol):
     """Sees the collectives of this rank."""
 
     def sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
-        """A new sequence. All ranks of a run make theirs in one order, those of equal place among other ranks
-        at once.
+        """A new sequence of the collectives that `ranks` (of the whole run) issue on what is called `name`.
 
-        Args:
-            name: of what its collectives travel on.
-            ranks: whose collectives it has, this one's among them; numbers in the whole run.
+        All ranks of a run make theirs in one order, groups that exist side by side at once.
         """
 
 
@@ -78,7 +74,7 @@ UNOBSERVED = _Unobserved()
 def waiting(
     sequence: CollectiveSequence, op: str, what: str, peers: Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Inside, this rank waits for others: for `peers`, or for all that have yet to come to this place."""
+    """Inside, this rank waits for `peers`, or for all that have not come this far."""
     pending = sequence.issue(op, what=what, peers=peers)
     try:
         yield

@@ -131,24 +131,15 @@ class BucketTrace(Generic[Mark]):
 
 
 def read_findings(traces: Sequence[BucketTrace[Any]]) -> None:
-    """Make numbers of the codes of what hooks have found, in one reading.
-
-    Args:
-        traces: that are complete, so that nothing is waited for.
-    """
-    unread = [
-        (finding, finding.code)
-        for trace in traces
-        for finding in trace.findings
-        if isinstance(finding.code, Tensor)
-    ]
-    if unread:
-        codes = torch.stack([code for _, code in unread]).tolist()
-        for (finding, _), code in zip(unread, codes, strict=True):
+    """Make numbers of the codes of what hooks have found, in one reading; the traces are complete."""
+    findings = [one for trace in traces for one in trace.findings if isinstance(one.code, Tensor)]
+    if findings:
+        codes = torch.stack([torch.as_tensor(one.code) for one in findings]).tolist()
+        for finding, code in zip(findings, codes, strict=True):
             finding.code = code
 
 
-def compare(given: Tensor, exact: Tensor, residual_norm: float, wire_bytes: int) -> Fidelity:
+def compare(given: Tensor, exact: Tensor, wire_bytes: int, residual_norm: float) -> Fidelity:
     """Compare a stack's mean with the exact one, both of shape (numel,), in fp64."""
     h, e = given.double(), exact.double()
     h_norm, e_norm = float(torch.linalg.vector_norm(h)), float(torch.linalg.vector_norm(e))

@@ -6,7 +6,7 @@ Nothing here imports torch, so `ddprun check` and `ddprun catalog` can read it i
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
@@ -27,7 +27,15 @@ class HookOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     role: ClassVar[Role]
-    implementation: ClassVar[str]  # "module:factory", imported when a run uses the hook
+    implementation: ClassVar[str]
+    """`module:factory` in `ddprun_hooks.builtin`, imported when a run uses the hook."""
+
+
+BUILT_IN: dict[str, type[HookOptions]] = {}
+"""Every built-in hook by its name in a pipeline. Plain all-reduce has no name: it ends every stack that
+names no reducer."""
+
+ENTRY_POINT_GROUP = "ddprun.hooks"
 
 
 def parse_spec(spec: Any) -> tuple[str, dict[str, Any]]:
@@ -132,55 +140,57 @@ LegStack = Annotated[tuple[HookSpec, ...], _Leg()]
 """A stack for one leg of `hierarchical`."""
 
 
+Options = TypeVar("Options", bound=HookOptions)
+
+
+def _built_in(name: str, role: Role, implementation: str) -> Callable[[type[Options]], type[Options]]:
+    """Register the options of a built-in hook."""
+
+    def register(options: type[Options]) -> type[Options]:
+        options.role, options.implementation = role, implementation
+        BUILT_IN[name] = options
+        return options
+
+    return register
+
+
+@_built_in("fp16", "codec", "cast:fp16")
 class Fp16(HookOptions):
     """Cast to IEEE half precision: half the bytes. Values above 65,504 x world size overflow to infinity."""
 
-    role: ClassVar[Role] = "codec"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.cast:fp16"
 
-
+@_built_in("bf16", "codec", "cast:bf16")
 class Bf16(HookOptions):
     """Cast to bfloat16: half the bytes, fp32's range, 8 bits of precision."""
 
-    role: ClassVar[Role] = "codec"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.cast:bf16"
 
-
+@_built_in("powersgd", "codec", "powersgd:PowerSgd")
 class PowerSgd(HookOptions):
     """Send each matrix as two thin factors (PowerSGD), with warm start and error feedback."""
-
-    role: ClassVar[Role] = "codec"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.powersgd:PowerSgd"
 
     rank: Annotated[int, Field(gt=0)] = 4
     """Rank of the approximation: columns of each factor."""
 
 
+@_built_in("int8", "reducer", "int8:Int8")
 class Int8(HookOptions):
     """Send 8-bit codes with a scale for each block of values, in two phases, with error feedback."""
-
-    role: ClassVar[Role] = "reducer"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.int8:Int8"
 
     block: Annotated[int, Field(ge=256)] = 256
     """Values that share one fp32 scale."""
 
 
+@_built_in("topk", "reducer", "topk:TopK")
 class TopK(HookOptions):
     """Send the largest values only, with their places, and keep the rest for later (error feedback)."""
-
-    role: ClassVar[Role] = "reducer"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.topk:TopK"
 
     density: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Share of a bucket's values that each rank sends."""
 
 
+@_built_in("hierarchical", "reducer", "hierarchical:Hierarchical")
 class Hierarchical(HookOptions):
     """Reduce inside each host first, then between hosts, then gather inside each host."""
-
-    role: ClassVar[Role] = "reducer"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.hierarchical:Hierarchical"
 
     within: LegStack = ()
     """Hooks of the leg inside a host: casts and shared_memory."""
@@ -192,31 +202,11 @@ class Hierarchical(HookOptions):
     """Split the ranks into so many equal hosts, for trials on one machine; null: as they were launched."""
 
 
+@_built_in("shared_memory", "reducer", "shared_memory:SharedMemory")
 class SharedMemory(HookOptions):
     """Sum through POSIX shared memory: the ranks of one host, tensors on the CPU."""
 
-    role: ClassVar[Role] = "reducer"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.shared_memory:SharedMemory"
 
-
+@_built_in("noop", "alone", "noop:Noop")
 class Noop(HookOptions):
     """Send nothing: the upper bound on what any hook could gain. Ranks train apart."""
-
-    role: ClassVar[Role] = "alone"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.noop:Noop"
-
-
-BUILT_IN: dict[str, type[HookOptions]] = {
-    "fp16": Fp16,
-    "bf16": Bf16,
-    "powersgd": PowerSgd,
-    "int8": Int8,
-    "topk": TopK,
-    "hierarchical": Hierarchical,
-    "shared_memory": SharedMemory,
-    "noop": Noop,
-}
-"""Every built-in hook by its name in a pipeline. Plain all-reduce has no name: it ends every stack that
-names no reducer."""
-
-ENTRY_POINT_GROUP = "ddprun.hooks"

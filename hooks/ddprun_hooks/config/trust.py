@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddprun_hooks.errors import DottedNameError
 
@@ -30,17 +30,13 @@ METHOD = "is a method, which is called on an object"
 NO_METHOD = "name a class, a function, or a class method or static method"
 
 
-@dataclass(frozen=True)
-class _TorchPlace:
+class _TorchPlace(NamedTuple):
     """A module of torch's, and what in it may be named."""
 
     module: str
     names: re.Pattern[str]
-    words: str
-    """For messages: `the modules in torch.nn`."""
-
-    kinds: frozenset[str]
-    """Kinds of choices for which they may be named."""
+    words: str  # for messages
+    kinds: frozenset[str]  # of choices for which they may be named
 
 
 _OF_TORCH = (
@@ -81,13 +77,11 @@ wrappers of modules, methods and everything elsewhere in torch can do more.
 
 
 class UntrustedError(DottedNameError):
-    """A name that leads to what is not trusted, or to something of another kind.
-
-    `allowed` says what may stand there.
+    """A name that leads to what is not trusted, or to something of another kind; `allowed` says what may be
+    named.
     """
 
     def __init__(self, problem: str, allowed: str) -> None:
-        """Take the message in two parts."""
         super().__init__(problem)
         self.allowed = allowed
 
@@ -147,11 +141,9 @@ class Trust:
         return frozenset(prefix.partition(".")[0] for prefix in self.in_folder)
 
     def refusal(self, name: str, kind: str = "") -> str | None:
-        """Why a name, or the full name of an object, is not trusted; None if it is.
+        """Why a name, as a user wrote it or as `origins` gives it, is not trusted; None if it is.
 
-        Args:
-            name: as a user wrote it, or as `origins` gives it.
-            kind: of the choice for which it is named, as `model`; "" is any.
+        `kind` is that of the choice for which it is named, as `model`; "" is any.
         """
         if self.prefixes is None:
             return None
@@ -178,15 +170,11 @@ class Trust:
             raise UntrustedError(f'"{name}" may not be imported: {reason}', self.allowed())
 
     def admit_step(self, owner: Any, where: str, part: str) -> None:
-        """Judge one step of a name beyond the module that was imported, before the step is taken.
+        """Judge one step of a name beyond the module that was imported, before the step is taken: from
+        `owner`, to which the name `where` has led, to its attribute `part`.
 
         A name goes through modules and classes, and ends at no method that is called on an object:
         `Model.save` with options would write what they say.
-
-        Args:
-            owner: what `where` has led to.
-            where: the name so far.
-            part: the attribute of `owner` that comes next.
 
         Raises:
             UntrustedError: `owner` is another module than the name says and not trusted, or is neither module
@@ -231,7 +219,7 @@ def trust(environment: Mapping[str, str] = os.environ) -> Trust:
     """What the environment says.
 
     Raises:
-        TrustSettingError: the variable holds something that is no package.
+        TrustSettingError: the variable holds something that is not a package.
     """
     text = environment.get(VARIABLE)
     if text is None:
@@ -240,8 +228,9 @@ def trust(environment: Mapping[str, str] = os.environ) -> Trust:
     for word in words:
         if not all(part.isidentifier() for part in word.removeprefix(IN_FOLDER).split(".")):
             raise TrustSettingError(
-                f'{VARIABLE}: "{word}" is no package; write packages or dotted prefixes with commas between '
-                f"them, as in torchvision,mylab.nets, and {IN_FOLDER}mylab for one in the pipeline's folder"
+                f'{VARIABLE}: "{word}" is not a package; write packages or dotted prefixes with commas '
+                f"between them, as in torchvision,mylab.nets, and {IN_FOLDER}mylab for one in the pipeline's "
+                "folder"
             )
     in_folder = frozenset(word.removeprefix(IN_FOLDER) for word in words if word.startswith(IN_FOLDER))
     return Trust(tuple(dict.fromkeys(word.removeprefix(IN_FOLDER) for word in words)), in_folder)
