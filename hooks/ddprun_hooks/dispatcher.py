@@ -44,8 +44,7 @@ class Dispatcher:
         before any hook changed it, at least fp32, and where the hooks' mean comes to be; shape (numel,)."""
 
         self._sent: set[int] = set()  # buckets, since the step began
-        self.group: RankGroup = queue.world
-        """The ranks whose gradients are averaged."""
+        self.group: RankGroup = queue.world  # the ranks whose gradients are averaged
 
         model.register_comm_hook(None, self._on_bucket)
 

@@ -75,9 +75,7 @@ class Rank:
         self.group = group
         self.rank, self.ranks = group.rank, group.size
         self.stack = stack
-        self.traces: list[BucketTrace[int]] = []
-        """What has been sent."""
-
+        self.traces: list[BucketTrace[int]] = []  # what has been sent
         self._queue = HostQueue(group)
 
     def send(

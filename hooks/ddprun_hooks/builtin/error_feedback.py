@@ -24,11 +24,8 @@ values, shape (numel,): this rank's own as `residual`, or the sum over another w
 @dataclass(slots=True)
 class _BucketResidual:
     params: tuple[ParamSlice, ...]
-    values: Tensor
-    """Shape (numel,)."""
-
-    before: Tensor | None = None
-    """The values before the current step, if that may be rolled back."""
+    values: Tensor  # shape (numel,)
+    before: Tensor | None = None  # the values before the current step, if that may be rolled back
 
     def pieces(self) -> dict[str, Piece]:
         return {

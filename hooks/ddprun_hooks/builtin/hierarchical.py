@@ -21,8 +21,7 @@ class _Cut:
 
     params: tuple[ParamSlice, ...]
     sizes: list[int]
-    shard: tuple[ParamSlice, ...]
-    """The parameters, and parts of them, in this rank's share."""
+    shard: tuple[ParamSlice, ...]  # the parameters, and parts of them, in this rank's share
 
 
 class Hierarchical(Hook):

@@ -24,9 +24,7 @@ class Communicator:
 
     def __init__(self, group: RankGroup, rest: Rest | None = None, *, shared: bool = False) -> None:
         self.group = group
-        self.rank = group.rank
-        """This rank's place in the group."""
-
+        self.rank = group.rank  # this rank's place in the group
         self.size = group.size
         self.shared = shared
         self._rest = rest

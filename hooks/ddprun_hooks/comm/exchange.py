@@ -36,9 +36,7 @@ _ALL_RANKS: GroupRequirements = MappingProxyType({GroupRequirement("world"): 1})
 class Exchange:
     """Everything over which the ranks exchange; made once, before the first step, by all ranks together."""
 
-    gradients: CommQueue
-    """For gradient buckets."""
-
+    gradients: CommQueue  # for gradient buckets
     deltas: CommQueue
     """For changes of parameters, through hooks: a queue of its own, so that they can never meet gradients."""
 
@@ -46,9 +44,7 @@ class Exchange:
     """For parameters, buffers and optimizer state as they are. A queue of its own, too: what is sent here
     never waits for an exchange of deltas that is still under way."""
 
-    exact: RankGroup
-    """For comparing ranks (fidelity, audit): what it carries goes through no stack."""
-
+    exact: RankGroup  # for comparing ranks (fidelity, audit): what it carries goes through no stack
     control: Control
 
     @classmethod

@@ -29,9 +29,7 @@ class GroupRequirement(NamedTuple):
     hosts: int | None = None
     """Into how many hosts `hierarchical` splits the ranks; None: as they were launched."""
 
-    shared: bool = False
-    """Through shared memory."""
-
+    shared: bool = False  # through shared memory
     parts: tuple[tuple[int, ...], ...] = ()
     """For the leg `part`: the ranks of each group; every rank is in one."""
 
@@ -59,11 +57,8 @@ class Collective:
     """Elements of each rank's part, where a tensor is cut into parts; None: equal parts."""
 
     source: int = 0
-    shared: bool = False
-    """Through shared memory."""
-
-    maximum: bool = False
-    """All-reduce to the largest value instead of the sum."""
+    shared: bool = False  # through shared memory
+    maximum: bool = False  # all-reduce to the largest value instead of the sum
 
     def __await__(self) -> Generator[Collective, Tensor, Tensor]:
         return (yield self)
@@ -78,17 +73,11 @@ class RankGroup:
     """
 
     name: str
-    rank: int
-    """This rank's place in the group."""
-
-    hosts: tuple[str, ...]
-    """Host of each rank, in group order."""
-
+    rank: int  # this rank's place in the group
+    hosts: tuple[str, ...]  # host of each rank, in group order
     process_groups: Sequence[dist.ProcessGroup] = ()
     shm_groups: Sequence[ShmGroup] = ()
-    progress: ProgressThread | None = None
-    """Runs what goes through shared memory."""
-
+    progress: ProgressThread | None = None  # runs what goes through shared memory
     splits: Mapping[int | None, tuple[RankGroup, RankGroup]] = field(default_factory=dict)
     """For each number of hosts that a hook splits this group into (None: as launched): the ranks of this
     rank's host, and the ranks of its place on every host."""
@@ -194,11 +183,8 @@ class Placement:
     """Where the ranks are."""
 
     rank: int
-    hosts: tuple[str, ...]
-    """Host name of each rank."""
-
-    local_sizes: tuple[int, ...]
-    """For each rank, how many ranks its launcher started on its host."""
+    hosts: tuple[str, ...]  # host name of each rank
+    local_sizes: tuple[int, ...]  # for each rank, how many ranks its launcher started on its host
 
     @property
     def size(self) -> int:
@@ -275,13 +261,10 @@ class GroupFactory:
     """A new process group of these ranks; called for each set of ranks, also by ranks outside it, whose
     result is dropped. The name is unique."""
 
-    all_gather_bytes: Callable[[bytes], Sequence[bytes]]
-    """Gives every rank's bytes (at most 64)."""
-
+    all_gather_bytes: Callable[[bytes], Sequence[bytes]]  # gives every rank's bytes (at most 64)
     timeout_s: float
     progress: ProgressThread
-    observer: Observer = UNOBSERVED
-    """Sees every collective."""
+    observer: Observer = UNOBSERVED  # sees every collective
 
     def open(self, name: str, placement: Placement, requirements: GroupRequirements) -> RankGroup:
         """Make the group of all ranks, called `name`, and those into which the stacks' hooks split it.

@@ -193,11 +193,8 @@ class _BucketInFlight:
     trace: BucketTrace[int]
     run: HookRun
     future: Future[Tensor] = field(default_factory=Future)
-    issued: Counter[str] = field(default_factory=Counter)
-    """Collectives issued so far, by group."""
-
-    wanted: Collective | None = None
-    """Asked for, not yet issued."""
+    issued: Counter[str] = field(default_factory=Counter)  # collectives issued so far, by group
+    wanted: Collective | None = None  # asked for, not yet issued
 
 
 class StreamQueue:

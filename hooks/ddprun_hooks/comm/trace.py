@@ -28,15 +28,9 @@ class CollectiveTrace(Generic[Mark]):
     op: str
     group: str
     dtype: str
-    bytes: int
-    """Size of what is summed, gathered or exchanged, in bytes."""
-
-    wire_bytes: int
-    """What this rank sends for it, in bytes."""
-
-    between_hosts_bytes: int
-    """The part of `wire_bytes` that leaves this host."""
-
+    bytes: int  # size of what is summed, gathered or exchanged, in bytes
+    wire_bytes: int  # what this rank sends for it, in bytes
+    between_hosts_bytes: int  # the part of `wire_bytes` that leaves this host
     start: Mark
     done: Mark | None = None
 
@@ -47,9 +41,7 @@ class Span(Generic[Mark]):
 
     start: Mark
     done: Mark
-    phase: str
-    """`encode` before the last collective, `decode` after it."""
-
+    phase: str  # `encode` before the last collective, `decode` after it
     on_training_thread: bool
 
 
@@ -60,17 +52,12 @@ class Fidelity:
     cosine: float
     """<h, e> / (|h| |e|), in [-1, 1]; 1 is the same direction. NaN if either is zero."""
 
-    relative_l2: float
-    """|h - e| / |e|; 0 is the same."""
-
-    norm_ratio: float
-    """|h| / |e|."""
-
+    relative_l2: float  # |h - e| / |e|; 0 is the same
+    norm_ratio: float  # |h| / |e|
     residual_norm: float
     """2-norm of what this rank has kept back of the bucket so far, in units of its share of the mean."""
 
-    wire_bytes: int
-    """What this rank sent to know the exact mean."""
+    wire_bytes: int  # what this rank sent to know the exact mean
 
 
 @dataclass(slots=True)
@@ -83,26 +70,18 @@ class BucketTrace(Generic[Mark]):
     dtype: str
     numel: int
     bytes: int
-    ready: Mark
-    """The payload was complete on this rank: the hook was entered."""
-
-    done: Mark | None = None
-    """The mean was in its place."""
-
+    ready: Mark  # the payload was complete on this rank: the hook was entered
+    done: Mark | None = None  # the mean was in its place
     handed_over: Mark | None = None
     """The hook returned to the caller (the backward pass) with a future in its hand."""
 
     collectives: list[CollectiveTrace[Mark]] = field(default_factory=list)
     spans: list[Span[Mark]] = field(default_factory=list)
-    findings: Sequence[Finding] = ()
-    """What hooks found out on the way; complete when the trace is."""
-
+    findings: Sequence[Finding] = ()  # what hooks found out on the way; complete when the trace is
     uncounted: list[Uncounted] = field(default_factory=list)
     """Collectives that hooks have issued by themselves: not in `collectives`."""
 
-    params: Sequence[ParamSlice] = ()
-    """The parameters in it."""
-
+    params: Sequence[ParamSlice] = ()  # the parameters in it
     fidelity: Fidelity | None = None
     """How the mean that came back compares with the exact one, if somebody has looked."""
 

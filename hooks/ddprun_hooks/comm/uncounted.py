@@ -51,8 +51,7 @@ class Uncounted(NamedTuple):
     """One collective of a hook's own."""
 
     hook: str
-    op: str
-    """As `torch.distributed` calls it."""
+    op: str  # as `torch.distributed` calls it
 
     def __str__(self) -> str:
         return (

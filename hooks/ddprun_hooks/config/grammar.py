@@ -16,25 +16,17 @@ class Entry:
     """One hook of a stack, as far as the grammar looks at it."""
 
     name: str
-    role: Role | None
-    """None for a dotted or installed hook, whose class tells only once it is imported."""
-
-    legs: Mapping[str, "tuple[Entry, ...]"] = field(default_factory=dict)
-    """The stacks of `hierarchical`."""
+    role: Role | None  # None for a dotted or installed hook, whose class tells only once it is imported
+    legs: Mapping[str, "tuple[Entry, ...]"] = field(default_factory=dict)  # the stacks of `hierarchical`
 
 
 @dataclass(frozen=True)
 class Problem:
     """A hook that is out of place."""
 
-    path: tuple[int | str, ...]
-    """From the stack on, such as `(1, "hierarchical", "across", 0)`."""
-
-    text: str
-    """What is wrong, and what to do about it."""
-
-    severity: Literal["error", "warning"] = "error"
-    """A warning where the stack works all the same."""
+    path: tuple[int | str, ...]  # from the stack on, such as `(1, "hierarchical", "across", 0)`
+    text: str  # what is wrong, and what to do about it
+    severity: Literal["error", "warning"] = "error"  # a warning where the stack works all the same
 
 
 def entry(name: str, options: Mapping[str, Any] | None = None) -> Entry:

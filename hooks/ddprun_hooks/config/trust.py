@@ -94,18 +94,10 @@ class TrustSettingError(ValueError):
 class Wanted:
     """The kind of object that a name must lead to."""
 
-    words: str
-    """For the message: `a model is an nn.Module class or a function that returns one`."""
-
-    base: type | tuple[type, ...] | None = None
-    """A class must be derived from it; None refuses every class."""
-
-    methods: tuple[str, ...] = ()
-    """A class that has one of these will do as well."""
-
-    returns: type | None = None
-    """A function whose annotation names another class is refused."""
-
+    words: str  # for the message: `a model is an nn.Module class or a function that returns one`
+    base: type | tuple[type, ...] | None = None  # a class must be derived from it; None refuses every class
+    methods: tuple[str, ...] = ()  # a class that has one of these will do as well
+    returns: type | None = None  # a function whose annotation names another class is refused
     kind: str = ""
     """The kind of choice that this is, as `model`: it decides what of torch may be named; "" is any."""
 
@@ -114,9 +106,7 @@ class Wanted:
 class Trust:
     """What `DDPRUN_TRUSTED` says."""
 
-    prefixes: tuple[str, ...] | None
-    """Packages and dotted prefixes; None sets no limit."""
-
+    prefixes: tuple[str, ...] | None  # packages and dotted prefixes; None sets no limit
     in_folder: frozenset[str] = frozenset()
     """Those of the prefixes whose packages may come from the pipeline file's own folder."""
 

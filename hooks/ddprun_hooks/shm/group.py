@@ -79,15 +79,9 @@ class ShmGroup:
     def __init__(self, rank: int, memory: Tensor, peers: Sequence[PeerSocket], timeout_s: float) -> None:
         self.rank = rank
         self.size = len(peers) + 1
-        self.error: ExchangeError | None = None
-        """Why the group can be used no more."""
-
-        self.phase = 0
-        """Barriers that this rank has been through."""
-
-        self.deadline = math.inf
-        """When the operation under way gives up waiting, by `time.monotonic`."""
-
+        self.error: ExchangeError | None = None  # why the group can be used no more
+        self.phase = 0  # barriers that this rank has been through
+        self.deadline = math.inf  # when the operation under way gives up waiting, by `time.monotonic`
         self._memory = memory
         self._peers = tuple(peers)
         self._timeout_s = timeout_s
@@ -324,8 +318,7 @@ class _Piece:
         self.results = [[(part, half[part, starts[part] : ends[part]]) for part in filled] for half in memory]
         """Every part in the slot of its own rank."""
 
-        self.own = [slots[rank] for slots in self.summed]
-        """This rank's part in its own slot."""
+        self.own = [slots[rank] for slots in self.summed]  # this rank's part in its own slot
 
 
 def _even(numel: int, count: int, element_bytes: int) -> list[int]:
