@@ -32,10 +32,8 @@ class ParameterBuckets:
     """Named tensors in flat buckets of one dtype each, in the order in which they are given; empty ones are
     left out, complex ones are pairs of real numbers.
 
-    Args:
-        named: the tensors themselves; they are read and written in place, whatever their gradient is.
-        cap_bytes: largest size of a bucket; a tensor larger than that has one of its own.
-        first: index of the first bucket.
+    The tensors are read and written in place, whatever their gradient is. A tensor larger than `cap_bytes`
+    has a bucket of its own; `first` is the index of the first bucket.
     """
 
     def __init__(self, named: Mapping[str, Tensor], cap_bytes: float, first: int = 0) -> None:

@@ -95,7 +95,7 @@ class Dispatcher:
     def measure_fidelity(self, exact_sum: Callable[[Tensor], tuple[Tensor, int]]) -> None:
         """Compare each bucket of a backward pass with the exact mean, into its trace.
 
-        Called by all ranks together after a backward pass for which `begin_step` was told `fidelity`.
+        Called by all ranks together after a backward pass that `begin_step` began with `fidelity`.
 
         Args:
             exact_sum: sums a tensor over the ranks, in place; gives it, and the bytes that this rank sent.

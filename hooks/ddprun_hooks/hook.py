@@ -7,8 +7,8 @@ class Halved(Hook):
         return total.float()                               # decode
 ```
 
-Other buckets go on at each `await`: overlap with backward, order between ranks, streams, timing and the count
-of bytes are the engine's business (`ddprun_hooks.comm.queue`).
+Other buckets proceed at each `await`. The queue sees to overlap with backward, order between ranks, streams,
+timing and the count of bytes (`ddprun_hooks.comm.queue`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class FunctionHook(Hook):
 
 
 def not_async(name: str, because: str) -> str:
-    """What is said of a hook that is not written with `async`."""
+    """The message about a hook that is not written with `async`."""
     return (
         f'hook "{name}" is not async: {because}; write "async def", and "await" before comm.reduce and '
         "every collective of comm"

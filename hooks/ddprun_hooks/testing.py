@@ -131,8 +131,8 @@ def check_hooks(
     - All ranks get the same bits.
     - Nothing is lost: over several steps in float64, what came out and all ranks' residuals add up to what
       came in. A hook without error feedback gives the mean, up to `relative_error`.
-    - State that is saved and loaded goes on with the same bits; what all ranks kept, merged, is kept whole by
-      another layout of buckets.
+    - State that is saved and loaded gives the same bits again; all ranks' residuals, merged, are kept whole
+      by another layout of buckets.
     - A step that is rolled back leaves no trace in the state.
     - No more collectives are issued than the hook declares by `rounds` (the queue itself sees to it).
 

@@ -24,7 +24,7 @@ class Communicator:
 
     def __init__(self, group: RankGroup, rest: Rest | None = None, *, shared: bool = False) -> None:
         self.group = group
-        self.rank = group.rank  # this rank's place in the group
+        self.rank = group.rank  # this rank in the group
         self.size = group.size
         self.shared = shared
         self._rest = rest
@@ -48,7 +48,7 @@ class Communicator:
         return await self._rest(tensor, params, compression_error)
 
     def split(self, hosts: int | None) -> tuple[Communicator, Communicator]:
-        """The ranks of this rank's host, and the ranks of its place on every host."""
+        """The ranks of this rank's host, and the ranks of the same index on every host."""
         within, across = self.group.splits[hosts]
         return Communicator(within), Communicator(across)
 

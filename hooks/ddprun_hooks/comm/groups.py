@@ -73,17 +73,17 @@ class RankGroup:
     """
 
     name: str
-    rank: int  # this rank's place in the group
+    rank: int  # this rank in the group
     hosts: tuple[str, ...]  # host of each rank, in group order
     process_groups: Sequence[dist.ProcessGroup] = ()
     shm_groups: Sequence[ShmGroup] = ()
     progress: ProgressThread | None = None  # runs what goes through shared memory
     splits: Mapping[int | None, tuple[RankGroup, RankGroup]] = field(default_factory=dict)
     """For each number of hosts that a hook splits this group into (None: as launched): the ranks of this
-    rank's host, and the ranks of its place on every host."""
+    rank's host, and the ranks of the same index on every host."""
 
     parts: Mapping[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
-    """For each partition of this group's ranks: the ranks that are in one part with this one."""
+    """For each partition of this group's ranks: the part with this rank."""
 
     sequences: Mapping[bool, Sequence[CollectiveSequence]] = field(default_factory=dict)
     """Observes the collectives of each round: through shared memory (True) and over the network (False)."""
@@ -99,11 +99,7 @@ class RankGroup:
         return sequences[round_index] if round_index < len(sequences) else UNOBSERVED
 
     def launch(self, wanted: Collective, round_index: int) -> dist.Work | Future[None]:
-        """Start a collective on the group of its round.
-
-        Raises:
-            IndexError: no group was made for this round.
-        """
+        """Start a collective on the group of its round, which must exist."""
         tensor, output, sizes = wanted.tensor, wanted.output, wanted.sizes
         if wanted.shared:
             assert self.progress is not None, "shared memory has a progress thread"
@@ -192,10 +188,8 @@ class Placement:
         return len(self.hosts)
 
     def launched(self) -> list[list[int]]:
-        """The ranks of each host, wherever they lie in rank order, in the order of their first ranks.
-
-        Ranks of one host name are on one host. Of several launchers on a host (or hosts of one name) each
-        counts for a host of its own.
+        """The ranks of each host name, in the order of their first ranks; of several launchers on a host (or
+        hosts of one name) each counts for a host of its own.
         """
         of_name: dict[str, list[int]] = {}
         for rank, name in enumerate(self.hosts):
@@ -209,11 +203,8 @@ class Placement:
         return sorted(found)
 
     def blocks(self, hosts: int | None) -> list[list[int]]:
-        """The ranks of each host, in rank order as process groups have them.
-
-        Args:
-            hosts: how many to split the ranks into, those of one host together as far as that goes; None: as
-                they were launched.
+        """The ranks of each host, in rank order as process groups have them: of so many equal `hosts`, ranks
+        of one host together as far as possible, or (None) as they were launched.
 
         Raises:
             HookSetupError: the hosts would not hold equally many ranks.
@@ -258,8 +249,8 @@ class GroupFactory:
     """Makes rank groups. Every rank makes the same ones, in the same order."""
 
     make_process_group: Callable[[str, list[int]], Any]
-    """A new process group of these ranks; called for each set of ranks, also by ranks outside it, whose
-    result is dropped. The name is unique."""
+    """A new process group of a unique name and these ranks; called for each set of ranks, also by others,
+    whose result is dropped."""
 
     all_gather_bytes: Callable[[bytes], Sequence[bytes]]  # gives every rank's bytes (at most 64)
     timeout_s: float
@@ -279,11 +270,11 @@ class GroupFactory:
         for hosts in sorted(levels, key=lambda hosts: hosts or 0):
             blocks = placement.blocks(hosts)
             # In rank order, which torch's process groups have whatever order they are given.
-            places = [sorted(ranks) for ranks in zip(*blocks, strict=True)]
+            columns = [sorted(ranks) for ranks in zip(*blocks, strict=True)]
             tag = "" if hosts is None else f"/{hosts}"
             within, across = (
                 self._open(f"{before}{leg}{tag}", placement, parts, _rounds(requirements, leg, hosts))
-                for leg, parts in (("within", blocks), ("across", places))
+                for leg, parts in (("within", blocks), ("across", columns))
             )
             splits[hosts] = within, across
         for number, partition in enumerate(sorted({one.parts for one in requirements if one.parts})):
@@ -306,7 +297,7 @@ class GroupFactory:
         splits: dict[int | None, tuple[RankGroup, RankGroup]] | None = None,
         of_partitions: dict[tuple[tuple[int, ...], ...], RankGroup] | None = None,
     ) -> RankGroup:
-        """This rank's group of those whose ranks `parts` lists."""
+        """This rank's group; `parts` lists the ranks of each group of this name."""
         mine = next(ranks for ranks in parts if placement.rank in ranks)
         process_groups, shm_groups = [], []
         for index in range(rounds.get(False, 0)):

@@ -7,9 +7,9 @@ however the ranks' threads are scheduled, and however many collectives a rank ha
 between. Issuing the next collective "when the last one is done" breaks this, and Gloo then sums the wrong
 tensors without an error.
 
-A queue in host memory (`HostQueue`) is driven by whatever thread has news: the backward pass that brings a
-bucket, or the thread of the collective that has finished. On a GPU (`StreamQueue`) the stream keeps the
-order, so a coroutine is run through at once.
+A queue in host memory (`HostQueue`) is driven by whatever thread has an event: the backward pass that brings
+a bucket, or the thread of the collective that has finished. On a GPU (`StreamQueue`) the stream keeps the
+order, so a coroutine runs to its end at once.
 """
 
 import threading
@@ -45,8 +45,8 @@ class HostQueue:
         self.error: BaseException | None = None
         """What broke the queue. A broken queue fails every payload, so that no caller waits for ever."""
 
-        self._lock = threading.Lock()  # guards the three below; never held while anything else is called
-        self._news: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()  # guards the two below; never held while anything else is called
+        self._events: deque[Callable[[], None]] = deque()
         self._driving = False
         self._in_flight: list[_BucketInFlight] = []  # unfinished, in the order in which they were sent
         self._training_thread = 0
@@ -54,13 +54,10 @@ class HostQueue:
     def send(
         self, payload: Payload, stack: Stack, traces: list[Any], group: RankGroup | None = None
     ) -> Future[Tensor]:
-        """Start `payload` on its way; the future holds the mean over ranks.
+        """Send `payload` through a stack, over all ranks of the queue or those of `group`.
 
-        Args:
-            payload: its tensor's memory receives the mean.
-            stack: the hooks to go through.
-            traces: takes the trace of this payload, at once; it is complete when the future is.
-            group: the ranks that exchange; None: all of the queue's.
+        The future holds the mean over ranks, in the payload's own memory. `traces` takes the payload's trace
+        at once; it is complete when the future is.
         """
         entered = now_us()
         self._training_thread = threading.get_ident()
@@ -76,25 +73,25 @@ class HostQueue:
         trace.handed_over = now_us()
         return bucket.future
 
-    def _post(self, news: Callable[[], None]) -> None:
-        """Have `news` handled, here or by the thread that is driving already.
+    def _post(self, event: Callable[[], None]) -> None:
+        """Have `event` handled, here or by the thread that is driving already.
 
         `Future.add_done_callback` calls back at once when the work is done, on the very thread that is
         driving: it must find the lock free, and must not drive a second time.
         """
         with self._lock:
-            self._news.append(news)
+            self._events.append(event)
             if self._driving:
                 return
             self._driving = True
         while True:
             with self._lock:
-                if not self._news:
+                if not self._events:
                     self._driving = False
                     return
-                news = self._news.popleft()
+                event = self._events.popleft()
             try:
-                news()
+                event()
             except BaseException as error:
                 self._fail_all(error)
 
@@ -110,7 +107,7 @@ class HostQueue:
             wanted = next_collective(bucket.run, result, bucket.stack, bucket.trace)
         except StopIteration as stop:
             self._finish(bucket, cast(Tensor, stop.value), start)
-        except BaseException as error:  # a hook may raise anything, and nobody may be left waiting
+        except BaseException as error:  # a hook may raise anything
             self._fail_all(error)
         else:
             self._add_span(bucket, start, "encode")
@@ -118,7 +115,7 @@ class HostQueue:
             self._issue_in_order()
 
     def _issue_in_order(self) -> None:
-        """Issue every collective whose turn it is."""
+        """Issue every collective that the rule allows."""
         before: _BucketInFlight | None = None
         for bucket in list(self._in_flight):
             wanted = bucket.wanted
@@ -171,7 +168,7 @@ class HostQueue:
         self._issue_in_order()
 
     def _fail_all(self, error: BaseException) -> None:
-        """Fail everything that is under way: a future that is never set would hang its waiter for ever."""
+        """Fail everything in flight: a future that is never set would hang its waiter for ever."""
         if self.error is None:
             self.error = error
         broken, self._in_flight = self._in_flight, []
@@ -198,7 +195,7 @@ class _BucketInFlight:
 
 
 class StreamQueue:
-    """Drives payloads on a GPU: each coroutine is run through at once on a communication stream.
+    """Drives payloads on a GPU: each coroutine runs to its end at once on a communication stream.
 
     The stream keeps collectives in order, so one process group serves every round. With NCCL nothing here
     waits on the host; with Gloo (several ranks on one GPU) each collective does.
@@ -315,7 +312,7 @@ def check_rounds(wanted: Collective, round_index: int, available: int, stack: St
 
 
 def start_hooks(payload: Payload, stack: Stack, world: RankGroup) -> HookRun:
-    """The coroutine of one payload, seen as what it is: a generator of collectives."""
+    """The coroutine of one payload, as a generator of collectives."""
     return cast(HookRun, stack.run(payload, Communicator(world)))
 
 

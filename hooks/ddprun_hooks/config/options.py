@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from ddprun_hooks.config.messages import described, listing, located, sentence, suggest
 
 Role = Literal["codec", "reducer", "alone"]
-"""`codec`: changes the payload and hands it on. `reducer`: carries the payload over the ranks and ends the
+"""`codec`: changes the payload and passes it on. `reducer`: carries the payload over the ranks and ends the
 stack. `alone`: a reducer that stands in a stack by itself."""
 
 HookSpec = str | Mapping[str, Mapping[str, Any] | None]
@@ -107,7 +107,7 @@ def installed_names() -> list[str]:
 
 
 def unknown_hook(name: str) -> str:
-    """What is said of a name that no hook has."""
+    """The message about a name that no hook has."""
     known = [*BUILT_IN, *installed_names()]
     allowed = listing([*known, "or a dotted name such as package.module.name"])
     return sentence(f'unknown hook "{name}"', allowed, suggest(name, known))
@@ -117,8 +117,8 @@ def unknown_hook(name: str) -> str:
 class _Leg:
     """Marks an option that is a stack of its own.
 
-    The reader of pipeline files brings its own function, as `stack` in the validation's context, so that a
-    fault in a leg is told at its place in the file.
+    The reader of pipeline files passes its own function, as `stack` in the validation's context, so that a
+    fault in a leg is located in the file.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
