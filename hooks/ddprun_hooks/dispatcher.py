@@ -29,7 +29,7 @@ class Dispatcher:
     def __init__(self, model: DistributedDataParallel, queue: CommQueue, stack: Stack) -> None:
         self.stack = stack
         self.traces: list[BucketTrace[Any]] | None = None
-        """Takes the trace of each bucket; None: nobody wants them."""
+        """Takes the trace of each bucket; None: no traces are kept."""
 
         self.meanwhile: Callable[[], None] | None = None
         """Called when a backward pass has sent its last bucket and is about to wait."""

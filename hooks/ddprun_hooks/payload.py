@@ -12,7 +12,7 @@ Kind = Literal["gradient", "parameters", "delta", "buffers", "optimizer"]
 
 @dataclass(frozen=True, slots=True)
 class ParamSlice:
-    """The place of one parameter, or of some of its rows, in a flat tensor."""
+    """Where one parameter, or some of its rows, lies in a flat tensor."""
 
     name: str
     shape: tuple[int, ...]  # of the slice: fewer rows than the parameter has, if the slice is a part of it

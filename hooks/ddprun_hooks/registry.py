@@ -156,11 +156,7 @@ def _from_target(name: str, target: Any, options: dict[str, Any]) -> Hook:
 
 
 def _checked(name: str, hook: Hook) -> Hook:
-    """A hook that can be awaited, as far as its class shows; what a decorator gives tells when it is called.
-
-    Raises:
-        HookSetupError: its `__call__` is a plain function.
-    """
+    """Refuse a hook whose `__call__` is a plain function; a decorated one shows only when it is called."""
     call = type(hook).__call__
     plain = inspect.isfunction(call) and not inspect.iscoroutinefunction(call)
     if plain and not hasattr(call, "__wrapped__"):
@@ -187,5 +183,5 @@ def _call(name: str, target: Callable[..., Any], options: dict[str, Any]) -> Any
     except TypeError as error:
         raise HookSetupError(f'options of hook "{name}": {error}') from None
     except ValueError:
-        pass  # a callable without a signature (written in C) tells when it is called
+        pass  # a callable without a signature (written in C) complains when it is called
     return target(**options)

@@ -43,7 +43,7 @@ class Stack:
     """Hooks in order, ended by a reducer.
 
     Args:
-        hooks: (name, hook) in the order in which a payload meets them; empty for plain all-reduce.
+        hooks: (name, hook) in the order in which a payload passes them; empty for plain all-reduce.
         described: names and options as they were given, to compare between ranks; by default the names.
 
     Raises:

@@ -102,7 +102,7 @@ class Handle(Dispatcher):
         self.traces.clear()
         if self._scaler is None:
             return
-        # GradScaler tells that it has skipped a step by a smaller scale.
+        # A smaller scale says that GradScaler has skipped a step.
         now = self._scaler.get_scale()
         self.end_step(applied=now >= self._last_scale)
         self._last_scale = now

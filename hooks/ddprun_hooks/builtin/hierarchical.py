@@ -25,7 +25,7 @@ class _Cut:
 
 
 class Hierarchical(Hook):
-    """Reduce-scatter inside the host, the `across` stack between ranks of one place on all hosts, all-gather.
+    """Reduce-scatter inside the host, the `across` stack between ranks of one index on all hosts, all-gather.
 
     Between hosts each value travels once for a whole host, not once for each of its ranks (two-level
     all-reduce as in Jia et al. 2018, arXiv:1807.11205). Shares are cut at row boundaries of parameters, so
@@ -117,12 +117,12 @@ def cut_at_rows(params: Sequence[ParamSlice], numel: int, parts: int) -> list[in
     A row is what one index of a parameter's first dimension holds; without parameters, one element.
     """
     ends: list[int] = []
-    places = iter(params)
-    param = next(places, None)
+    remaining = iter(params)
+    param = next(remaining, None)
     for part in range(1, parts):
         even = round(part * numel / parts)
         while param is not None and param.offset + param.numel <= even:
-            param = next(places, None)
+            param = next(remaining, None)
         end = even
         if param is not None and param.shape:
             row = param.numel // param.shape[0]

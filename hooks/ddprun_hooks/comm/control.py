@@ -109,14 +109,14 @@ class Control:
         offset = bound = 0.0
         step = 1 << (self.size - 1).bit_length()
         while step > 1:
-            apart, step = step, step // 2
-            if self.rank % apart == step:
-                offset, bound = self._ask_for_time(self.rank - step, rounds)
-            elif self.rank % apart == 0 and self.rank + step < self.size:
-                self._tell_time(self.rank + step, rounds, offset, bound)
+            span, step = step, step // 2
+            if self.rank % span == step:
+                offset, bound = self._measure_offset(self.rank - step, rounds)
+            elif self.rank % span == 0 and self.rank + step < self.size:
+                self._answer_time(self.rank + step, rounds, offset, bound)
         return offset, bound
 
-    def _ask_for_time(self, peer: int, rounds: int) -> tuple[float, float]:
+    def _measure_offset(self, peer: int, rounds: int) -> tuple[float, float]:
         """Offset and bound, of a rank that knows its own."""
         best = 0.0, math.inf
         answer = torch.empty(2, dtype=torch.float64)
@@ -132,7 +132,7 @@ class Control:
                     best = sent + half - theirs, half + 1.0 + their_bound
         return best
 
-    def _tell_time(self, peer: int, rounds: int, offset: float, bound: float) -> None:
+    def _answer_time(self, peer: int, rounds: int, offset: float, bound: float) -> None:
         """Answer by rank 0's clock, as far as this rank knows it."""
         with waiting(self._messages, "receive", "comparing clocks", [peer]):
             for _ in range(rounds):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -273,8 +273,8 @@ class GroupFactory:
             columns = [sorted(ranks) for ranks in zip(*blocks, strict=True)]
             tag = "" if hosts is None else f"/{hosts}"
             within, across = (
-                self._open(f"{before}{leg}{tag}", placement, parts, _rounds(requirements, leg, hosts))
-                for leg, parts in (("within", blocks), ("across", columns))
+                self._open(f"{before}{leg}{tag}", placement, groups, _rounds(requirements, leg, hosts))
+                for leg, groups in (("within", blocks), ("across", columns))
             )
             splits[hosts] = within, across
         for number, partition in enumerate(sorted({one.parts for one in requirements if one.parts})):
@@ -286,27 +286,22 @@ class GroupFactory:
             parts[partition] = self._open(
                 f"{before}part/{number}", placement, [sorted(ranks) for ranks in partition], rounds
             )
-        return self._open(name, placement, [everybody], _rounds(requirements, "world"), splits, parts)
+        world = self._open(name, placement, [everybody], _rounds(requirements, "world"))
+        return replace(world, splits=splits, parts=parts)
 
     def _open(
-        self,
-        name: str,
-        placement: Placement,
-        parts: list[list[int]],
-        rounds: dict[bool, int],
-        splits: dict[int | None, tuple[RankGroup, RankGroup]] | None = None,
-        of_partitions: dict[tuple[tuple[int, ...], ...], RankGroup] | None = None,
+        self, name: str, placement: Placement, groups: list[list[int]], rounds: dict[bool, int]
     ) -> RankGroup:
-        """This rank's group; `parts` lists the ranks of each group of this name."""
-        mine = next(ranks for ranks in parts if placement.rank in ranks)
+        """This rank's group; `groups` lists the ranks of each group of this name."""
+        mine = next(ranks for ranks in groups if placement.rank in ranks)
         process_groups, shm_groups = [], []
         for index in range(rounds.get(False, 0)):
             made = {
-                ranks[0]: self.make_process_group(f"{name}.{index} of {ranks[0]}", ranks) for ranks in parts
+                ranks[0]: self.make_process_group(f"{name}.{index} of {ranks[0]}", ranks) for ranks in groups
             }
             process_groups.append(made[mine[0]])
         if True in rounds:
-            for ranks in parts:
+            for ranks in groups:
                 check_one_host([placement.hosts[rank] for rank in ranks])
             # A sequence of its own: a rank may still be lost between the last exchange and this one.
             sharing = self.observer.sequence(f"{name}, being shared", mine)
@@ -333,9 +328,7 @@ class GroupFactory:
             process_groups,
             shm_groups,
             self.progress if shm_groups else None,
-            splits or {},
-            of_partitions or {},
-            sequences,
+            sequences=sequences,
         )
 
 

@@ -1,7 +1,7 @@
 """What an observer sees of collectives: that one has been issued, and that it is over.
 
-All ranks of a sequence issue its collectives in one order, so their running numbers say who has come to one
-and who has not, without a message between them. By default nobody observes.
+All ranks of a sequence issue its collectives in one order, so their running numbers say who has issued one
+and who has not, without a message between them. By default there is no observer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ class PendingCollective(Protocol):
         """It has failed: it stays what this rank waits for, and grows no older."""
 
     def done_when(self, ended: Callable[[], bool]) -> None:
-        """`ended` tells whether it is over; called on any thread, and not once it has said so."""
+        """`ended` says whether it is over; it is called on any thread, and no more once it was true."""
 
 
 class CollectiveSequence(Protocol):
@@ -67,7 +67,7 @@ class _Unobserved:
 
 
 UNOBSERVED = _Unobserved()
-"""The observer, the sequence and the pending collective where nobody observes."""
+"""The observer, the sequence and the pending collective where there is no observer."""
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class BucketTrace(Generic[Mark]):
     numel: int
     bytes: int
     ready: Mark  # the payload was complete on this rank: the hook was entered
-    done: Mark | None = None  # the mean was in its place
+    done: Mark | None = None  # the mean was in the payload's memory
     handed_over: Mark | None = None
     """The hook returned to the caller (the backward pass) with a future in its hand."""
 

@@ -16,7 +16,7 @@ class Entry:
     """One hook of a stack, as far as the grammar looks at it."""
 
     name: str
-    role: Role | None  # None for a dotted or installed hook, whose class tells only once it is imported
+    role: Role | None  # None for a dotted or installed hook, known once it is imported
     legs: Mapping[str, "tuple[Entry, ...]"] = field(default_factory=dict)  # the stacks of `hierarchical`
 
 

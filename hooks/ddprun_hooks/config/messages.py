@@ -103,26 +103,26 @@ def located(error: ValidationError, *path: str | int) -> list[InitErrorDetails]:
 
 
 def option_faults(error: ValidationError, at: str, models: Mapping[str, type[BaseModel]]) -> list[str]:
-    """Pydantic's errors about options, each with its place: `hooks[0].topk.density: must be …`.
+    """Pydantic's errors about options, each with its path: `hooks[0].topk.density: must be …`.
 
     Args:
-        error: its places begin with the name of a choice.
-        at: where the choice stands.
+        error: its paths begin with the name of a choice.
+        at: the path of the choice.
         models: the options of each choice.
     """
     lines = []
     for item in error.errors(include_url=False):
-        kind, place = item["type"], item["loc"]
+        kind, path = item["type"], item["loc"]
         got, context = described(item["input"]), item.get("ctx", {})
         if kind == "extra_forbidden":
-            known = list(models[str(place[-2])].model_fields)
-            text = sentence(*unknown_option(str(place[-2]), str(place[-1]), known))
+            known = list(models[str(path[-2])].model_fields)
+            text = sentence(*unknown_option(str(path[-2]), str(path[-1]), known))
         elif kind in WANTED:
             text = f"expected {WANTED[kind]}, got {got}"
         elif kind in BOUNDS:
             text = out_of_bounds(kind, context, got)
         else:
             text = item["msg"]
-        where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+        where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
         lines.append(f"{at}{where}: {text}")
     return lines

@@ -34,42 +34,23 @@ class _TorchPlace(NamedTuple):
     """A module of torch's, and what in it may be named."""
 
     module: str
-    names: re.Pattern[str]
+    names: str  # a pattern
     words: str  # for messages
-    kinds: frozenset[str]  # of choices for which they may be named
+    kinds: tuple[str, ...]  # of choices for which they may be named
 
 
+_MODULES = r"(?!((Uninitialized)?(Parameter|Buffer)|DataParallel|\w+Options)$)[A-Z]\w*"
+_LOSSES = r"[a-z]\w*_loss|kl_div|cross_entropy|binary_cross_entropy(_with_logits)?"
+_SCHEDULES = r"[A-Z]\w*LR|LRScheduler|ChainedScheduler|CosineAnnealingWarmRestarts|ReduceLROnPlateau"
+_DATASETS = r"((Iterable|Tensor|Stack|Concat|Chain)?Dataset|Subset)"
 _OF_TORCH = (
+    _TorchPlace("torch.nn", _MODULES, "the modules in torch.nn", ("model", "loss")),
+    _TorchPlace("torch.nn.functional", _LOSSES, "the losses in torch.nn.functional", ("loss", "metric")),
+    _TorchPlace("torch.optim", r"[A-Z]\w*", "the optimizers in torch.optim", ("optimizer",)),
     _TorchPlace(
-        "torch.nn",
-        re.compile(r"(?!((Uninitialized)?(Parameter|Buffer)|DataParallel|\w+Options)$)[A-Z]\w*"),
-        "the modules in torch.nn",
-        frozenset({"model", "loss"}),
+        "torch.optim.lr_scheduler", _SCHEDULES, "the schedules in torch.optim.lr_scheduler", ("schedule",)
     ),
-    _TorchPlace(
-        "torch.nn.functional",
-        re.compile(r"[a-z]\w*_loss|kl_div|cross_entropy|binary_cross_entropy(_with_logits)?"),
-        "the losses in torch.nn.functional",
-        frozenset({"loss", "metric"}),
-    ),
-    _TorchPlace(
-        "torch.optim",
-        re.compile(r"[A-Z]\w*"),
-        "the optimizers in torch.optim",
-        frozenset({"optimizer"}),
-    ),
-    _TorchPlace(
-        "torch.optim.lr_scheduler",
-        re.compile(r"[A-Z]\w*LR|LRScheduler|ChainedScheduler|CosineAnnealingWarmRestarts|ReduceLROnPlateau"),
-        "the schedules in torch.optim.lr_scheduler",
-        frozenset({"schedule"}),
-    ),
-    _TorchPlace(
-        "torch.utils.data",
-        re.compile(r"((Iterable|Tensor|Stack|Concat|Chain)?Dataset|Subset)"),
-        "the plain datasets in torch.utils.data",
-        frozenset({"data"}),
-    ),
+    _TorchPlace("torch.utils.data", _DATASETS, "the plain datasets in torch.utils.data", ("data",)),
 )
 """All that may be named of torch. What these classes and functions do with options is to compute; data pipes,
 wrappers of modules, methods and everything elsewhere in torch can do more.
@@ -309,7 +290,7 @@ def _torch_refusal(name: str, kind: str) -> str | None:
     """Why something of torch may not be named; None if it may."""
     module, _, last = name.rpartition(".")
     places = [place for place in _OF_TORCH if not kind or kind in place.kinds]
-    if any(place.module == module and place.names.fullmatch(last) for place in places):
+    if any(place.module == module and re.fullmatch(place.names, last) for place in places):
         return None
     if not places:
         return "nothing of torch may be named here"
@@ -324,6 +305,6 @@ def _torch_name(found: Any) -> str | None:
     name = found.__name__
     for place in _OF_TORCH:
         module = sys.modules.get(place.module)
-        if place.names.fullmatch(name) and module is not None and vars(module).get(name) is found:
+        if re.fullmatch(place.names, name) and module is not None and vars(module).get(name) is found:
             return f"{place.module}.{name}"
     return None
