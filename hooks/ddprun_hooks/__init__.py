@@ -28,24 +28,14 @@ __all__ = [
     "register",
 ]
 
-_HOME = {
-    "Communicator": "comm.communicator",
-    "DisagreementError": "errors",
-    "ExchangeError": "errors",
-    "Handle": "standalone",
-    "Hook": "hook",
-    "HookSetupError": "errors",
-    "HooksError": "errors",
-    "ParamSlice": "payload",
-    "Payload": "payload",
-    "Stack": "stack",
-    "register": "standalone",
-}
+_MODULES = ("errors", "payload", "hook", "stack", "comm.communicator", "standalone")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+    if name in __all__:
+        from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        for module in _MODULES:
+            if hasattr(found := import_module(f"{__name__}.{module}"), name):
+                return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

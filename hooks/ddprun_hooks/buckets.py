@@ -1,6 +1,6 @@
 """Flat buckets: which tensors lie where in one tensor that travels."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,15 +18,22 @@ class BucketLayout:
     numel: int
     params: tuple[ParamSlice, ...]
 
+    @classmethod
+    def of(cls, index: int, dtype: torch.dtype, named: Iterable[tuple[str, Tensor]]) -> "BucketLayout":
+        """The layout of a bucket in which tensors of a dtype lie one after the other."""
+        offset, params = 0, []
+        for name, tensor in named:
+            params.append(ParamSlice(name, tuple(tensor.shape), offset, tensor.numel()))
+            offset += tensor.numel()
+        return cls(index, dtype_name(dtype), offset, tuple(params))
+
 
 class ParameterBuckets:
     """Named tensors in flat buckets of one dtype each, in the order in which they are given; empty ones are
     left out, complex ones are pairs of real numbers.
 
-    Args:
-        named: the tensors themselves; they are read and written in place, whatever their gradient is.
-        cap_bytes: largest size of a bucket; a tensor larger than that has one of its own.
-        first: index of the first bucket.
+    The tensors are read and written in place, whatever their gradient is. A tensor larger than `cap_bytes`
+    has a bucket of its own; `first` is the index of the first bucket.
     """
 
     def __init__(self, named: Mapping[str, Tensor], cap_bytes: float, first: int = 0) -> None:
@@ -34,37 +41,31 @@ class ParameterBuckets:
             name: torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
             for name, tensor in named.items()
         }
-        self._tensors: list[list[Tensor]] = []
-        layouts: list[BucketLayout] = []
-        for names in _filled(named, cap_bytes):
-            offset, params = 0, []
-            for name in names:
-                tensor = named[name]
-                params.append(ParamSlice(name, tuple(tensor.shape), offset, tensor.numel()))
-                offset += tensor.numel()
-            self._tensors.append([named[name] for name in names])
-            dtype = dtype_name(named[names[0]].dtype)
-            layouts.append(BucketLayout(first + len(layouts), dtype, offset, tuple(params)))
-        self.layouts: tuple[BucketLayout, ...] = tuple(layouts)
+        filled = _filled(named, cap_bytes)
+        self._tensors = [[named[name] for name in names] for names in filled]
+        self.layouts = tuple(
+            BucketLayout.of(index, named[names[0]].dtype, ((name, named[name]) for name in names))
+            for index, names in enumerate(filled, start=first)
+        )
 
-    def flat(self, place: int) -> Tensor:
-        """The values of the bucket at `place` in `layouts`, copied: shape (numel,)."""
-        return torch.cat([tensor.detach().reshape(-1) for tensor in self._tensors[place]])
+    def flat(self, index: int) -> Tensor:
+        """The values of the bucket at `index` in `layouts`, copied: shape (numel,)."""
+        return torch.cat([tensor.detach().reshape(-1) for tensor in self._tensors[index]])
 
-    def put(self, place: int, flat: Tensor) -> None:
+    def put(self, index: int, flat: Tensor) -> None:
         """Overwrite the tensors of a bucket with `flat`, shape (numel,)."""
-        for tensor, part in self._parts(place, flat):
+        for tensor, part in self._parts(index, flat):
             tensor.copy_(part)
 
-    def add(self, place: int, flat: Tensor) -> None:
+    def add(self, index: int, flat: Tensor) -> None:
         """Add `flat`, shape (numel,), to the tensors of a bucket."""
-        for tensor, part in self._parts(place, flat):
+        for tensor, part in self._parts(index, flat):
             tensor.add_(part)
 
-    def _parts(self, place: int, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        tensors, params = self._tensors[place], self.layouts[place].params
+    def _parts(self, index: int, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        tensors, params = self._tensors[index], self.layouts[index].params
         return [
-            (tensor.detach(), flat[param.offset : param.offset + param.numel].view(param.shape))
+            (tensor.detach(), param.of(flat).view(param.shape))
             for tensor, param in zip(tensors, params, strict=True)
         ]
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,43 +12,24 @@ from torch.nn.parallel import DistributedDataParallel
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.queue import CommQueue, fail
-from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.comm.trace import BucketTrace, compare
 from ddprun_hooks.errors import ExchangeError
-from ddprun_hooks.fidelity import compare
-from ddprun_hooks.payload import ParamSlice, Payload, dtype_name
+from ddprun_hooks.payload import Payload, dtype_name
 from ddprun_hooks.stack import Stack
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """A bucket whose mean is to be compared with the exact one."""
-
-    trace: BucketTrace[Any]
-    own: Tensor
-    """This rank's contribution, before any hook changed it, at least fp32; shape (numel,)."""
-
-    mean: Tensor
-    """Where the hooks' mean comes to be; shape (numel,)."""
-
-    params: tuple[ParamSlice, ...]
 
 
 class Dispatcher:
     """Carries DDP's gradient buckets through a stack that can be changed between steps.
 
     DDP takes a communication hook once in a model's life
-    (https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html); this is the one it gets.
-
-    Args:
-        model: the wrapped model; no hook may be registered yet.
-        queue: where gradient buckets travel.
-        stack: the hooks to start with.
+    (https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html); this is the one it gets. Buckets travel on
+    `queue`.
     """
 
     def __init__(self, model: DistributedDataParallel, queue: CommQueue, stack: Stack) -> None:
         self.stack = stack
         self.traces: list[BucketTrace[Any]] | None = None
-        """Takes the trace of each bucket; None: nobody wants them."""
+        """Takes the trace of each bucket; None: no traces are kept."""
 
         self.meanwhile: Callable[[], None] | None = None
         """Called when a backward pass has sent its last bucket and is about to wait."""
@@ -59,10 +39,12 @@ class Dispatcher:
         self._layout: dict[int, BucketLayout] = {}
         self._frozen = False
         self._scale: Tensor | None = None
-        self._samples: list[_Sample] | None = None
+        self._samples: list[tuple[BucketTrace[Any], Tensor, Tensor]] | None = None
+        """Of a step whose buckets are compared with the exact mean: the trace of each, what this rank gave
+        before any hook changed it, at least fp32, and where the hooks' mean comes to be; shape (numel,)."""
+
         self._sent: set[int] = set()  # buckets, since the step began
-        self.group: RankGroup = queue.world
-        """The ranks whose gradients are averaged."""
+        self.group: RankGroup = queue.world  # the ranks whose gradients are averaged
 
         model.register_comm_hook(None, self._on_bucket)
 
@@ -111,19 +93,17 @@ class Dispatcher:
         return tuple(param.name for bucket in left for param in bucket.params)
 
     def measure_fidelity(self, exact_sum: Callable[[Tensor], tuple[Tensor, int]]) -> None:
-        """Compare each bucket of the backward pass with the exact mean; the traces take what comes out.
+        """Compare each bucket of a backward pass with the exact mean, into its trace.
 
-        Called by all ranks together after a backward pass for which `begin_step` was told `fidelity`.
+        Called by all ranks together after a backward pass that `begin_step` began with `fidelity`.
 
         Args:
             exact_sum: sums a tensor over the ranks, in place; gives it, and the bytes that this rank sent.
         """
         samples, self._samples = self._samples or [], None
-        for sample in samples:
-            names = [param.name for param in sample.params]
-            residual_norm = self.stack.residual_norm(sample.trace.kind, names)
-            exact, wire_bytes = exact_sum(sample.own)
-            sample.trace.fidelity = compare(sample.mean, exact, residual_norm, wire_bytes)
+        for trace, own, mean in samples:
+            residual_norm = self.stack.residual_norm(trace.kind, [param.name for param in trace.params])
+            trace.fidelity = compare(mean, *exact_sum(own), residual_norm)
 
     def end_step(self, *, applied: bool) -> None:
         """The optimizer has taken the step, or skipped it: then the hooks' state is rolled back."""
@@ -138,6 +118,7 @@ class Dispatcher:
     ) -> torch.futures.Future[Tensor]:
         buffer, index = bucket.buffer(), bucket.index()
         if not self._frozen:
+            self._learn(bucket)
             return self._before_layout(bucket)
         layout = self._layout.get(index)
         now = f"{buffer.numel()} elements of {dtype_name(buffer.dtype)}"
@@ -148,7 +129,9 @@ class Dispatcher:
                 "DDP has rebuilt its buckets in mid-run"
             )
             self._queue.error = self._queue.error or error
-            return _failed(error)
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            fail(future, error)
+            return future
         self._sent.add(index)
         future = self._send(buffer, layout, self.stack)
         if self.meanwhile is not None and bucket.is_last():
@@ -167,39 +150,20 @@ class Dispatcher:
         payload = Payload(buffer, layout.params, "gradient", layout.index)
         future = self._queue.send(payload, stack, traces, self.group)
         if self._samples is not None and own is not None:
-            self._samples.append(_Sample(traces[-1], own, buffer, layout.params))
+            self._samples.append((traces[-1], own, buffer))
         return future
 
     def _before_layout(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """What becomes of a bucket while the layout is being learned: this rank's gradient stays its own."""
-        self._learn(bucket)
-        return _already(bucket.buffer())
+        buffer = bucket.buffer()
+        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        future.set_result(buffer)
+        return future
 
     def _learn(self, bucket: dist.GradBucket) -> None:
+        """Note what lies where in a bucket."""
         if bucket.index() == 0:
             self._layout = {}
-        self._layout[bucket.index()] = layout_of(bucket, self._names)
-
-
-def layout_of(bucket: dist.GradBucket, names: Mapping[int, str]) -> BucketLayout:
-    """What lies where in a bucket; `names`: of parameters by their id."""
-    offset, params = 0, []
-    for param in bucket.parameters():
-        params.append(ParamSlice(names[id(param)], tuple(param.shape), offset, param.numel()))
-        offset += param.numel()
-    buffer = bucket.buffer()
-    return BucketLayout(bucket.index(), dtype_name(buffer.dtype), buffer.numel(), tuple(params))
-
-
-def _already(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future(
-        devices=[tensor.device] if tensor.device.type == "cuda" else None
-    )
-    future.set_result(tensor)
-    return future
-
-
-def _failed(error: Exception) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    fail(future, error)
-    return future
+        named = [(self._names[id(param)], param) for param in bucket.parameters()]
+        self._layout[bucket.index()] = BucketLayout.of(bucket.index(), bucket.buffer().dtype, named)

@@ -7,31 +7,24 @@ class Halved(Hook):
         return total.float()                               # decode
 ```
 
-Other buckets go on at each `await`: overlap with backward, order between ranks, streams, timing and the count
-of bytes are the engine's business (`ddprun_hooks.comm.queue`).
+Other buckets proceed at each `await`. The queue sees to overlap with backward, order between ranks, streams,
+timing and the count of bytes (`ddprun_hooks.comm.queue`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements
-from ddprun_hooks.config.grammar import Entry
 from ddprun_hooks.config.options import Role
 
 if TYPE_CHECKING:
     from ddprun_hooks.comm.communicator import Communicator
     from ddprun_hooks.payload import Payload
-
-
-class InnerStack(Protocol):
-    """What a stack is to the hook that holds it (`ddprun_hooks.stack.Stack`)."""
-
-    entries: tuple[Entry, ...]
-    foreign: tuple[tuple[str, Hook], ...]
+    from ddprun_hooks.stack import Stack
 
 
 class Hook:
@@ -60,8 +53,8 @@ class Hook:
         """Among which ranks this hook calls collectives itself, and how many for one payload."""
         return {} if self.role == "codec" else {GroupRequirement("world"): self.rounds}
 
-    def legs(self) -> Mapping[str, InnerStack]:
-        """Stacks inside this hook, by the leg that each serves."""
+    def legs(self) -> Mapping[str, Stack]:
+        """Stacks inside this hook, by the leg that each serves. Steps begin and end for their hooks, too."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +95,7 @@ class FunctionHook(Hook):
 
 
 def not_async(name: str, because: str) -> str:
-    """What is said of a hook that is not written with `async`."""
+    """The message about a hook that is not written with `async`."""
     return (
         f'hook "{name}" is not async: {because}; write "async def", and "await" before comm.reduce and '
         "every collective of comm"

@@ -12,18 +12,17 @@ Kind = Literal["gradient", "parameters", "delta", "buffers", "optimizer"]
 
 @dataclass(frozen=True, slots=True)
 class ParamSlice:
-    """The place of one parameter, or of some of its rows, in a flat tensor."""
+    """Where one parameter, or some of its rows, lies in a flat tensor."""
 
     name: str
-    shape: tuple[int, ...]
-    """Of the slice: fewer rows than the parameter has, if the slice is a part of it."""
-
-    offset: int
-    """First element's index in the flat tensor."""
-
+    shape: tuple[int, ...]  # of the slice: fewer rows than the parameter has, if the slice is a part of it
+    offset: int  # first element's index in the flat tensor
     numel: int
-    start: int = 0
-    """First element's index in the flattened parameter."""
+    start: int = 0  # first element's index in the flattened parameter
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The slice's elements of a flat tensor: a view, shape (numel,)."""
+        return flat[self.offset : self.offset + self.numel]
 
 
 @dataclass(slots=True)

@@ -5,15 +5,18 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
+from ddprun_hooks.config import grammar
 from ddprun_hooks.config.import_path import import_dotted
 from ddprun_hooks.config.installed import import_installed, installed
+from ddprun_hooks.config.messages import described, option_faults
 from ddprun_hooks.config.options import (
     BUILT_IN,
     ENTRY_POINT_GROUP,
     HookSpec,
-    SpecError,
     parse_spec,
-    settings_of,
+    read_hook,
     unknown_hook,
 )
 from ddprun_hooks.config.options import installed_names as installed_names
@@ -37,19 +40,19 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
     Args:
         name: a built-in name, a name that an installed package adds under the entry point group
             `ddprun.hooks`, or a dotted name of a class, a factory or an `async def hook(payload, comm)`.
-        options: its keyword arguments.
+        options: its keyword arguments; of a built-in hook as `config.options.read_hook` gives them.
 
     Raises:
         HookSetupError: no such hook, wrong options, or not a hook.
     """
     options = dict(options or {})
     if name in BUILT_IN:
-        try:
-            settings = settings_of(name, options)
-        except ValueError as error:
-            raise HookSetupError(str(error)) from None
-        module, _, factory = settings.implementation.partition(":")
-        made = getattr(importlib.import_module(module), factory)(**settings.model_dump())
+        for leg in grammar.LEGS:
+            if leg in options:
+                made_leg = _made(options[leg], lambda spec: _named(*parse_spec(spec)), f"{name}.{leg}")
+                options[leg] = Stack(made_leg)
+        module, _, factory = BUILT_IN[name].implementation.partition(":")
+        made = getattr(importlib.import_module(f"ddprun_hooks.builtin.{module}"), factory)(**options)
         assert isinstance(made, Hook)
         return made
     try:
@@ -61,38 +64,40 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
     return _from_target(name, target, options)
 
 
-def make_stack(hooks: AnyHook | Sequence[AnyHook], at: str = "hooks") -> Stack:
+def make_stack(hooks: AnyHook | Sequence[AnyHook]) -> Stack:
     """Make a stack from a list such as `["fp16", {"mylab.hooks.Mine": {"strength": 2}}]`, or from one hook.
 
     Args:
         hooks: each a name or `{name: {options}}` as in a pipeline file, a `Hook`, a class or a factory of one
             that needs no arguments, or an async function.
-        at: where they stand, for faults.
 
     Raises:
         HookSetupError: a line for each fault with its place, or a stack that cannot work.
     """
     chosen: list[Any] = list(hooks) if isinstance(hooks, list | tuple) else [hooks]
-    named: list[tuple[str, Hook]] = []
-    faults: list[str] = []
-    for place, hook in enumerate(chosen):
-        try:
-            named.append(_make(hook))
-        except HookSetupError as error:
-            names = list(hook) if isinstance(hook, Mapping) else []
-            inside = tuple(f"{name}{end}" for name in names for end in (".", ":"))
-            faults += [
-                f"{at}[{place}]{'.' if line.startswith(inside) else ': '}{line}"
-                for line in str(error).splitlines()
-            ]
-    if faults:
-        raise HookSetupError("\n".join(faults))
-    # What an object was made with is nobody's to compare: its name is.
+    named = _made(chosen, _make, "hooks")
+    # Ranks cannot compare what an object was made with, so its name stands for it.
     given = [
         hook if isinstance(hook, str | Mapping) else name
         for hook, (name, _) in zip(chosen, named, strict=True)
     ]
     return Stack(named, described=repr(given))
+
+
+def _made(hooks: Sequence[Any], make: Callable[[Any], tuple[str, Hook]], at: str) -> list[tuple[str, Hook]]:
+    """Make each hook, and report the faults of all of them together."""
+    named: list[tuple[str, Hook]] = []
+    faults: list[str] = []
+    for index, hook in enumerate(hooks):
+        try:
+            named.append(make(hook))
+        except ValidationError as error:
+            faults += option_faults(error, f"{at}[{index}]", BUILT_IN)
+        except HookSetupError as error:
+            faults += [f"{at}[{index}]: {line}" for line in str(error).splitlines()]
+    if faults:
+        raise HookSetupError("\n".join(faults))
+    return named
 
 
 def _make(hook: AnyHook) -> tuple[str, Hook]:
@@ -103,10 +108,12 @@ def _make(hook: AnyHook) -> tuple[str, Hook]:
     if callable(hook):
         name = _name_of(hook)
         return name, _from_target(name, hook, {})
-    try:
-        name, options = parse_spec(hook)
-    except SpecError as error:
-        raise HookSetupError(f"{error.path[0]}: {error}" if error.path else f"{error}; {_KINDS}") from None
+    if not isinstance(hook, str | Mapping):
+        raise HookSetupError(f"expected a name, or `name: {{options}}`, got {described(hook)}; {_KINDS}")
+    return _named(*read_hook(hook))
+
+
+def _named(name: str, options: Mapping[str, Any]) -> tuple[str, Hook]:
     return name, make_hook(name, options)
 
 
@@ -138,11 +145,7 @@ def _from_target(name: str, target: Any, options: dict[str, Any]) -> Hook:
 
 
 def _checked(name: str, hook: Hook) -> Hook:
-    """A hook that can be awaited, as far as its class shows; what a decorator gives tells when it is called.
-
-    Raises:
-        HookSetupError: its `__call__` is a plain function.
-    """
+    """Refuse a hook whose `__call__` is a plain function; a decorated one shows only when it is called."""
     call = type(hook).__call__
     plain = inspect.isfunction(call) and not inspect.iscoroutinefunction(call)
     if plain and not hasattr(call, "__wrapped__"):
@@ -169,5 +172,5 @@ def _call(name: str, target: Callable[..., Any], options: dict[str, Any]) -> Any
     except TypeError as error:
         raise HookSetupError(f'options of hook "{name}": {error}') from None
     except ValueError:
-        pass  # a callable without a signature (written in C) tells when it is called
+        pass  # a callable without a signature (written in C) complains when it is called
     return target(**options)

@@ -28,15 +28,11 @@ class AllReduce(Hook):
 
 
 class Broadcast(Hook):
-    """Give every rank the payload of one.
-
-    Args:
-        source: that rank's place in the group.
-    """
+    """Give every rank the payload of rank `source` of the group."""
 
     role = "reducer"
 
-    def __init__(self, source: int = 0) -> None:
+    def __init__(self, source: int) -> None:
         self.source = source
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
@@ -47,7 +43,7 @@ class Stack:
     """Hooks in order, ended by a reducer.
 
     Args:
-        hooks: (name, hook) in the order in which a payload meets them; empty for plain all-reduce.
+        hooks: (name, hook) in the order in which a payload passes them; empty for plain all-reduce.
         described: names and options as they were given, to compare between ranks; by default the names.
 
     Raises:
@@ -69,22 +65,27 @@ class Stack:
             self.hooks.append(AllReduce())
         *codecs, reducer = self.hooks
         passes = math.prod(hook.rounds for hook in codecs)
-        self.foreign = tuple(self._foreign())
-        """The hooks that are not built in, those of legs included, by their names."""
-
-        if self.foreign:
-            uncounted.install()
         self.requirements: GroupRequirements = {
             one: passes * rounds for one, rounds in reducer.requirements().items() if rounds
         }
         """The most collectives that one payload needs on its way through the whole stack, by ranks."""
 
-    def _foreign(self) -> Iterator[tuple[str, Hook]]:
+        self.foreign = tuple(
+            (name, hook)
+            for name, hook in self.named()
+            if isinstance(hook, FunctionHook) or not type(hook).__module__.startswith("ddprun_hooks.")
+        )
+        """The hooks that are not built in, by their names."""
+
+        if self.foreign:
+            uncounted.install()
+
+    def named(self) -> Iterator[tuple[str, Hook]]:
+        """Every hook that has a name, those inside other hooks included."""
         for name, hook in zip(self.names, self.hooks, strict=False):
-            if isinstance(hook, FunctionHook) or not type(hook).__module__.startswith("ddprun_hooks."):
-                yield name, hook
+            yield name, hook
             for leg in hook.legs().values():
-                yield from leg.foreign
+                yield from leg.named()
 
     async def run(self, payload: Payload, comm: Communicator, depth: int = 0) -> Tensor:
         """Carry `payload` through the hooks from `depth` on; gives the mean over ranks."""
@@ -132,38 +133,35 @@ class Stack:
         return {name: state for name, state in merged.items() if state}
 
     def adopt_state(self, others: Sequence[Stack]) -> None:
-        """Let this stack's hooks go on from the state of hooks of the same name in other stacks, which lose
-        it: then what was not sent is sent later, and once.
-
-        Args:
-            others: the first one that has state for a hook gives it.
+        """Let this stack's hooks take over the state of hooks of the same name in other stacks, which lose
+        it: then what was not sent is sent later, and once. The first of `others` that has state gives it.
         """
         for name, hook in zip(self.names, self.hooks, strict=False):
             for other in others:
-                there = dict(zip(other.names, other.hooks, strict=False)).get(name)
-                if there is not None and there is not hook and (state := there.state_dict()):
+                source = dict(zip(other.names, other.hooks, strict=False)).get(name)
+                if source is not None and source is not hook and (state := source.state_dict()):
                     hook.load_state_dict(state)
-                    there.load_state_dict({})
+                    source.load_state_dict({})
                     break
 
     def begin_step(self) -> None:
         """A step begins that `rollback` may undo."""
-        for hook in self.hooks:
+        for _, hook in self.named():
             hook.begin_step()
 
     def commit(self) -> None:
         """The optimizer has taken the step."""
-        for hook in self.hooks:
+        for _, hook in self.named():
             hook.commit()
 
     def rollback(self) -> None:
         """The step was skipped: the hooks' state is as before it."""
-        for hook in self.hooks:
+        for _, hook in self.named():
             hook.rollback()
 
     def residual_norm(self, kind: str, names: Sequence[str]) -> float:
         """2-norm of this rank's residual of the parameters named, in units of its share of the mean."""
-        return math.sqrt(sum(hook.residual_square(kind, names) for hook in self.hooks))
+        return math.sqrt(sum(hook.residual_square(kind, names) for _, hook in self.named()))
 
 
 def all_reduce_stack() -> Stack:

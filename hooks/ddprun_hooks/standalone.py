@@ -51,7 +51,7 @@ class Handle(Dispatcher):
         self._scaler = scaler
         self._last_scale = 0.0
         self._warned = False
-        self._told: set[Uncounted] = set()
+        self._reported: set[Uncounted] = set()
         self._unread: list[BucketTrace[Any]] = []  # hooks may have found something in them
         super().__init__(model, exchange.gradients, stack)
         self.traces: list[BucketTrace[Any]] = []
@@ -65,15 +65,10 @@ class Handle(Dispatcher):
         self.stack.load_state_dict(state)
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """One state that every rank of another number of ranks, or with other buckets, can load.
-
-        Args:
-            states: `state_dict` of every rank, in rank order.
-        """
+        """One state from those of every rank, in rank order, for other ranks or buckets to load."""
         return self.stack.merge(states)
 
     def _before_layout(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        self._learn(bucket)
         layout = self._layout[bucket.index()]
         self._control.agree(f"bucket {layout.index}", repr(layout))
         if bucket.is_last():
@@ -86,13 +81,7 @@ class Handle(Dispatcher):
             self._start_pass(buffer.device)
         future = super()._send(buffer, layout, stack)
         scale = self._scale
-        if scale is None:
-            return future
-
-        def scaled_again(done: torch.futures.Future[Tensor]) -> Tensor:
-            return done.value().mul_(scale)
-
-        return future.then(scaled_again)
+        return future if scale is None else future.then(lambda done: done.value().mul_(scale))
 
     def _start_pass(self, device: torch.device) -> None:
         if not self._warned:
@@ -100,16 +89,20 @@ class Handle(Dispatcher):
             over = list(itertools.takewhile(_is_over, self._unread))  # a stream ends them in their order
             del self._unread[: len(over)]
             read_findings(over)
-            if overflow := _overflow(over):
+            lost = [(trace.bucket, one.hook) for trace in over for one in trace.findings if one.code == 1]
+            if lost:
                 self._warned = True
-                warnings.warn(f"{overflow}; use bf16, or a smaller loss", stacklevel=2)
-        for note in {note for trace in self.traces for note in trace.uncounted} - self._told:
-            self._told.add(note)
+                text = (
+                    f"bucket {lost[0][0]} overflowed in {lost[0][1]}: finite gradients came back as infinity"
+                )
+                warnings.warn(f"{text}; use bf16, or a smaller loss", stacklevel=2)
+        for note in {note for trace in self.traces for note in trace.uncounted} - self._reported:
+            self._reported.add(note)
             warnings.warn(str(note), stacklevel=2)
         self.traces.clear()
         if self._scaler is None:
             return
-        # GradScaler tells that it has skipped a step by a smaller scale.
+        # A smaller scale says that GradScaler has skipped a step.
         now = self._scaler.get_scale()
         self.end_step(applied=now >= self._last_scale)
         self._last_scale = now
@@ -164,9 +157,8 @@ def register(
     except RuntimeError as error:
         if "only be called once" not in str(error):
             raise
-        raise HookSetupError(
-            "the model has a communication hook already: DDP takes one in its life"
-        ) from None
+        text = "the model has a communication hook already: DDP takes one in its life"
+        raise HookSetupError(text) from None
 
 
 def _is_over(trace: BucketTrace[Any]) -> bool:
@@ -174,13 +166,3 @@ def _is_over(trace: BucketTrace[Any]) -> bool:
     if isinstance(trace.done, torch.cuda.Event):
         return bool(trace.done.query())  # type: ignore[no-untyped-call]
     return trace.done is not None
-
-
-def _overflow(traces: Sequence[BucketTrace[Any]]) -> str | None:
-    """Tell of the first bucket that a cast has made infinite on this rank; None if there is none."""
-    for trace in traces:
-        for finding in trace.findings:
-            if finding.code == 1:
-                what = f"bucket {trace.bucket} overflowed in {finding.hook}"
-                return f"{what}: finite gradients came back as infinity"
-    return None

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import GroupFactory, GroupRequirement, GroupRequirements, Placement, RankGroup
 from ddprun_hooks.comm.queue import HostQueue
 from ddprun_hooks.comm.trace import BucketTrace
@@ -47,12 +48,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 def bucket(names: Sequence[str] = tuple(SHAPES)) -> tuple[ParamSlice, ...]:
     """Parameters of `SHAPES` one after the other, as they lie in a bucket."""
-    found, offset = [], 0
-    for name in names:
-        numel = torch.Size(SHAPES[name]).numel()
-        found.append(ParamSlice(name, SHAPES[name], offset, numel))
-        offset += numel
-    return tuple(found)
+    named = ((name, torch.empty(SHAPES[name], device="meta")) for name in names)
+    return BucketLayout.of(0, torch.float32, named).params
 
 
 PARAMS = bucket()
@@ -78,9 +75,7 @@ class Rank:
         self.group = group
         self.rank, self.ranks = group.rank, group.size
         self.stack = stack
-        self.traces: list[BucketTrace[int]] = []
-        """What has been sent."""
-
+        self.traces: list[BucketTrace[int]] = []  # what has been sent
         self._queue = HostQueue(group)
 
     def send(
@@ -92,11 +87,7 @@ class Rank:
     ) -> Tensor:
         """Reduce one payload over the ranks by the stack; gives the mean.
 
-        Args:
-            tensor: this rank's share of the mean, shape (numel,); it is left as it is.
-            params: what lies in it.
-            bucket: its number.
-            kind: of payload.
+        `tensor` is this rank's share of the mean, shape (numel,), and stays as it is.
         """
         payload = Payload(tensor.clone(), params, kind, bucket)
         return self._queue.send(payload, self.stack, self.traces).wait().clone()
@@ -140,8 +131,8 @@ def check_hooks(
     - All ranks get the same bits.
     - Nothing is lost: over several steps in float64, what came out and all ranks' residuals add up to what
       came in. A hook without error feedback gives the mean, up to `relative_error`.
-    - State that is saved and loaded goes on with the same bits; what all ranks kept, merged, is kept whole by
-      another layout of buckets.
+    - State that is saved and loaded gives the same bits again; all ranks' residuals, merged, are kept whole
+      by another layout of buckets.
     - A step that is rolled back leaves no trace in the state.
     - No more collectives are issued than the hook declares by `rounds` (the queue itself sees to it).
 
@@ -163,11 +154,11 @@ def check_hooks(
         lambda rank: [(rank.step(step, torch.float64), rank.stack.state_dict()) for step in range(steps)],
         hosts,
     )
-    first, merge = runs[0], make_stack(copy.deepcopy(hooks)).merge
+    merge = make_stack(copy.deepcopy(hooks)).merge
     came_in = torch.zeros(NUMEL, dtype=torch.float64)
     came_out = torch.zeros_like(came_in)
     for step in range(steps):
-        result = first[step][0]
+        result = runs[0][step][0]
         for rank, run in enumerate(runs):
             assert torch.equal(run[step][0], result), (
                 f"rank {rank} and rank 0 got different bits in step {step}"
@@ -186,14 +177,14 @@ def check_hooks(
             allowed = 1e-6 if relative_error is None else relative_error
             assert error <= allowed, f"step {step}: {error:.3g} away from the mean, allowed {allowed:.3g}"
 
-    def goes_on(rank: Rank) -> list[Tensor]:
+    def resumed(rank: Rank) -> list[Tensor]:
         rank.stack.load_state_dict(runs[rank.rank][1][1])
         return [rank.step(step, torch.float64) for step in (2, 3)]
 
-    for rank, results in enumerate(run_hooks(hooks, ranks, goes_on, hosts)):
+    for rank, results in enumerate(run_hooks(hooks, ranks, resumed, hosts)):
         for step, result in zip((2, 3), results, strict=True):
             same = torch.equal(result, runs[rank][step][0])
-            assert same, f"rank {rank} goes on from a loaded state with other bits in step {step}"
+            assert same, f"rank {rank} resumes from a loaded state with other bits in step {step}"
 
     merged = merge([run[-1][1] for run in runs])
     if _totals(merged):
@@ -227,13 +218,12 @@ def check_hooks(
 def residual_total(merged: dict[str, Any]) -> Tensor:
     """The sum over ranks, and over the hooks of a stack, of their residuals, as `PARAMS` lie: shape (NUMEL,).
 
-    Args:
-        merged: `Stack.merge` of all ranks' states.
+    `merged` is `Stack.merge` of all ranks' states.
     """
     total = torch.zeros(NUMEL, dtype=torch.float64)
+    by_name = {param.name: param for param in PARAMS}
     for name, value in _totals(merged):
-        param = next(param for param in PARAMS if param.name == name)
-        total[param.offset : param.offset + value.numel()] += value.double()
+        by_name[name].of(total)[: value.numel()] += value.double()
     return total
 
 
@@ -269,23 +259,20 @@ def run_ranks(
 ) -> list[Any]:
     """Run `body(group)` on `size` threads, each a rank with Gloo groups of its own; gives what they return.
 
-    Args:
-        size: number of ranks.
-        body: what each does with the group of all ranks.
-        requirements: groups to make; a number: so many rounds among all ranks.
-        hosts: name of each rank's host; all are on one if left out.
+    `requirements` says which groups to make; a number: so many rounds among all ranks. `hosts` is as in
+    `run_hooks`.
     """
     if isinstance(requirements, int):
         requirements = {GroupRequirement("world"): requirements}
     wanted = requirements
     _free_groups()
     store = dist.HashStore()
+    names = tuple(hosts or ["here"] * size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
-    made: list[list[dist.ProcessGroup]] = [[] for _ in range(size)]
+    made: list[dist.ProcessGroup] = []
 
     def run(rank: int) -> None:
-        names = tuple(hosts or ["here"] * size)
         placement = Placement(rank, names, tuple(names.count(name) for name in names))
         calls = itertools.count()
 
@@ -295,7 +282,7 @@ def run_ranks(
             prefix = dist.PrefixStore(name, store)
             timeout = timedelta(seconds=TIMEOUT_S)
             group: Any = dist.ProcessGroupGloo(prefix, ranks.index(rank), len(ranks), timeout)
-            made[rank].append(group)
+            made.append(group)
             return group
 
         def all_gather_bytes(data: bytes) -> list[bytes]:
@@ -317,10 +304,9 @@ def run_ranks(
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT_S)
-        assert not thread.is_alive(), f"a rank hangs: it is not through after {TIMEOUT_S} s"
-    for groups in made:
-        _kept.extend(groups)
-        groups.clear()
+        assert not thread.is_alive(), f"a rank hangs: it has not finished after {TIMEOUT_S} s"
+    _kept.extend(made)
+    made.clear()
     if errors:
         raise errors[0]
     return results

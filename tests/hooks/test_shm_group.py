@@ -1,4 +1,4 @@
-"""Arenas: the same bits on every rank, no deadlock in any order, and nobody left waiting for the dead."""
+"""Groups: the same bits on every rank, no deadlock in any order, and nobody left waiting for the dead."""
 
 import contextlib
 import gc
@@ -39,7 +39,7 @@ def as_ranks(
     timeout_s: float = 30,
     before_connecting: Callable[[], None] = lambda: None,
 ) -> list[Any]:
-    """Run `body(rank, arenas)` on `size` threads; gives what they return.
+    """Run `body(rank, groups)` on `size` threads; gives what they return.
 
     `before_connecting` runs when rank 0 listens and no rank has connected.
     """
@@ -54,10 +54,10 @@ def as_ranks(
         return bytes(name)
 
     def run(rank: int) -> Any:
-        arenas = open_shm_groups(
+        groups = open_shm_groups(
             rank=rank, size=size, count=count, share=share, timeout_s=timeout_s, slot_bytes=SLOT_BYTES
         )
-        return body(rank, arenas)
+        return body(rank, groups)
 
     with ThreadPoolExecutor(size) as pool:
         return [future.result(60) for future in [pool.submit(run, rank) for rank in range(size)]]
@@ -91,11 +91,11 @@ def test_all_reduce_gives_the_rank_order_sum_bit_for_bit_on_every_rank(size: int
     """Every dtype and length, one operation right after the other: the plain sum, to the bit."""
     cases = [(dtype, numel) for dtype in DTYPES for numel in lengths(dtype)]
 
-    def body(rank: int, arenas: list[ShmGroup]) -> list[Tensor]:
-        porter, results = ProgressThread(), [contribution(rank, numel, dtype) for dtype, numel in cases]
-        for future in [porter.submit(arenas[0], arenas[0].all_reduce(tensor)) for tensor in results]:
+    def body(rank: int, groups: list[ShmGroup]) -> list[Tensor]:
+        progress, results = ProgressThread(), [contribution(rank, numel, dtype) for dtype, numel in cases]
+        for future in [progress.submit(groups[0], groups[0].all_reduce(tensor)) for tensor in results]:
             future.wait()
-        porter.close()
+        progress.close()
         return results
 
     wanted = [
@@ -109,9 +109,9 @@ def test_all_reduce_gives_the_rank_order_sum_bit_for_bit_on_every_rank(size: int
 def test_a_matrix_is_summed_in_its_own_memory() -> None:
     """Parameters of any shape, also those that autograd watches."""
 
-    def body(rank: int, arenas: list[ShmGroup]) -> Tensor:
+    def body(rank: int, groups: list[ShmGroup]) -> Tensor:
         matrix = torch.full((30, 50), rank + 1.0, requires_grad=True)
-        ProgressThread().submit(arenas[0], arenas[0].all_reduce(matrix)).wait()
+        ProgressThread().submit(groups[0], groups[0].all_reduce(matrix)).wait()
         return matrix
 
     for matrix in as_ranks(2, body):
@@ -128,18 +128,18 @@ def test_parts_of_unequal_sizes_are_scattered_and_gathered(size: int, dtype: tor
     also work in place.
     """
 
-    def body(rank: int, arenas: list[ShmGroup]) -> list[tuple[Tensor, Tensor]]:
-        (arena,), porter, results = arenas, ProgressThread(), []
+    def body(rank: int, groups: list[ShmGroup]) -> list[tuple[Tensor, Tensor]]:
+        (group,), progress, results = groups, ProgressThread(), []
         for in_place, parts in itertools.product((False, True), PARTS):
             sizes = parts[:size]
             given = contribution(rank, sum(sizes), dtype)
             kept = given.split_with_sizes(sizes)[rank] if in_place else given.new_empty(sizes[rank])
-            porter.submit(arena, arena.reduce_scatter(given, sizes, kept)).wait()
+            progress.submit(group, group.reduce_scatter(given, sizes, kept)).wait()
             whole = given if in_place else given.new_empty(sum(sizes))
             part = kept.clone()
-            porter.submit(arena, arena.all_gather(kept, sizes, whole)).wait()
+            progress.submit(group, group.all_gather(kept, sizes, whole)).wait()
             results.append((part, whole))
-        porter.close()
+        progress.close()
         return results
 
     for rank, results in enumerate(as_ranks(size, body)):
@@ -150,14 +150,14 @@ def test_parts_of_unequal_sizes_are_scattered_and_gathered(size: int, dtype: tor
             assert torch.equal(whole, total)
 
 
-def test_arenas_in_different_orders_on_different_ranks_neither_mix_nor_deadlock() -> None:
-    """Operations of two arenas are interleaved at random on each rank, with random delays; all sums are
-    right, and the futures of an arena are set in order.
+def test_groups_in_different_orders_on_different_ranks_neither_mix_nor_deadlock() -> None:
+    """Operations of two groups are interleaved at random on each rank, with random delays; all sums are
+    right, and the futures of an group are set in order.
     """
     size, turns = 3, 60
 
-    def body(rank: int, arenas: list[ShmGroup]) -> int:
-        porter, dice = ProgressThread(), random.Random(rank)
+    def body(rank: int, groups: list[ShmGroup]) -> int:
+        progress, dice = ProgressThread(), random.Random(rank)
         left = [0] * turns + [1] * turns
         dice.shuffle(left)
         done: list[list[int]] = [[], []]
@@ -166,7 +166,7 @@ def test_arenas_in_different_orders_on_different_ranks_neither_mix_nor_deadlock(
         for which in left:
             seed = 2 * turn[which] + which
             tensor = contribution(rank, 1 + 37 * seed, torch.float32, seed)
-            future = porter.submit(arenas[which], arenas[which].all_reduce(tensor))
+            future = progress.submit(groups[which], groups[which].all_reduce(tensor))
             future.add_done_callback(lambda _, which=which, seed=seed: done[which].append(seed))  # type: ignore[misc]
             sent.append((tensor, seed, future))
             turn[which] += 1
@@ -174,7 +174,7 @@ def test_arenas_in_different_orders_on_different_ranks_neither_mix_nor_deadlock(
                 time.sleep(dice.random() * 2e-3)
         for _, _, future in sent:
             future.wait()
-        porter.close()
+        progress.close()
         assert done == [sorted(done[0]), sorted(done[1])]
         assert len(done[0]) == len(done[1]) == turns
         return sum(
@@ -194,8 +194,8 @@ def test_a_callback_may_submit_the_next_operation() -> None:
     """A chain of operations, each submitted when the one before it is done, on whatever thread that is."""
     links = 2000  # more than a recursion would survive
 
-    def body(rank: int, arenas: list[ShmGroup]) -> Tensor:
-        (arena,), porter, end = arenas, ProgressThread(), threading.Event()
+    def body(rank: int, groups: list[ShmGroup]) -> Tensor:
+        (group,), progress, end = groups, ProgressThread(), threading.Event()
         total, left = torch.ones(3, dtype=torch.int64), iter(range(links))
 
         def go_on(_: object = None) -> None:
@@ -203,12 +203,12 @@ def test_a_callback_may_submit_the_next_operation() -> None:
                 end.set()
             else:
                 total.remainder_(1_000_003)
-                porter.submit(arena, arena.all_reduce(total)).add_done_callback(go_on)
+                progress.submit(group, group.all_reduce(total)).add_done_callback(go_on)
 
         time.sleep(0.01 * rank)
         go_on()
         assert end.wait(30)
-        porter.close()
+        progress.close()
         return total
 
     wanted = 1
@@ -217,7 +217,7 @@ def test_a_callback_may_submit_the_next_operation() -> None:
     assert [total.tolist() for total in as_ranks(2, body)] == [[wanted] * 3] * 2
 
 
-def test_a_peer_that_is_late_is_named_and_the_arena_is_of_no_more_use() -> None:
+def test_a_peer_that_is_late_is_named_and_the_group_is_of_no_more_use() -> None:
     """Ranks 0 and 1 wait for rank 2 until the timeout; what they had queued fails with it, and what comes
     later fails without having begun.
     """
@@ -228,21 +228,21 @@ def test_a_peer_that_is_late_is_named_and_the_arena_is_of_no_more_use() -> None:
         begun.append(1)
         yield ()
 
-    def body(rank: int, arenas: list[ShmGroup]) -> list[str]:
-        (arena,), porter, messages = arenas, ProgressThread(), []
+    def body(rank: int, groups: list[ShmGroup]) -> list[str]:
+        (group,), progress, messages = groups, ProgressThread(), []
         if rank != 2:
             start = time.monotonic()
-            queued = [porter.submit(arena, arena.all_reduce(torch.ones(9))) for _ in range(2)]
+            queued = [progress.submit(group, group.all_reduce(torch.ones(9))) for _ in range(2)]
             for future in queued:
                 with pytest.raises(ExchangeError) as caught:
                     future.wait()
                 messages.append(str(caught.value))
             assert time.monotonic() - start >= 0.3
-            later = porter.submit(arena, never_begun())
+            later = progress.submit(group, never_begun())
             with pytest.raises(ExchangeError, match="rank 2"):
                 later.wait()
         finished.wait(60)
-        porter.close()
+        progress.close()
         return messages
 
     late = "rank 2 did not arrive within 0.3 s"
@@ -250,20 +250,20 @@ def test_a_peer_that_is_late_is_named_and_the_arena_is_of_no_more_use() -> None:
     assert not begun
 
 
-def test_an_operation_that_fails_of_itself_breaks_the_arena_with_its_own_error() -> None:
+def test_an_operation_that_fails_of_itself_breaks_the_group_with_its_own_error() -> None:
     """A tensor that is too short for its parts is an error of the one operation; later ones refer to it."""
 
-    def body(rank: int, arenas: list[ShmGroup]) -> None:
-        (arena,), porter = arenas, ProgressThread()
+    def body(rank: int, groups: list[ShmGroup]) -> None:
+        (group,), progress = groups, ProgressThread()
         with pytest.raises(RuntimeError, match="split_with_sizes"):
-            porter.submit(arena, arena.reduce_scatter(torch.ones(3), [2, 2], torch.ones(2))).wait()
+            progress.submit(group, group.reduce_scatter(torch.ones(3), [2, 2], torch.ones(2))).wait()
         with pytest.raises(ExchangeError, match="split_with_sizes"):
-            porter.submit(arena, arena.all_reduce(torch.ones(3))).wait()
+            progress.submit(group, group.all_reduce(torch.ones(3))).wait()
 
     as_ranks(2, body)
 
 
-def test_ranks_that_do_not_come_to_open_arenas_are_named() -> None:
+def test_ranks_that_do_not_come_to_open_groups_are_named() -> None:
     """Rank 0 waits for rank 1 no longer than it was told to."""
     with pytest.raises(ExchangeError, match="rank 7 did not arrive"):
         open_shm_groups(rank=0, size=2, count=1, share=lambda data: data, timeout_s=0.1, names=[4, 7])
@@ -273,7 +273,7 @@ def test_memory_is_not_shared_with_another_user(monkeypatch: pytest.MonkeyPatch)
     """Both ends look at whose process the other is."""
     monkeypatch.setattr("os.geteuid", lambda: 4242)
 
-    def body(rank: int, arenas: list[ShmGroup]) -> None:
+    def body(rank: int, groups: list[ShmGroup]) -> None:
         raise AssertionError("opened")
 
     with pytest.raises(ExchangeError, match=rf"refused .* user {os.getuid()}\b.* as 4242"):
@@ -327,7 +327,7 @@ def listening_sockets() -> list[bytes]:
 )
 def test_another_user_who_connects_changes_nothing(tmp_path: Path, said: bytes, times: int) -> None:
     """A real process of another user finds the socket, connects before any rank does and stays connected,
-    silent or not, once or many times: the ranks get their arena all the same.
+    silent or not, once or many times: the ranks get their group all the same.
     """
     tmp_path.chmod(0o777)
     for folder in tmp_path.parents[:3]:  # pytest's own are for its user alone
@@ -340,9 +340,9 @@ def test_another_user_who_connects_changes_nothing(tmp_path: Path, said: bytes, 
         (tmp_path / "listening").touch()
         until((tmp_path / "knocked").exists)
 
-    def body(rank: int, arenas: list[ShmGroup]) -> Tensor:
+    def body(rank: int, groups: list[ShmGroup]) -> Tensor:
         tensor = torch.full((3,), rank + 1.0)
-        ProgressThread().submit(arenas[0], arenas[0].all_reduce(tensor)).wait()
+        ProgressThread().submit(groups[0], groups[0].all_reduce(tensor)).wait()
         return tensor
 
     try:
@@ -368,9 +368,9 @@ def test_a_connection_that_does_not_know_the_secret_is_closed() -> None:
                 stranger.send(said)
             strangers.append(stranger)
 
-    def body(rank: int, arenas: list[ShmGroup]) -> None:
+    def body(rank: int, groups: list[ShmGroup]) -> None:
         tensor = torch.ones(3)
-        ProgressThread().submit(arenas[0], arenas[0].all_reduce(tensor)).wait()
+        ProgressThread().submit(groups[0], groups[0].all_reduce(tensor)).wait()
         assert torch.equal(tensor, torch.full((3,), 2.0))
 
     as_ranks(2, body, timeout_s=20, before_connecting=before_connecting)
@@ -387,24 +387,17 @@ def mappings() -> set[str]:
     return {line for line in Path("/proc/self/maps").read_text().splitlines() if "ddprun" in line}
 
 
-@pytest.mark.parametrize("explicitly", [True, False])
-def test_an_arena_leaves_no_descriptor_and_no_memory(explicitly: bool) -> None:
-    """Neither closed nor dropped; and its memory has no name, in /dev/shm or elsewhere."""
+def test_a_group_leaves_no_descriptor_and_no_memory() -> None:
+    """When it is dropped; and its memory has no name, in /dev/shm or elsewhere."""
     gc.collect()
     before = descriptors(), mappings()
 
-    def body(rank: int, arenas: list[ShmGroup]) -> set[str]:
-        porter = ProgressThread()
-        for arena in arenas:
-            porter.submit(arena, arena.all_reduce(torch.ones(5000))).wait()
-        porter.close()
-        mapped = mappings()
-        if explicitly:
-            for arena in arenas:
-                arena.close()
-                with pytest.raises(ExchangeError, match="closed"):
-                    next(arena.all_reduce(torch.ones(1)))
-        return mapped
+    def body(rank: int, groups: list[ShmGroup]) -> set[str]:
+        progress = ProgressThread()
+        for group in groups:
+            progress.submit(group, group.all_reduce(torch.ones(5000))).wait()
+        progress.close()
+        return mappings()
 
     for mapped in as_ranks(3, body, count=2):
         assert mapped - before[1]
@@ -414,7 +407,7 @@ def test_an_arena_leaves_no_descriptor_and_no_memory(explicitly: bool) -> None:
 
 
 def open_by_file(rank: int, folder: Path) -> ShmGroup:
-    """One arena of three processes that share nothing but a folder."""
+    """One group of three processes that share nothing but a folder."""
     store = dist.FileStore(str(folder / "store"), -1)
 
     def share(data: bytes) -> bytes:
@@ -430,25 +423,25 @@ def survive(folder: Path, with_child: bool) -> tuple[str, float, float] | None:
     it. Process 2 starts rank 2, which forks a child of its own, and kills it.
     """
     rank = int(os.environ["RANK"])
-    told, killed, over = folder / "child", folder / "killed", folder / "over"
+    written, killed, over = folder / "child", folder / "killed", folder / "over"
     if rank == 2:
         pid = os.fork()
         if pid == 0:
-            be_killed(folder, told, with_child)
-        until(lambda: told.exists() and told.read_text().endswith("\n"))
+            be_killed(folder, written, with_child)
+        until(lambda: written.exists() and written.read_text().endswith("\n"))
         time.sleep(0.3)
         killed.write_text(str(time.monotonic()))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         until(lambda: len(list(folder.glob("over*"))) == 2)
-        for child in map(int, told.read_text().split()):
+        for child in map(int, written.read_text().split()):
             assert is_running(child)
             os.kill(child, signal.SIGKILL)
         return None
-    arena, porter = open_by_file(rank, folder), ProgressThread()
-    porter.submit(arena, arena.all_reduce(torch.ones(10))).wait()
+    group, progress = open_by_file(rank, folder), ProgressThread()
+    progress.submit(group, group.all_reduce(torch.ones(10))).wait()
     busy_s = time.process_time()
-    future = porter.submit(arena, arena.all_reduce(torch.ones(10)))
+    future = progress.submit(group, group.all_reduce(torch.ones(10)))
     with pytest.raises(ExchangeError) as caught:
         future.wait()
     noticed, busy_s = time.monotonic(), time.process_time() - busy_s
@@ -456,14 +449,14 @@ def survive(folder: Path, with_child: bool) -> tuple[str, float, float] | None:
     return str(caught.value), noticed - float(killed.read_text()), busy_s
 
 
-def be_killed(folder: Path, told: Path, with_child: bool) -> None:
+def be_killed(folder: Path, written: Path, with_child: bool) -> None:
     """Rank 2: takes part once and is then away for good."""
     try:
-        arena = open_by_file(2, folder)
-        ProgressThread().submit(arena, arena.all_reduce(torch.ones(10))).wait()
+        group = open_by_file(2, folder)
+        ProgressThread().submit(group, group.all_reduce(torch.ones(10))).wait()
         child = os.fork() if with_child else -1
         if child:
-            told.write_text(f"{child}\n" if with_child else "\n")
+            written.write_text(f"{child}\n" if with_child else "\n")
         time.sleep(60)
     finally:
         os._exit(1)
@@ -491,13 +484,13 @@ def test_a_killed_rank_fails_the_others_at_once(tmp_path: Path, with_child: bool
 def test_steps_never_block() -> None:
     """An operation whose peers are not there says whom it waits for; it is a generator, and can be left."""
 
-    def body(rank: int, arenas: list[ShmGroup]) -> Iterator[Any]:
-        (arena,) = arenas
-        steps: Steps = arena.all_reduce(torch.ones(3))
+    def body(rank: int, groups: list[ShmGroup]) -> Iterator[Any]:
+        (group,) = groups
+        steps: Steps = group.all_reduce(torch.ones(3))
         if rank == 0:
             assert [peer.name for peer in next(steps)] == [1, 2]
             assert [peer.name for peer in next(steps)] == [1, 2]
-            assert arena.phase == 0
+            assert group.phase == 0
         return steps
 
     as_ranks(3, body)

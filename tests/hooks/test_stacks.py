@@ -10,7 +10,15 @@ from torch import Tensor
 from ddprun_hooks.config import grammar
 from ddprun_hooks.config.options import HookSpec, parse_spec
 from ddprun_hooks.registry import make_stack
-from ddprun_hooks.testing import NUMEL, PARAMS, Rank, contribution, residual_total, run_hooks
+from ddprun_hooks.testing import (
+    NUMEL,
+    PARAMS,
+    Rank,
+    contribution,
+    exact_mean,
+    residual_total,
+    run_hooks,
+)
 
 Specs = list[HookSpec]
 
@@ -57,10 +65,6 @@ ALL = [*EXACT, *LOSSY, *CASTS]
 
 def ranks_of(specs: Specs) -> int:
     return 4 if "hierarchical" in str(specs) else 3
-
-
-def exact_mean(step: int, ranks: int) -> Tensor:
-    return torch.stack([contribution(rank, step, ranks, torch.float64) for rank in range(ranks)]).sum(0)
 
 
 @pytest.mark.parametrize("specs", ALL, ids=str)

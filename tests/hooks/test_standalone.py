@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,32 +59,62 @@ def train(hooks: list[HookSpec] | None) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
+Results = Callable[[Callable[[], Any]], list[Any]]
+"""What a function returned on each rank."""
+
+
+def call_each(*bodies: Callable[[], Any]) -> dict[str, Any]:
+    return {body.__name__: body() for body in bodies}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Results:
+    """What each of these functions returns on two ranks; the same two processes run all of them."""
+    ranks = as_processes(
+        2,
+        call_each,
+        plain_and_registered,
+        what_a_handle_knows,
+        sent_meanwhile,
+        overflow,
+        reads_as_on_a_device,
+        with_objects,
+        with_scaler,
+        past_the_communicator,
+    )
+    return lambda body: [results[body.__name__] for results in ranks]
+
+
 def plain_and_registered() -> tuple[list[Tensor], list[Tensor]]:
     return train(None), train([])
 
 
-def test_plain_all_reduce_gives_the_bits_of_ddp_without_a_hook() -> None:
+def test_plain_all_reduce_gives_the_bits_of_ddp_without_a_hook(two_ranks: Results) -> None:
     """On two ranks, where dividing first and summing then is exact the same."""
-    for plain, registered in as_processes(2, plain_and_registered):
+    for plain, registered in two_ranks(plain_and_registered):
         assert all(torch.equal(a, b) for a, b in zip(plain, registered, strict=True))
 
 
-@pytest.mark.parametrize(
-    "hooks",
-    [
-        ["int8"],
-        ["powersgd", "fp16", "shared_memory"],
-        [{"hierarchical": {"hosts": 2, "within": ["shared_memory"], "across": [{"topk": {"density": 0.1}}]}}],
-    ],
-    ids=str,
-)
-def test_ranks_stay_bitwise_together_with_any_stack(hooks: list[HookSpec]) -> None:
+STACKS: list[list[HookSpec]] = [
+    [],
+    ["int8"],
+    ["powersgd", "fp16", "shared_memory"],
+    [{"hierarchical": {"hosts": 2, "within": ["shared_memory"], "across": [{"topk": {"density": 0.1}}]}}],
+]
+
+
+def train_each() -> list[list[Tensor]]:
+    return [train(hooks) for hooks in STACKS]
+
+
+def test_ranks_stay_bitwise_together_with_any_stack() -> None:
     """And the hooks really ran: plain all-reduce leaves other weights."""
-    results = as_processes(4, train, hooks)
-    for weights in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], weights, strict=True))
-    plain = as_processes(4, train, [])[0]
-    assert not all(torch.equal(a, b) for a, b in zip(results[0], plain, strict=True))
+    results = as_processes(4, train_each)
+    for stack, first in zip(STACKS, results[0], strict=True):
+        for weights in (of_rank[STACKS.index(stack)] for of_rank in results[1:]):
+            assert all(torch.equal(a, b) for a, b in zip(first, weights, strict=True)), stack
+        as_plain = all(torch.equal(a, b) for a, b in zip(first, results[0][0], strict=True))
+        assert as_plain == (not stack), stack
 
 
 def what_a_handle_knows() -> tuple[list[tuple[str, ...]], int, list[str]]:
@@ -97,12 +127,38 @@ def what_a_handle_knows() -> tuple[list[tuple[str, ...]], int, list[str]]:
     return hooks, sum(f.wire_bytes for f in handle.traces), sorted(handle.state_dict()["topk"]["gradient"])
 
 
-def test_hooks_begin_when_ddp_has_laid_its_buckets_out() -> None:
+def test_hooks_begin_when_ddp_has_laid_its_buckets_out(two_ranks: Results) -> None:
     """Two steps of plain all-reduce; then bytes go down, and residuals are kept by parameter name."""
-    hooks, wire_bytes, kept = as_processes(2, what_a_handle_knows)[0]
+    hooks, wire_bytes, kept = two_ranks(what_a_handle_knows)[0]
     assert hooks == [(), (), ("topk",), ("topk",)]
     assert 0 < wire_bytes < 0.05 * 4 * 600 * 600
     assert kept == ["0.bias", "0.weight", "2.bias", "2.weight", "4.bias", "4.weight"]
+
+
+def sent_meanwhile() -> list[list[int]]:
+    """Of each backward pass: how many buckets had been sent, each time that something else could be done."""
+    model, _ = start()
+    handle = ddprun_hooks.register(model, ["fp16"])
+    found: list[list[int]] = []
+
+    def meanwhile() -> None:
+        assert all(trace.handed_over is not None for trace in handle.traces), "not waited for"
+        found[-1].append(len(handle.traces))
+
+    handle.meanwhile = meanwhile
+    for step in range(5):
+        found.append([])
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+        found[-1].append(-len(handle.layout))
+    return found
+
+
+def test_there_is_time_for_something_else_once_the_last_bucket_is_sent(two_ranks: Results) -> None:
+    """Once in a backward pass whose buckets are known, and not before."""
+    for found in two_ranks(sent_meanwhile):
+        buckets = -found[-1][-1]
+        assert buckets > 1
+        assert found[2:] == [[buckets, -buckets]] * 3
 
 
 def register_other_hooks() -> str:
@@ -154,9 +210,9 @@ def overflow() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_fp16_says_which_bucket_overflowed() -> None:
+def test_fp16_says_which_bucket_overflowed(two_ranks: Results) -> None:
     """Once; torch's own hook hands infinity on without a word."""
-    told = as_processes(2, overflow)[0]
+    told = two_ranks(overflow)[0]
     assert len(told) == 1
     assert re.match(r"bucket \d overflowed in fp16: finite gradients came back as infinity", told[0])
 
@@ -178,9 +234,9 @@ def reads_as_on_a_device() -> tuple[int, list[str]]:
     return reads.count, [str(warning.message).replace(f"bucket {lossy} ", "bucket ") for warning in caught]
 
 
-def test_what_hooks_have_found_is_read_at_once() -> None:
+def test_what_hooks_have_found_is_read_at_once(two_ranks: Results) -> None:
     """Not bucket by bucket: on a GPU each reading would wait for the device."""
-    for reads, told in as_processes(2, reads_as_on_a_device):
+    for reads, told in two_ranks(reads_as_on_a_device):
         assert reads == 0
         assert len(told) == 1
         assert told[0].startswith("bucket overflowed in fp16: finite gradients came back as infinity")
@@ -221,12 +277,16 @@ def failing(hook: Any) -> str:
     return "no error"
 
 
+def fail_each(*hooks: Any) -> list[str]:
+    return [failing(hook) for hook in hooks]
+
+
 def test_a_hook_that_is_not_async_is_named() -> None:
     """With how to mend it; torch's own words name neither."""
-    (told,) = as_processes(1, failing, Quiet())
+    told, told_elsewhere = as_processes(1, fail_each, Quiet(), waits_elsewhere)[0]
     assert 'hook "tests.hooks.test_standalone.Quiet" is not async: called, it gave Tensor; write' in told
-    (told,) = as_processes(1, failing, waits_elsewhere)
-    assert 'hook "tests.hooks.test_standalone.waits_elsewhere" awaits NoneType, which is no coll' in told
+    name = "tests.hooks.test_standalone.waits_elsewhere"
+    assert f'hook "{name}" awaits NoneType, which is not a coll' in told_elsewhere
 
 
 class OfItsOwn(ddprun_hooks.Hook):
@@ -253,10 +313,10 @@ def past_the_communicator() -> tuple[list[str], list[tuple[int, list[tuple[str, 
     return [str(warning.message) for warning in caught], traces
 
 
-def test_collectives_past_the_communicator_are_told_and_marked() -> None:
+def test_collectives_past_the_communicator_are_reported_and_marked(two_ranks: Results) -> None:
     """Once, with the hook and the collective; every record of such a bucket says that bytes are missing."""
     name = "tests.hooks.test_standalone.OfItsOwn"
-    for told, traces in as_processes(2, past_the_communicator):
+    for told, traces in two_ranks(past_the_communicator):
         assert len(told) == 1
         assert told[0].startswith(f'hook "{name}" calls all_reduce of torch.distributed itself: its bytes')
         plain = [trace for trace in traces if trace[0]]
@@ -286,9 +346,9 @@ async def handed_on(payload: ddprun_hooks.Payload, comm: ddprun_hooks.Communicat
     return await comm.reduce(payload.tensor)
 
 
-def test_a_name_alone_an_object_and_a_function_are_hooks() -> None:
+def test_a_name_alone_an_object_and_a_function_are_hooks(two_ranks: Results) -> None:
     """`register(model, "fp16")` is one hook, and `Cast("fp16")` behind a function the same one."""
-    for first, second, names in as_processes(2, with_objects):
+    for first, second, names in two_ranks(with_objects):
         assert names == ("tests.hooks.test_standalone.handed_on", "ddprun_hooks.builtin.cast.Cast")
         for one, other in zip(first, second, strict=True):
             assert torch.equal(one, other)
@@ -314,16 +374,16 @@ def with_scaler() -> tuple[bool, bool, float]:
     return scales[4] < scales[3], torch.equal(before, kept[1]), largest
 
 
-def test_a_step_that_the_scaler_skips_leaves_the_hooks_state() -> None:
+def test_a_step_that_the_scaler_skips_leaves_the_hooks_state(two_ranks: Results) -> None:
     """What is kept is of true gradients, without the loss scale, and of applied steps only."""
-    for skipped, as_before, largest in as_processes(2, with_scaler):
+    for skipped, as_before, largest in two_ranks(with_scaler):
         assert skipped
         assert as_before
         assert 0 < largest < 1e-3
 
 
 def on_hosts(placement: str) -> tuple[list[Tensor], list[tuple[str, int, int]]]:
-    del os.environ["LOCAL_WORLD_SIZE"]  # as where srun or mpirun has started the ranks
+    os.environ.pop("LOCAL_WORLD_SIZE", None)  # as where srun or mpirun has started the ranks
     model, _ = start()
     with mock.patch("socket.gethostname", return_value=placement[dist.get_rank()]):
         handle = ddprun_hooks.register(model, [{"hierarchical": {"within": ["fp16"]}}])
@@ -335,18 +395,21 @@ def on_hosts(placement: str) -> tuple[list[Tensor], list[tuple[str, int, int]]]:
     return gradients, [(leg.group, leg.wire_bytes, leg.between_hosts_bytes) for leg in legs]
 
 
-@pytest.mark.parametrize("placement", ["abab", "abba", "aabb"])
-def test_hosts_go_by_their_names_in_a_script_of_ones_own(placement: str) -> None:
+def on_each(placements: Sequence[str]) -> list[tuple[list[Tensor], list[tuple[str, int, int]]]]:
+    return [on_hosts(placement) for placement in placements]
+
+
+def test_hosts_go_by_their_names_in_a_script_of_ones_own() -> None:
     """Whatever ranks a launcher has placed where, over the process groups of torch: what goes inside a host
     leaves none, and all ranks get the same gradients.
     """
-    ran = as_processes(4, on_hosts, placement)
-    for gradients, legs in ran:
-        assert {group.partition(".")[0] for group, _, _ in legs} == {"within", "across"}
-        for group, sent, left in legs:
-            assert left == (sent if group.startswith("across") else 0)
-        for own, other in zip(gradients, ran[0][0], strict=True):
-            assert torch.equal(own, other)
+    for ran in zip(*as_processes(4, on_each, ("abab", "abba", "aabb")), strict=True):
+        for gradients, legs in ran:
+            assert {group.partition(".")[0] for group, _, _ in legs} == {"within", "across"}
+            for group, sent, left in legs:
+                assert left == (sent if group.startswith("across") else 0)
+            for own, other in zip(gradients, ran[0][0], strict=True):
+                assert torch.equal(own, other)
 
 
 def test_what_cannot_work_is_refused_at_once() -> None:

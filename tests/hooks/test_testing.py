@@ -18,7 +18,7 @@ class Half(ErrorFeedback):
     rounds = 1
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
-        residual = self.residuals.of(payload, comm.size)
+        residual = self.residual(payload, comm.size)
         residual += payload.tensor
         sent = self.sent(residual)
         self.keep(residual, sent)
@@ -57,7 +57,7 @@ class Stubborn(Half):
     """Does not roll back."""
 
     def rollback(self) -> None:
-        self.residuals.commit()
+        self.commit()
 
 
 class Off(Hook):
@@ -86,7 +86,7 @@ def test_two_hosts_and_casts() -> None:
     [
         (Forgetful, "do not add up to what came in"),
         (Apart, "rank 1 and rank 0 got different bits"),
-        (Newborn, "goes on from a loaded state with other bits"),
+        (Newborn, "resumes from a loaded state with other bits"),
         (Stubborn, "rolled back has changed the state"),
         (Off, "away from the mean"),
         ("bf16", "away from the mean"),

@@ -479,7 +479,7 @@ def test_a_setting_that_cannot_be_read_is_a_fault(
         trust()
     with pytest.raises(TrustSettingError):
         import_dotted(f"{LAB}.Net")
-    with pytest.raises(PipelineError, match=r"^DDPRUN_TRUSTED: .* is no package; write packages"):
+    with pytest.raises(PipelineError, match=r"^DDPRUN_TRUSTED: .* is not a package; write packages"):
         pipeline()
 
 

@@ -41,12 +41,8 @@ def bf16() -> Cast:
 
 
 def note_overflow(name: str, payload: Payload, total: Tensor) -> None:
-    """Leave a finding if what came back is not finite.
-
-    Args:
-        name: the cast.
-        payload: its tensor is still this rank's own.
-        total: the sum over ranks, in 16 bits, shape (numel,).
+    """Leave a finding of the cast `name` if `total`, the sum over ranks in 16 bits, is not finite; the
+    payload's tensor is still this rank's own.
     """
     lost = ~torch.isfinite(total.sum(dtype=torch.float32))  # a sum of 16-bit values does not overflow fp32
     if lost.is_cuda or bool(lost):  # on a GPU to look would be to wait for it

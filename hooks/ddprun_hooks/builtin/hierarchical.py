@@ -1,5 +1,6 @@
 """Two levels: inside each host, and between hosts."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,10 +10,8 @@ from torch import Tensor
 from ddprun_hooks.builtin.cast import DTYPES, note_overflow
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements
-from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import ParamSlice, Payload
-from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
 
 
@@ -21,31 +20,30 @@ class _Cut:
     """How a payload is divided among the ranks of a host."""
 
     params: tuple[ParamSlice, ...]
-    sizes: tuple[int, ...]
-    shard: tuple[ParamSlice, ...]
-    """The parameters, and parts of them, in this rank's share."""
+    sizes: list[int]
+    shard: tuple[ParamSlice, ...]  # the parameters, and parts of them, in this rank's share
 
 
 class Hierarchical(Hook):
-    """Reduce-scatter inside the host, the `across` stack between ranks of one place on all hosts, all-gather.
+    """Reduce-scatter inside the host, the `across` stack between ranks of one index on all hosts, all-gather.
 
     Between hosts each value travels once for a whole host, not once for each of its ranks (two-level
     all-reduce as in Jia et al. 2018, arXiv:1807.11205). Shares are cut at row boundaries of parameters, so
     that every one holds matrices.
 
     Args:
-        within: stack of the legs inside a host: a cast, shared_memory, or both.
-        across: stack of the leg between hosts.
+        within: for the legs inside a host: a cast, shared_memory, or both.
+        across: for the leg between hosts.
         hosts: split the ranks into so many equal hosts; None: as they were launched.
     """
 
     role = "reducer"
 
     def __init__(
-        self, within: Sequence[HookSpec] = (), across: Sequence[HookSpec] = (), hosts: int | None = None
+        self, within: Stack | None = None, across: Stack | None = None, hosts: int | None = None
     ) -> None:
-        self.within = make_stack(within, "hierarchical.within")
-        self.across = make_stack(across, "hierarchical.across")
+        self.within = within or Stack([])
+        self.across = across or Stack([])
         self.hosts = hosts
         self._shared = "shared_memory" in self.within.names
         self._narrow = next((name for name in self.within.names if name in DTYPES), None)
@@ -79,15 +77,13 @@ class Hierarchical(Hook):
 
     def _cut(self, payload: Payload, within: Communicator) -> _Cut:
         key = payload.kind, payload.bucket
-        numel = payload.tensor.numel()
         # Elements of no parameter (factors, say) may come in several lengths for one bucket.
         cut = self._cuts.get(key) if payload.params else None
-        if cut is None or (cut.params is not payload.params and cut.params != payload.params):
-            ends = cut_at_rows(payload.params, numel, within.size)
-            bounds = list(zip([0, *ends], ends, strict=False))
-            low, high = bounds[within.rank]
-            shard = slices_between(payload.params, low, high)
-            cut = self._cuts[key] = _Cut(payload.params, tuple(b - a for a, b in bounds), shard)
+        if cut is None or cut.params != payload.params:
+            ends = cut_at_rows(payload.params, payload.tensor.numel(), within.size)
+            bounds = list(itertools.pairwise([0, *ends]))
+            shard = slices_between(payload.params, *bounds[within.rank])
+            cut = self._cuts[key] = _Cut(payload.params, [high - low for low, high in bounds], shard)
         return cut
 
     def requirements(self) -> GroupRequirements:
@@ -99,38 +95,20 @@ class Hierarchical(Hook):
         return {GroupRequirement("within", self.hosts, self._shared): 2, **across}
 
     def legs(self) -> Mapping[str, Stack]:
-        """Both stacks."""
         return {"within": self.within, "across": self.across}
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the leg between hosts: of this rank's shares."""
+        """State of the hooks between hosts, which is of this rank's shares."""
         state = self.across.state_dict()
         return {"across": state} if state else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Bring it back."""
         self.across.load_state_dict(state.get("across", {}))
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The leg's state with all shares together."""
+        """The state of all shares together."""
         merged = self.across.merge([state["across"] for state in states if "across" in state])
         return {"across": merged} if merged else {}
-
-    def begin_step(self) -> None:
-        """A step begins that `rollback` may undo."""
-        self.across.begin_step()
-
-    def commit(self) -> None:
-        """The step was taken."""
-        self.across.commit()
-
-    def rollback(self) -> None:
-        """The step was skipped."""
-        self.across.rollback()
-
-    def residual_square(self, kind: str, names: Sequence[str]) -> float:
-        """Squared 2-norm of what the leg between hosts keeps of this rank's shares."""
-        return self.across.residual_norm(kind, names) ** 2
 
 
 def cut_at_rows(params: Sequence[ParamSlice], numel: int, parts: int) -> list[int]:
@@ -139,12 +117,12 @@ def cut_at_rows(params: Sequence[ParamSlice], numel: int, parts: int) -> list[in
     A row is what one index of a parameter's first dimension holds; without parameters, one element.
     """
     ends: list[int] = []
-    places = iter(params)
-    param = next(places, None)
+    remaining = iter(params)
+    param = next(remaining, None)
     for part in range(1, parts):
         even = round(part * numel / parts)
         while param is not None and param.offset + param.numel <= even:
-            param = next(places, None)
+            param = next(remaining, None)
         end = even
         if param is not None and param.shape:
             row = param.numel // param.shape[0]

@@ -31,7 +31,7 @@ class Int8(ErrorFeedback):
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         numel, block = payload.tensor.numel(), self.block
-        residual = self.residuals.of(payload, comm.size)
+        residual = self.residual(payload, comm.size)
         per_rank = -(-numel // (comm.size * block)) * block  # whole blocks, the last ones padded
         x = residual.new_zeros(comm.size, per_rank)
         flat = x.view(-1)[:numel]
@@ -60,14 +60,9 @@ class Int8(ErrorFeedback):
 
 
 def quantise(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of values.
+    """Codes and scales of values x, shape (..., k * block), fp32 or fp64.
 
-    Args:
-        x: shape (..., k * block), fp32 or fp64.
-        block: values per scale.
-
-    Returns:
-        Codes, int8, of x's shape, in [-127, 127] where finite; scales, fp32, shape (..., k).
+    Codes are int8, of x's shape, in [-127, 127] where finite; scales are fp32, shape (..., k).
     """
     blocks = x.view(*x.shape[:-1], -1, block)
     scales = (blocks.abs().amax(-1) / _LARGEST).float()

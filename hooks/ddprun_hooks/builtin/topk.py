@@ -1,4 +1,4 @@
-"""The largest values only, with their places."""
+"""The largest values only, with their indices."""
 
 import math
 
@@ -28,21 +28,21 @@ class TopK(ErrorFeedback):
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         dtype = payload.tensor.dtype
-        residual = self.residuals.of(payload, comm.size)
+        residual = self.residual(payload, comm.size)
         residual += payload.tensor
         count = math.ceil(self.density * residual.numel())
-        places = residual.abs().topk(count, sorted=False).indices
-        values = residual[places].to(dtype)
-        residual[places] -= values.to(residual.dtype)
+        indices = residual.abs().topk(count, sorted=False).indices
+        values = residual[indices].to(dtype)
+        residual[indices] -= values.to(residual.dtype)
         drop_not_finite(residual, values)
 
-        message = torch.cat([places.int().view(torch.uint8), values.view(torch.uint8)])
+        message = torch.cat([indices.int().view(torch.uint8), values.view(torch.uint8)])
         gathered = await comm.all_gather(message)
 
         total = torch.zeros_like(residual)
         for part in gathered.view(comm.size, -1):
-            places, values = part[: 4 * count].clone(), part[4 * count :].clone()  # aligned
-            total.index_add_(0, places.view(torch.int32).long(), values.view(dtype).to(residual.dtype))
+            indices, values = part[: 4 * count].clone(), part[4 * count :].clone()  # aligned
+            total.index_add_(0, indices.view(torch.int32).long(), values.view(dtype).to(residual.dtype))
         return payload.tensor.copy_(total)
 
 

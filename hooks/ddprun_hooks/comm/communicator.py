@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,33 +10,21 @@ from torch import Tensor
 from ddprun_hooks.comm.groups import Collective, RankGroup
 from ddprun_hooks.payload import ParamSlice
 
-
-class Rest(Protocol):
-    """The rest of a stack, behind the hook that is running."""
-
-    def __call__(
-        self, tensor: Tensor, params: tuple[ParamSlice, ...] | None, compression_error: Tensor | None
-    ) -> Awaitable[Tensor]: ...
+Rest = Callable[[Tensor, tuple[ParamSlice, ...] | None, Tensor | None], Awaitable[Tensor]]
+"""The rest of a stack, behind the hook that is running: called as `Communicator.reduce`."""
 
 
 class Communicator:
     """The ranks that a hook reduces over.
 
     A codec awaits `reduce`, which hands its tensor to the rest of the stack; a reducer awaits collectives.
-
-    Args:
-        group: the ranks.
-        rest: of the stack; None: there is none.
-        shared: exchange through shared memory.
     """
 
     __slots__ = ("_rest", "group", "rank", "shared", "size")
 
     def __init__(self, group: RankGroup, rest: Rest | None = None, *, shared: bool = False) -> None:
         self.group = group
-        self.rank = group.rank
-        """This rank's place in the group."""
-
+        self.rank = group.rank  # this rank in the group
         self.size = group.size
         self.shared = shared
         self._rest = rest
@@ -61,7 +48,7 @@ class Communicator:
         return await self._rest(tensor, params, compression_error)
 
     def split(self, hosts: int | None) -> tuple[Communicator, Communicator]:
-        """The ranks of this rank's host, and the ranks of its place on every host."""
+        """The ranks of this rank's host, and the ranks of the same index on every host."""
         within, across = self.group.splits[hosts]
         return Communicator(within), Communicator(across)
 

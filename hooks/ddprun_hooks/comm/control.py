@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -16,16 +17,13 @@ from ddprun_hooks.errors import DisagreementError
 _GATHERED_BYTES = 64
 
 
+@dataclass(slots=True)
 class PendingMessage:
     """A control message on its way."""
 
-    __slots__ = ("_gathered", "_pending", "_work")
-
-    def __init__(self, work: dist.Work, gathered: list[Tensor], pending: PendingCollective) -> None:
-        self._work = work
-        self._gathered = gathered
-        self._pending = pending
-        pending.done_when(work.is_completed)
+    _work: dist.Work
+    _gathered: list[Tensor]
+    _pending: PendingCollective
 
     def wait(self) -> Tensor:
         """Every rank's message: shape (world size, length), float64."""
@@ -43,7 +41,7 @@ class Control:
 
     Args:
         group: a Gloo process group that nothing else uses.
-        rank, size: this rank's place in it, and how many there are.
+        rank, size: this rank in it, and how many there are.
         observer: sees what is exchanged.
     """
 
@@ -66,7 +64,9 @@ class Control:
         mine = torch.as_tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         pending = self._gathers.issue("all_gather", what=what)
-        return PendingMessage(self._group.allgather([gathered], [mine]), gathered, pending)
+        work = self._group.allgather([gathered], [mine])
+        pending.done_when(work.is_completed)
+        return PendingMessage(work, gathered, pending)
 
     def all_gather(self, numbers: Sequence[float], what: str = "numbers of every rank") -> Tensor:
         """Every rank's numbers: shape (world size, len(numbers)), float64."""
@@ -109,14 +109,14 @@ class Control:
         offset = bound = 0.0
         step = 1 << (self.size - 1).bit_length()
         while step > 1:
-            apart, step = step, step // 2
-            if self.rank % apart == step:
-                offset, bound = self._ask_for_time(self.rank - step, rounds)
-            elif self.rank % apart == 0 and self.rank + step < self.size:
-                self._tell_time(self.rank + step, rounds, offset, bound)
+            span, step = step, step // 2
+            if self.rank % span == step:
+                offset, bound = self._measure_offset(self.rank - step, rounds)
+            elif self.rank % span == 0 and self.rank + step < self.size:
+                self._answer_time(self.rank + step, rounds, offset, bound)
         return offset, bound
 
-    def _ask_for_time(self, peer: int, rounds: int) -> tuple[float, float]:
+    def _measure_offset(self, peer: int, rounds: int) -> tuple[float, float]:
         """Offset and bound, of a rank that knows its own."""
         best = 0.0, math.inf
         answer = torch.empty(2, dtype=torch.float64)
@@ -132,7 +132,7 @@ class Control:
                     best = sent + half - theirs, half + 1.0 + their_bound
         return best
 
-    def _tell_time(self, peer: int, rounds: int, offset: float, bound: float) -> None:
+    def _answer_time(self, peer: int, rounds: int, offset: float, bound: float) -> None:
         """Answer by rank 0's clock, as far as this rank knows it."""
         with waiting(self._messages, "receive", "comparing clocks", [peer]):
             for _ in range(rounds):

@@ -36,9 +36,7 @@ _ALL_RANKS: GroupRequirements = MappingProxyType({GroupRequirement("world"): 1})
 class Exchange:
     """Everything over which the ranks exchange; made once, before the first step, by all ranks together."""
 
-    gradients: CommQueue
-    """For gradient buckets."""
-
+    gradients: CommQueue  # for gradient buckets
     deltas: CommQueue
     """For changes of parameters, through hooks: a queue of its own, so that they can never meet gradients."""
 
@@ -46,9 +44,7 @@ class Exchange:
     """For parameters, buffers and optimizer state as they are. A queue of its own, too: what is sent here
     never waits for an exchange of deltas that is still under way."""
 
-    exact: RankGroup
-    """For comparing ranks (fidelity, audit): what it carries goes through no stack."""
-
+    exact: RankGroup  # for comparing ranks (fidelity, audit): what it carries goes through no stack
     control: Control
 
     @classmethod
@@ -74,8 +70,7 @@ class Exchange:
             backend: "gloo" or "nccl".
             hosts: host of each rank, in rank order.
             local_sizes: for each rank, how many ranks its launcher started on its host.
-            gradients: among which ranks that queue exchanges, and how many collectives one payload needs
-                there at most.
+            gradients: among which ranks that queue exchanges.
             deltas: the same for that queue.
             plain: the same for that queue.
             timeout: how long a collective may take before it fails.
@@ -121,27 +116,23 @@ class Exchange:
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrite `tensors`, in place, with those of rank `source`, in flat messages of one dtype each."""
-        buckets = ParameterBuckets(
-            {str(place): tensor for place, tensor in enumerate(tensors)}, _MESSAGE_BYTES
-        )
-        stack = broadcast_stack(source)
-        for place, layout in enumerate(buckets.layouts):
-            payload = Payload(buckets.flat(place), layout.params, "parameters", layout.index)
-            buckets.put(place, self.plain.send(payload, stack, []).wait())
+        named = {str(index): tensor for index, tensor in enumerate(tensors)}
+        buckets, stack = ParameterBuckets(named, _MESSAGE_BYTES), broadcast_stack(source)
+        for index, layout in enumerate(buckets.layouts):
+            payload = Payload(buckets.flat(index), layout.params, "parameters", layout.index)
+            buckets.put(index, self.plain.send(payload, stack, []).wait())
 
     def exact_sum(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Sum `tensor` over the ranks, in place, past every hook; gives it, and the bytes sent."""
-        wanted = Communicator(self.exact).all_reduce(tensor)
-        self._run_exact(wanted, "the exact mean")
-        return tensor, self.exact.wire_bytes(wanted)
+        return tensor, self._run_exact(Communicator(self.exact).all_reduce(tensor), "the exact mean")
 
     def largest(self, tensor: Tensor) -> Tensor:
         """The largest of the ranks' values at each place of `tensor`, in place, past every hook."""
         self._run_exact(Communicator(self.exact).all_reduce_max(tensor), "the largest value, for the audit")
         return tensor
 
-    def _run_exact(self, wanted: Collective, what: str) -> None:
-        """A collective past every queue, waited for."""
+    def _run_exact(self, wanted: Collective, what: str) -> int:
+        """Wait for a collective past every queue; gives the bytes sent."""
         pending = self.exact.sequence(wanted, 0).issue(wanted.op, what=what)
         work = self.exact.launch(wanted, 0)
         if isinstance(work, dist.Work):
@@ -151,3 +142,4 @@ class Exchange:
         except BaseException:
             pending.failed()
             raise
+        return self.exact.wire_bytes(wanted)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -28,9 +29,7 @@ class GroupRequirement(NamedTuple):
     hosts: int | None = None
     """Into how many hosts `hierarchical` splits the ranks; None: as they were launched."""
 
-    shared: bool = False
-    """Through shared memory."""
-
+    shared: bool = False  # through shared memory
     parts: tuple[tuple[int, ...], ...] = ()
     """For the leg `part`: the ranks of each group; every rank is in one."""
 
@@ -42,6 +41,7 @@ GroupRequirements = Mapping[GroupRequirement, int]
 Op = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast"]
 
 
+@dataclass(slots=True, eq=False)
 class Collective:
     """A collective that a hook asks for: `await` it to have it done.
 
@@ -49,33 +49,16 @@ class Collective:
     issue collectives in one order.
     """
 
-    __slots__ = ("group", "maximum", "op", "output", "shared", "sizes", "source", "tensor")
+    group: RankGroup
+    op: Op
+    tensor: Tensor
+    output: Tensor
+    sizes: Sequence[int] | None = None
+    """Elements of each rank's part, where a tensor is cut into parts; None: equal parts."""
 
-    def __init__(
-        self,
-        group: RankGroup,
-        op: Op,
-        tensor: Tensor,
-        output: Tensor,
-        *,
-        sizes: Sequence[int] | None = None,
-        source: int = 0,
-        shared: bool = False,
-        maximum: bool = False,
-    ) -> None:
-        self.group = group
-        self.op: Op = op
-        self.tensor = tensor
-        self.output = output
-        self.sizes = sizes
-        """Elements of each rank's part, where a tensor is cut into parts; None: equal parts."""
-
-        self.source = source
-        self.shared = shared
-        """Through shared memory."""
-
-        self.maximum = maximum
-        """All-reduce to the largest value instead of the sum."""
+    source: int = 0
+    shared: bool = False  # through shared memory
+    maximum: bool = False  # all-reduce to the largest value instead of the sum
 
     def __await__(self) -> Generator[Collective, Tensor, Tensor]:
         return (yield self)
@@ -90,23 +73,17 @@ class RankGroup:
     """
 
     name: str
-    rank: int
-    """This rank's place in the group."""
-
-    hosts: tuple[str, ...]
-    """Host of each rank, in group order."""
-
+    rank: int  # this rank in the group
+    hosts: tuple[str, ...]  # host of each rank, in group order
     process_groups: Sequence[dist.ProcessGroup] = ()
     shm_groups: Sequence[ShmGroup] = ()
-    progress: ProgressThread | None = None
-    """Runs what goes through shared memory."""
-
+    progress: ProgressThread | None = None  # runs what goes through shared memory
     splits: Mapping[int | None, tuple[RankGroup, RankGroup]] = field(default_factory=dict)
     """For each number of hosts that a hook splits this group into (None: as launched): the ranks of this
-    rank's host, and the ranks of its place on every host."""
+    rank's host, and the ranks of the same index on every host."""
 
     parts: Mapping[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
-    """For each partition of this group's ranks: the ranks that are in one part with this one."""
+    """For each partition of this group's ranks: the part with this rank."""
 
     sequences: Mapping[bool, Sequence[CollectiveSequence]] = field(default_factory=dict)
     """Observes the collectives of each round: through shared memory (True) and over the network (False)."""
@@ -117,57 +94,47 @@ class RankGroup:
         return len(self.hosts)
 
     def sequence(self, wanted: Collective, round_index: int) -> CollectiveSequence:
-        """Observes a collective of this round."""
+        """What observes a collective of this round."""
         sequences = self.sequences.get(wanted.shared, ())
         return sequences[round_index] if round_index < len(sequences) else UNOBSERVED
 
-    def launch(self, wanted: Collective, round_index: int) -> dist.Work | ShmWork:
-        """Start a collective on the group of its round.
-
-        Raises:
-            IndexError: no group was made for this round.
-        """
+    def launch(self, wanted: Collective, round_index: int) -> dist.Work | Future[None]:
+        """Start a collective on the group of its round, which must exist."""
+        tensor, output, sizes = wanted.tensor, wanted.output, wanted.sizes
         if wanted.shared:
-            return self._launch_shared(wanted, self.shm_groups[round_index])
+            assert self.progress is not None, "shared memory has a progress thread"
+            shm = self.shm_groups[round_index]
+            parts = sizes or [tensor.numel()] * self.size
+            match wanted.op:
+                case "all_reduce":
+                    steps = shm.all_reduce(tensor)
+                case "reduce_scatter":
+                    steps = shm.reduce_scatter(tensor, parts, output)
+                case "all_gather":
+                    steps = shm.all_gather(tensor, parts, output)
+                case _:
+                    raise HookSetupError(f'"{wanted.op}" does not go through shared memory')
+            return self.progress.submit(shm, steps)
         group = self.process_groups[round_index]
         match wanted.op:
             case "all_reduce":
-                reduction = dist.ReduceOp.MAX if wanted.maximum else dist.ReduceOp.SUM
-                return group.allreduce([wanted.tensor], reduction)
+                return group.allreduce([tensor], dist.ReduceOp.MAX if wanted.maximum else dist.ReduceOp.SUM)
+            case "all_gather" if sizes is None or len(set(sizes)) == 1:
+                return group.allgather([list(output.chunk(self.size))], [tensor])
             case "all_gather":
-                return self._all_gather(wanted, group)
+                # Gloo gathers equal lengths only: each rank sends its own to every other instead.
+                assert sizes is not None
+                copies = tensor.repeat(self.size)
+                return group.alltoall_base(output, copies, list(sizes), [tensor.numel()] * self.size)
             case "all_to_all":
-                mine = [] if wanted.sizes is None else [wanted.sizes[self.rank]] * self.size
-                return group.alltoall_base(wanted.output, wanted.tensor, mine, list(wanted.sizes or ()))
+                mine = [] if sizes is None else [sizes[self.rank]] * self.size
+                return group.alltoall_base(output, tensor, mine, list(sizes or ()))
             case "broadcast":
                 options = dist.BroadcastOptions()
                 options.rootRank = wanted.source
                 options.rootTensor = 0
-                return group.broadcast([wanted.tensor], options)
+                return group.broadcast([tensor], options)
         raise HookSetupError(f'"{wanted.op}" goes through shared memory only')
-
-    def _all_gather(self, wanted: Collective, group: dist.ProcessGroup) -> dist.Work:
-        sizes = wanted.sizes
-        if sizes is None or len(set(sizes)) == 1:
-            return group.allgather([list(wanted.output.chunk(self.size))], [wanted.tensor])
-        # Gloo gathers equal lengths only: each rank sends its own to every other instead.
-        copies = wanted.tensor.repeat(self.size)
-        return group.alltoall_base(wanted.output, copies, list(sizes), [wanted.tensor.numel()] * self.size)
-
-    def _launch_shared(self, wanted: Collective, shm: ShmGroup) -> ShmWork:
-        assert self.progress is not None, "shared memory has a progress thread"
-        match wanted.op:
-            case "all_reduce":
-                steps = shm.all_reduce(wanted.tensor)
-            case "reduce_scatter":
-                assert wanted.sizes is not None
-                steps = shm.reduce_scatter(wanted.tensor, wanted.sizes, wanted.output)
-            case "all_gather":
-                sizes = wanted.sizes or [wanted.tensor.numel()] * self.size
-                steps = shm.all_gather(wanted.tensor, sizes, wanted.output)
-            case _:
-                raise HookSetupError(f'"{wanted.op}" does not go through shared memory')
-        return ShmWork(self.progress.submit(shm, steps))
 
     def wire_bytes(self, wanted: Collective) -> int:
         """Bytes this rank sends, for the ring algorithms that Gloo and NCCL use on large tensors.
@@ -207,34 +174,13 @@ class RankGroup:
         return wanted.sizes[rank] * wanted.tensor.element_size()
 
 
-class ShmWork:
-    """A collective under way in shared memory."""
-
-    __slots__ = ("_future",)
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def get_future(self) -> Future[None]:
-        """Done when the collective is."""
-        return self._future
-
-    def wait(self) -> bool:
-        """Wait for it."""
-        self._future.wait()
-        return True
-
-
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where the ranks are."""
 
     rank: int
-    hosts: tuple[str, ...]
-    """Host name of each rank."""
-
-    local_sizes: tuple[int, ...]
-    """For each rank, how many ranks its launcher started on its host."""
+    hosts: tuple[str, ...]  # host name of each rank
+    local_sizes: tuple[int, ...]  # for each rank, how many ranks its launcher started on its host
 
     @property
     def size(self) -> int:
@@ -242,10 +188,8 @@ class Placement:
         return len(self.hosts)
 
     def launched(self) -> list[list[int]]:
-        """The ranks of each host, wherever they lie in rank order, in the order of their first ranks.
-
-        Ranks of one host name are on one host. Of several launchers on a host (or hosts of one name) each
-        counts for a host of its own.
+        """The ranks of each host name, in the order of their first ranks; of several launchers on a host (or
+        hosts of one name) each counts for a host of its own.
         """
         of_name: dict[str, list[int]] = {}
         for rank, name in enumerate(self.hosts):
@@ -259,11 +203,8 @@ class Placement:
         return sorted(found)
 
     def blocks(self, hosts: int | None) -> list[list[int]]:
-        """The ranks of each host, in rank order as process groups have them.
-
-        Args:
-            hosts: how many to split the ranks into, those of one host together as far as that goes; None: as
-                they were launched.
+        """The ranks of each host, in rank order as process groups have them: of so many equal `hosts`, ranks
+        of one host together as far as possible, or (None) as they were launched.
 
         Raises:
             HookSetupError: the hosts would not hold equally many ranks.
@@ -295,11 +236,8 @@ def combine(requirements: Iterable[GroupRequirements]) -> dict[GroupRequirement,
 
 
 def within_hosts(requirements: GroupRequirements, hosts: int | None) -> dict[GroupRequirement, int]:
-    """What a stack requires whose payloads go through the ranks of one host only.
-
-    Args:
-        requirements: of a stack whose collectives are among all ranks.
-        hosts: into how many hosts the ranks are split; None: as they were launched.
+    """What a stack requires whose payloads go through the ranks of one host only; `hosts` as in
+    `GroupRequirement`.
     """
     return combine(
         {GroupRequirement("within", hosts, one.shared): rounds} for one, rounds in requirements.items()
@@ -311,72 +249,60 @@ class GroupFactory:
     """Makes rank groups. Every rank makes the same ones, in the same order."""
 
     make_process_group: Callable[[str, list[int]], Any]
-    """A new process group of these ranks; called for each set of ranks, also by ranks outside it, whose
-    result is dropped. The name is unique."""
+    """A new process group of a unique name and these ranks; called for each set of ranks, also by others,
+    whose result is dropped."""
 
-    all_gather_bytes: Callable[[bytes], Sequence[bytes]]
-    """Gives every rank's bytes (at most 64)."""
-
+    all_gather_bytes: Callable[[bytes], Sequence[bytes]]  # gives every rank's bytes (at most 64)
     timeout_s: float
     progress: ProgressThread
-    observer: Observer = UNOBSERVED
-    """Sees every collective."""
+    observer: Observer = UNOBSERVED  # sees every collective
 
     def open(self, name: str, placement: Placement, requirements: GroupRequirements) -> RankGroup:
-        """Make the group of all ranks, and those into which the stacks' hooks split it.
-
-        Args:
-            name: of the group of all ranks.
-            placement: where the ranks are.
-            requirements: of all stacks that will use the group.
+        """Make the group of all ranks, called `name`, and those into which the stacks' hooks split it.
 
         Raises:
             HookSetupError: the ranks do not lie as a hook needs them; on all ranks alike.
         """
-        splits = {}
+        splits, parts = {}, {}
+        everybody = list(range(placement.size))
         before = "" if name == "world" else f"{name} "
         levels = {one.hosts for one in requirements if one.leg in ("within", "across")}
         for hosts in sorted(levels, key=lambda hosts: hosts or 0):
             blocks = placement.blocks(hosts)
             # In rank order, which torch's process groups have whatever order they are given.
-            places = [sorted(ranks) for ranks in zip(*blocks, strict=True)]
+            columns = [sorted(ranks) for ranks in zip(*blocks, strict=True)]
             tag = "" if hosts is None else f"/{hosts}"
             within, across = (
-                self._open(f"{before}{leg}{tag}", placement, parts, _rounds(requirements, leg, hosts))
-                for leg, parts in (("within", blocks), ("across", places))
+                self._open(f"{before}{leg}{tag}", placement, groups, _rounds(requirements, leg, hosts))
+                for leg, groups in (("within", blocks), ("across", columns))
             )
             splits[hosts] = within, across
-        parts = {}
         for number, partition in enumerate(sorted({one.parts for one in requirements if one.parts})):
-            if sorted(rank for ranks in partition for rank in ranks) != list(range(placement.size)):
-                text = f"a partition of {placement.size} ranks has each of them once: {partition}"
-                raise HookSetupError(text)
+            if sorted(itertools.chain(*partition)) != everybody:
+                raise HookSetupError(
+                    f"a partition of {placement.size} ranks has each of them once: {partition}"
+                )
             rounds = {False: requirements[GroupRequirement("part", parts=partition)]}
             parts[partition] = self._open(
                 f"{before}part/{number}", placement, [sorted(ranks) for ranks in partition], rounds
             )
-        everybody = [list(range(placement.size))]
-        return self._open(name, placement, everybody, _rounds(requirements, "world"), splits, parts)
+        world = self._open(name, placement, [everybody], _rounds(requirements, "world"))
+        return replace(world, splits=splits, parts=parts)
 
     def _open(
-        self,
-        name: str,
-        placement: Placement,
-        parts: list[list[int]],
-        rounds: dict[bool, int],
-        splits: dict[int | None, tuple[RankGroup, RankGroup]] | None = None,
-        of_partitions: dict[tuple[tuple[int, ...], ...], RankGroup] | None = None,
+        self, name: str, placement: Placement, groups: list[list[int]], rounds: dict[bool, int]
     ) -> RankGroup:
-        """This rank's group of those whose ranks `parts` lists."""
-        mine = next(ranks for ranks in parts if placement.rank in ranks)
+        """This rank's group; `groups` lists the ranks of each group of this name."""
+        mine = next(ranks for ranks in groups if placement.rank in ranks)
         process_groups, shm_groups = [], []
         for index in range(rounds.get(False, 0)):
             made = {
-                ranks[0]: self.make_process_group(f"{name}.{index} of {ranks[0]}", ranks) for ranks in parts
+                ranks[0]: self.make_process_group(f"{name}.{index} of {ranks[0]}", ranks) for ranks in groups
             }
             process_groups.append(made[mine[0]])
         if True in rounds:
-            _check_one_host(placement, parts)
+            for ranks in groups:
+                check_one_host([placement.hosts[rank] for rank in ranks])
             # A sequence of its own: a rank may still be lost between the last exchange and this one.
             sharing = self.observer.sequence(f"{name}, being shared", mine)
             with waiting(sharing, "share", f"making {rounds[True]} areas of shared memory"):
@@ -402,9 +328,7 @@ class GroupFactory:
             process_groups,
             shm_groups,
             self.progress if shm_groups else None,
-            splits or {},
-            of_partitions or {},
-            sequences,
+            sequences=sequences,
         )
 
 
@@ -415,11 +339,11 @@ def _rounds(requirements: GroupRequirements, leg: str, hosts: int | None = None)
     }
 
 
-def _check_one_host(placement: Placement, parts: list[list[int]]) -> None:
-    for ranks in parts:
-        hosts = list(dict.fromkeys(placement.hosts[rank] for rank in ranks))
-        if len(hosts) > 1:
-            raise HookSetupError(
-                f'"shared_memory" sums over the ranks of one host, but these are on {", ".join(hosts)}: '
-                "write hierarchical: {within: [shared_memory]}"
-            )
+def check_one_host(hosts: Sequence[str]) -> None:
+    """Raise HookSetupError if ranks that are to share memory are on several hosts."""
+    names = list(dict.fromkeys(hosts))
+    if len(names) > 1:
+        raise HookSetupError(
+            f'"shared_memory" sums over the ranks of one host, but these are on {", ".join(names)}: '
+            "write hierarchical: {within: [shared_memory]}"
+        )

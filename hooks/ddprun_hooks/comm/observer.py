@@ -1,7 +1,7 @@
 """What an observer sees of collectives: that one has been issued, and that it is over.
 
-All ranks of a sequence issue its collectives in one order, so their running numbers say who has come to one
-and who has not, without a message between them. By default nobody observes.
+All ranks of a sequence issue its collectives in one order, so their running numbers say who has issued one
+and who has not, without a message between them. By default there is no observer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ class PendingCollective(Protocol):
         """It has failed: it stays what this rank waits for, and grows no older."""
 
     def done_when(self, ended: Callable[[], bool]) -> None:
-        """`ended` tells whether it is over; called on any thread, and not once it has said so."""
+        """`ended` says whether it is over; it is called on any thread, and no more once it was true."""
 
 
 class CollectiveSequence(Protocol):
@@ -35,9 +35,8 @@ class CollectiveSequence(Protocol):
         Args:
             op: of the collective.
             payload: what it carries.
-            what: what it carries, in words, if it is no payload.
-            peers: the ranks it waits for whatever they have issued; None: those of the sequence that have not
-                issued theirs.
+            what: what it carries, in words, if it carries no payload.
+            peers: the ranks it waits for; None: those of the sequence that have not issued theirs.
         """
 
 
@@ -45,12 +44,9 @@ class Observer(Protocol):
     """Sees the collectives of this rank."""
 
     def sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
-        """A new sequence. All ranks of a run make theirs in one order, those of equal place among other ranks
-        at once.
+        """A new sequence of the collectives that `ranks` (of the whole run) issue on what is called `name`.
 
-        Args:
-            name: of what its collectives travel on.
-            ranks: whose collectives it has, this one's among them; numbers in the whole run.
+        All ranks of a run make theirs in one order, groups that exist side by side at once.
         """
 
 
@@ -71,14 +67,14 @@ class _Unobserved:
 
 
 UNOBSERVED = _Unobserved()
-"""The observer, the sequence and the pending collective where nobody observes."""
+"""The observer, the sequence and the pending collective where there is no observer."""
 
 
 @contextmanager
 def waiting(
     sequence: CollectiveSequence, op: str, what: str, peers: Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Inside, this rank waits for others: for `peers`, or for all that have yet to come to this place."""
+    """Inside, this rank waits for `peers`, or for all that have not come this far."""
     pending = sequence.issue(op, what=what, peers=peers)
     try:
         yield

@@ -7,14 +7,15 @@ however the ranks' threads are scheduled, and however many collectives a rank ha
 between. Issuing the next collective "when the last one is done" breaks this, and Gloo then sums the wrong
 tensors without an error.
 
-A queue in host memory (`HostQueue`) is driven by whatever thread has news: the backward pass that brings a
-bucket, or the thread of the collective that has finished. On a GPU (`StreamQueue`) the stream keeps the
-order, so a coroutine is run through at once.
+A queue in host memory (`HostQueue`) is driven by whatever thread has an event: the backward pass that brings
+a bucket, or the thread of the collective that has finished. On a GPU (`StreamQueue`) the stream keeps the
+order, so a coroutine runs to its end at once.
 """
 
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddprun_hooks.comm.communicator import Communicator
-from ddprun_hooks.comm.groups import Collective, RankGroup, ShmWork
+from ddprun_hooks.comm.groups import Collective, RankGroup
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span, now_us
 from ddprun_hooks.comm.uncounted import noting
 from ddprun_hooks.errors import ExchangeError
@@ -35,10 +36,8 @@ HookRun = Generator[Collective, Tensor | None, Tensor]
 
 
 class HostQueue:
-    """Drives payloads in host memory; collectives overlap with the caller and with each other.
-
-    Args:
-        world: the ranks that exchange, with a process group for each round.
+    """Drives payloads in host memory among the ranks of `world`; collectives overlap with the caller and with
+    each other.
     """
 
     def __init__(self, world: RankGroup) -> None:
@@ -46,8 +45,8 @@ class HostQueue:
         self.error: BaseException | None = None
         """What broke the queue. A broken queue fails every payload, so that no caller waits for ever."""
 
-        self._lock = threading.Lock()  # guards the three below; never held while anything else is called
-        self._news: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()  # guards the two below; never held while anything else is called
+        self._events: deque[Callable[[], None]] = deque()
         self._driving = False
         self._in_flight: list[_BucketInFlight] = []  # unfinished, in the order in which they were sent
         self._training_thread = 0
@@ -55,48 +54,46 @@ class HostQueue:
     def send(
         self, payload: Payload, stack: Stack, traces: list[Any], group: RankGroup | None = None
     ) -> Future[Tensor]:
-        """Start `payload` on its way; the future holds the mean over ranks.
+        """Send `payload` through a stack, over all ranks of the queue or those of `group`.
 
-        Args:
-            payload: its tensor's memory receives the mean.
-            stack: the hooks to go through.
-            traces: takes the trace of this payload, at once; it is complete when the future is.
-            group: the ranks that exchange; None: all of the queue's.
+        The future holds the mean over ranks, in the payload's own memory. `traces` takes the payload's trace
+        at once; it is complete when the future is.
         """
         entered = now_us()
         self._training_thread = threading.get_ident()
         trace: BucketTrace[int] = new_trace(payload, stack, entered)
         traces.append(trace)
-        bucket = _BucketInFlight(payload, stack, group or self.world, trace)
-        self._post(lambda: self._enter(bucket))
+        bucket = _BucketInFlight(payload, stack, trace, start_hooks(payload, stack, group or self.world))
+
+        def enter() -> None:
+            self._in_flight.append(bucket)
+            self._resume(bucket, None)
+
+        self._post(enter)
         trace.handed_over = now_us()
         return bucket.future
 
-    def _post(self, news: Callable[[], None]) -> None:
-        """Have `news` handled, here or by the thread that is driving already.
+    def _post(self, event: Callable[[], None]) -> None:
+        """Have `event` handled, here or by the thread that is driving already.
 
         `Future.add_done_callback` calls back at once when the work is done, on the very thread that is
         driving: it must find the lock free, and must not drive a second time.
         """
         with self._lock:
-            self._news.append(news)
+            self._events.append(event)
             if self._driving:
                 return
             self._driving = True
         while True:
             with self._lock:
-                if not self._news:
+                if not self._events:
                     self._driving = False
                     return
-                news = self._news.popleft()
+                event = self._events.popleft()
             try:
-                news()
+                event()
             except BaseException as error:
                 self._fail_all(error)
-
-    def _enter(self, bucket: "_BucketInFlight") -> None:
-        self._in_flight.append(bucket)
-        self._resume(bucket, None)
 
     def _resume(self, bucket: "_BucketInFlight", result: Tensor | None) -> None:
         """Run a bucket's hooks up to their next collective or to the end."""
@@ -110,15 +107,15 @@ class HostQueue:
             wanted = next_collective(bucket.run, result, bucket.stack, bucket.trace)
         except StopIteration as stop:
             self._finish(bucket, cast(Tensor, stop.value), start)
-        except BaseException as error:  # a hook may raise anything, and nobody may be left waiting
+        except BaseException as error:  # a hook may raise anything
             self._fail_all(error)
         else:
-            bucket.add_span(start, "encode", self._on_training_thread())
+            self._add_span(bucket, start, "encode")
             bucket.wanted = wanted
             self._issue_in_order()
 
     def _issue_in_order(self) -> None:
-        """Issue every collective whose turn it is."""
+        """Issue every collective that the rule allows."""
         before: _BucketInFlight | None = None
         for bucket in list(self._in_flight):
             wanted = bucket.wanted
@@ -139,7 +136,7 @@ class HostQueue:
         try:
             work = launch(wanted, issued[group], bucket.stack)
             issued[group] += 1
-            done = work.get_future()
+            done = work if isinstance(work, Future) else work.get_future()
         except BaseException as error:
             self._fail_all(error)
             return
@@ -164,14 +161,14 @@ class HostQueue:
         except ExchangeError as error:
             self._fail_all(error)
             return
-        bucket.add_span(start, "decode", self._on_training_thread())
+        self._add_span(bucket, start, "decode")
         bucket.trace.done = now_us()
         self._in_flight.remove(bucket)
         bucket.future.set_result(bucket.payload.tensor)
         self._issue_in_order()
 
     def _fail_all(self, error: BaseException) -> None:
-        """Fail everything that is under way: a future that is never set would hang its waiter for ever."""
+        """Fail everything in flight: a future that is never set would hang its waiter for ever."""
         if self.error is None:
             self.error = error
         broken, self._in_flight = self._in_flight, []
@@ -179,37 +176,29 @@ class HostQueue:
             bucket.run.close()
             fail(bucket.future, self.error)
 
-    def _on_training_thread(self) -> bool:
-        return threading.get_ident() == self._training_thread
+    def _add_span(self, bucket: "_BucketInFlight", start: int, phase: str) -> None:
+        on_training_thread = threading.get_ident() == self._training_thread
+        bucket.trace.spans.append(Span(start, now_us(), phase, on_training_thread))
 
 
+@dataclass(slots=True, eq=False)
 class _BucketInFlight:
     """One payload under way in a `HostQueue`."""
 
-    __slots__ = ("future", "issued", "payload", "run", "stack", "trace", "wanted")
-
-    def __init__(self, payload: Payload, stack: Stack, world: RankGroup, trace: BucketTrace[int]) -> None:
-        self.payload = payload
-        self.stack = stack
-        self.trace = trace
-        self.run = start_hooks(payload, stack, world)
-        self.future: Future[Tensor] = Future()
-        self.issued: Counter[str] = Counter()  # collectives issued so far, by group
-        self.wanted: Collective | None = None  # asked for, not yet issued
-
-    def add_span(self, start: int, phase: str, on_training_thread: bool) -> None:
-        self.trace.spans.append(Span(start, now_us(), phase, on_training_thread))
+    payload: Payload
+    stack: Stack
+    trace: BucketTrace[int]
+    run: HookRun
+    future: Future[Tensor] = field(default_factory=Future)
+    issued: Counter[str] = field(default_factory=Counter)  # collectives issued so far, by group
+    wanted: Collective | None = None  # asked for, not yet issued
 
 
 class StreamQueue:
-    """Drives payloads on a GPU: each coroutine is run through at once on a communication stream.
+    """Drives payloads on a GPU: each coroutine runs to its end at once on a communication stream.
 
     The stream keeps collectives in order, so one process group serves every round. With NCCL nothing here
     waits on the host; with Gloo (several ranks on one GPU) each collective does.
-
-    Args:
-        world: the ranks that exchange; only its first process group is used.
-        device: the GPU of this rank.
     """
 
     def __init__(self, world: RankGroup, device: torch.device) -> None:
@@ -305,40 +294,34 @@ def new_collective_trace(wanted: Collective, round_index: int, start: Any) -> Co
     )
 
 
-def launch(wanted: Collective, round_index: int, stack: Stack) -> dist.Work | ShmWork:
-    """Start a collective on its group.
-
-    Raises:
-        ExchangeError: the stack asks for more rounds than it declared.
-    """
+def launch(wanted: Collective, round_index: int, stack: Stack) -> dist.Work | Future[None]:
+    """Start a collective on its group."""
     group = wanted.group
-    available = len(group.shm_groups if wanted.shared else group.process_groups)
-    if round_index >= available:
-        raise ExchangeError(
-            f"hooks {list(stack.names)} asked for collective {round_index + 1} of one payload, but process "
-            f'groups were made for {available} (of the ranks "{group.name}"): set `rounds` on the class of '
-            "the hook to the most it needs"
-        )
+    check_rounds(wanted, round_index, len(group.shm_groups if wanted.shared else group.process_groups), stack)
     return group.launch(wanted, round_index)
 
 
+def check_rounds(wanted: Collective, round_index: int, available: int, stack: Stack) -> None:
+    """Raise ExchangeError if a stack asks for more collectives than it declared."""
+    if round_index >= available:
+        raise ExchangeError(
+            f"hooks {list(stack.names)} ask for collective {round_index + 1} of one payload among the ranks "
+            f'"{wanted.group.name}", but process groups were made for {available}: set `rounds` on the class '
+            "of the hook to the most it needs"
+        )
+
+
 def start_hooks(payload: Payload, stack: Stack, world: RankGroup) -> HookRun:
-    """The coroutine of one payload, seen as what it is: a generator of collectives."""
+    """The coroutine of one payload, as a generator of collectives."""
     return cast(HookRun, stack.run(payload, Communicator(world)))
 
 
 def next_collective(run: HookRun, result: Tensor | None, stack: Stack, trace: BucketTrace[Any]) -> Collective:
-    """Run a payload's hooks up to their next collective.
-
-    Args:
-        run: the payload's coroutine.
-        result: of the collective before.
-        stack: the hooks.
-        trace: takes note of collectives that hooks issue by themselves.
+    """Run a payload's hooks, with the result of their last collective, up to the next one.
 
     Raises:
-        StopIteration: they are through; its value is the mean.
-        ExchangeError: a hook awaits something that is no collective.
+        StopIteration: they have finished; its value is the mean.
+        ExchangeError: a hook awaits something that is not a collective.
     """
     if stack.foreign:
         wanted = noting(partial(run.send, result), stack.foreign, trace.uncounted)
@@ -347,7 +330,7 @@ def next_collective(run: HookRun, result: Tensor | None, stack: Stack, trace: Bu
     if not isinstance(wanted, Collective):
         names = ", ".join(name for name, _ in stack.foreign)
         raise ExchangeError(
-            f'hook "{names}" awaits {type(wanted).__name__}, which is no collective; '
+            f'hook "{names}" awaits {type(wanted).__name__}, which is not a collective; '
             "a hook awaits comm.reduce and the collectives of comm only"
         )
     return wanted
@@ -359,15 +342,13 @@ def write_back(mean: Tensor, payload: Payload, stack: Stack) -> None:
     Raises:
         ExchangeError: another shape or dtype than the payload's. DDP itself would take it without a word.
     """
-    target, what = payload.tensor, f"bucket {payload.bucket}"
+    target, returned = payload.tensor, f"hooks {list(stack.names)} returned"
     if not isinstance(mean, Tensor):
-        raise ExchangeError(
-            f"hooks {list(stack.names)} returned {type(mean).__name__} for {what}, not a tensor"
-        )
+        raise ExchangeError(f"{returned} {type(mean).__name__} for bucket {payload.bucket}, not a tensor")
     if mean.shape != target.shape or mean.dtype != target.dtype:
         raise ExchangeError(
-            f"hooks {list(stack.names)} returned {tuple(mean.shape)} of {mean.dtype} for {what}, "
-            f"which is {tuple(target.shape)} of {target.dtype}"
+            f"{returned} {tuple(mean.shape)} of {mean.dtype} for bucket {payload.bucket}, which is "
+            f"{tuple(target.shape)} of {target.dtype}"
         )
     if mean.data_ptr() != target.data_ptr():
         target.copy_(mean)

@@ -1,5 +1,6 @@
 """The trace of one payload on its way over the ranks: when it was ready, what was sent, who worked when."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks.comm.uncounted import Uncounted
-from ddprun_hooks.fidelity import Fidelity
 from ddprun_hooks.payload import Finding, Kind, ParamSlice
 
 Mark = TypeVar("Mark")
@@ -28,15 +28,9 @@ class CollectiveTrace(Generic[Mark]):
     op: str
     group: str
     dtype: str
-    bytes: int
-    """Size of what is summed, gathered or exchanged, in bytes."""
-
-    wire_bytes: int
-    """What this rank sends for it, in bytes."""
-
-    between_hosts_bytes: int
-    """The part of `wire_bytes` that leaves this host."""
-
+    bytes: int  # size of what is summed, gathered or exchanged, in bytes
+    wire_bytes: int  # what this rank sends for it, in bytes
+    between_hosts_bytes: int  # the part of `wire_bytes` that leaves this host
     start: Mark
     done: Mark | None = None
 
@@ -47,10 +41,23 @@ class Span(Generic[Mark]):
 
     start: Mark
     done: Mark
-    phase: str
-    """`encode` before the last collective, `decode` after it."""
-
+    phase: str  # `encode` before the last collective, `decode` after it
     on_training_thread: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """A bucket's mean as the hooks gave it (h), against the exact mean over ranks (e)."""
+
+    cosine: float
+    """<h, e> / (|h| |e|), in [-1, 1]; 1 is the same direction. NaN if either is zero."""
+
+    relative_l2: float  # |h - e| / |e|; 0 is the same
+    norm_ratio: float  # |h| / |e|
+    residual_norm: float
+    """2-norm of what this rank has kept back of the bucket so far, in units of its share of the mean."""
+
+    wire_bytes: int  # what this rank sent to know the exact mean
 
 
 @dataclass(slots=True)
@@ -63,26 +70,18 @@ class BucketTrace(Generic[Mark]):
     dtype: str
     numel: int
     bytes: int
-    ready: Mark
-    """The payload was complete on this rank: the hook was entered."""
-
-    done: Mark | None = None
-    """The mean was in its place."""
-
+    ready: Mark  # the payload was complete on this rank: the hook was entered
+    done: Mark | None = None  # the mean was in the payload's memory
     handed_over: Mark | None = None
     """The hook returned to the caller (the backward pass) with a future in its hand."""
 
     collectives: list[CollectiveTrace[Mark]] = field(default_factory=list)
     spans: list[Span[Mark]] = field(default_factory=list)
-    findings: Sequence[Finding] = ()
-    """What hooks found out on the way; complete when the trace is."""
-
+    findings: Sequence[Finding] = ()  # what hooks found out on the way; complete when the trace is
     uncounted: list[Uncounted] = field(default_factory=list)
     """Collectives that hooks have issued by themselves: not in `collectives`."""
 
-    params: Sequence[ParamSlice] = ()
-    """The parameters in it."""
-
+    params: Sequence[ParamSlice] = ()  # the parameters in it
     fidelity: Fidelity | None = None
     """How the mean that came back compares with the exact one, if somebody has looked."""
 
@@ -111,18 +110,29 @@ class BucketTrace(Generic[Mark]):
 
 
 def read_findings(traces: Sequence[BucketTrace[Any]]) -> None:
-    """Make numbers of the codes of what hooks have found, in one reading.
-
-    Args:
-        traces: that are complete, so that nothing is waited for.
-    """
-    unread = [
-        (finding, finding.code)
-        for trace in traces
-        for finding in trace.findings
-        if isinstance(finding.code, Tensor)
-    ]
-    if unread:
-        codes = torch.stack([code for _, code in unread]).tolist()
-        for (finding, _), code in zip(unread, codes, strict=True):
+    """Make numbers of the codes of what hooks have found, in one reading; the traces are complete."""
+    findings = [one for trace in traces for one in trace.findings if isinstance(one.code, Tensor)]
+    if findings:
+        codes = torch.stack([torch.as_tensor(one.code) for one in findings]).tolist()
+        for finding, code in zip(findings, codes, strict=True):
             finding.code = code
+
+
+def compare(given: Tensor, exact: Tensor, wire_bytes: int, residual_norm: float) -> Fidelity:
+    """Compare a stack's mean with the exact one, both of shape (numel,), in fp64."""
+    h, e = given.double(), exact.double()
+    h_norm, e_norm = float(torch.linalg.vector_norm(h)), float(torch.linalg.vector_norm(e))
+    error = float(torch.linalg.vector_norm(h - e))
+    both = h_norm * e_norm
+    return Fidelity(
+        cosine=min(1.0, max(-1.0, float(h @ e) / both)) if both else math.nan,
+        relative_l2=_ratio(error, e_norm),
+        norm_ratio=_ratio(h_norm, e_norm),
+        residual_norm=residual_norm,
+        wire_bytes=wire_bytes,
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    """`part / whole`; 0 / 0 is 0 parts of nothing."""
+    return part / whole if whole else (math.inf if part else 0.0)

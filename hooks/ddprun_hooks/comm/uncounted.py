@@ -51,8 +51,7 @@ class Uncounted(NamedTuple):
     """One collective of a hook's own."""
 
     hook: str
-    op: str
-    """As `torch.distributed` calls it."""
+    op: str  # as `torch.distributed` calls it
 
     def __str__(self) -> str:
         return (
@@ -61,12 +60,12 @@ class Uncounted(NamedTuple):
         )
 
 
-class _Here(threading.local):
+class _Running(threading.local):
     foreign: Sequence[tuple[str, Hook]] = ()
     notes: list[Uncounted] | None = None
 
 
-_here = _Here()
+_running = _Running()
 _installing = threading.Lock()
 _installed = False
 
@@ -84,26 +83,20 @@ def install() -> None:
 
 
 def noting(step: Callable[[], Any], foreign: Sequence[tuple[str, Hook]], notes: list[Uncounted]) -> Any:
-    """Run `step`, and note what of the collectives that hooks issue in it are their own.
-
-    Args:
-        step: runs hooks up to their next collective.
-        foreign: those that are not built in, by their names.
-        notes: takes each hook and collective once.
-    """
-    before = _here.foreign, _here.notes
-    _here.foreign, _here.notes = foreign, notes
+    """Run `step`, and note each collective that one of the hooks in `foreign` issues by itself, once."""
+    before = _running.foreign, _running.notes
+    _running.foreign, _running.notes = foreign, notes
     try:
         return step()
     finally:
-        _here.foreign, _here.notes = before
+        _running.foreign, _running.notes = before
 
 
 def _noted(original: Callable[..., Any], op: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*arguments: Any, **options: Any) -> Any:
-        notes = _here.notes
-        if notes is not None and (note := Uncounted(_who_calls(_here.foreign), op)) not in notes:
+        notes = _running.notes
+        if notes is not None and (note := Uncounted(_who_calls(_running.foreign), op)) not in notes:
             notes.append(note)
         return original(*arguments, **options)
 
@@ -112,16 +105,13 @@ def _noted(original: Callable[..., Any], op: str) -> Callable[..., Any]:
 
 def _who_calls(foreign: Sequence[tuple[str, Hook]]) -> str:
     """The name of the innermost hook that is being run; of all, if none is found."""
-    codes = {_code_of(hook): name for name, hook in foreign}
+    names = {}
+    for name, hook in foreign:
+        call = hook.function if isinstance(hook, FunctionHook) else type(hook).__call__
+        names[getattr(call, "__code__", None)] = name
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code in codes:
-            return codes[frame.f_code]
+        if frame.f_code in names:
+            return names[frame.f_code]
         frame = frame.f_back
     return ", ".join(name for name, _ in foreign)
-
-
-def _code_of(hook: Hook) -> Any:
-    """Of its `__call__`, or of the function that it is."""
-    call = hook.function if isinstance(hook, FunctionHook) else type(hook).__call__
-    return getattr(call, "__code__", None)

@@ -16,25 +16,17 @@ class Entry:
     """One hook of a stack, as far as the grammar looks at it."""
 
     name: str
-    role: Role | None
-    """None for a dotted or installed hook, whose class tells only once it is imported."""
-
-    legs: Mapping[str, "tuple[Entry, ...]"] = field(default_factory=dict)
-    """The stacks of `hierarchical`."""
+    role: Role | None  # None for a dotted or installed hook, known once it is imported
+    legs: Mapping[str, "tuple[Entry, ...]"] = field(default_factory=dict)  # the stacks of `hierarchical`
 
 
 @dataclass(frozen=True)
 class Problem:
     """A hook that is out of place."""
 
-    path: tuple[int | str, ...]
-    """From the stack on, such as `(1, "hierarchical", "across", 0)`."""
-
-    text: str
-    """What is wrong, and what to do about it."""
-
-    severity: Literal["error", "warning"] = "error"
-    """A warning where the stack works all the same."""
+    path: tuple[int | str, ...]  # from the stack on, such as `(1, "hierarchical", "across", 0)`
+    text: str  # what is wrong, and what to do about it
+    severity: Literal["error", "warning"] = "error"  # a warning where the stack works all the same
 
 
 def entry(name: str, options: Mapping[str, Any] | None = None) -> Entry:
@@ -54,12 +46,13 @@ def problems(stack: Sequence[Entry]) -> list[Problem]:
 def _problems(
     stack: Sequence[Entry], path: tuple[int | str, ...], before: tuple[str, ...], leg: str = ""
 ) -> Iterator[Problem]:
-    """`before`: the codecs that the payload has met on its way to this stack."""
+    """`before`: the codecs that the payload has passed on its way to this stack."""
     reducer: str | None = None
-    for place, hook in enumerate(stack):
-        here, name = (*path, place), hook.name
-        if wrong := _wrong_leg(leg, hook):
-            yield Problem(here, wrong)
+    for index, hook in enumerate(stack):
+        here, name = (*path, index), hook.name
+        casts = [other for other in before if other in CASTS]
+        if wrong := _wrong_leg(leg, name):
+            yield Problem(here, f'"{name}" is not allowed in "{leg}"{wrong}')
             continue
         if hook.role == "alone" and len(stack) > 1:
             yield Problem(
@@ -71,8 +64,17 @@ def _problems(
                 f'"{name}" comes after "{reducer}", which ends the stack: '
                 f'a stack is codecs first, then at most one reducer; move "{name}" before it',
             )
-        else:
-            yield from _meets(hook, here, before)
+        elif name in before and hook.role == "codec":
+            yield Problem(here, f'"{name}" is in this stack twice; the second has no effect; remove one')
+        elif name in CASTS and casts:
+            yield Problem(here, f'"{name}" comes after "{casts[0]}": one cast is enough; remove one')
+        elif name == "int8" and casts:
+            yield Problem(
+                here,
+                f'"{casts[0]}" saves nothing before "int8", which sends 8-bit codes of whatever it gets; '
+                f'remove "{casts[0]}"',
+                "warning",
+            )
         for below, hooks in hook.legs.items():
             yield from _problems(hooks, (*here, name, below), before, below)
         if hook.role == "reducer" and reducer is None:
@@ -80,37 +82,13 @@ def _problems(
         before = (*before, name)
 
 
-def _meets(hook: Entry, here: tuple[int | str, ...], before: tuple[str, ...]) -> Iterator[Problem]:
-    """A hook after the codecs that came before it."""
-    name, casts = hook.name, [other for other in before if other in CASTS]
-    if name in before and hook.role == "codec":
-        yield Problem(here, f'"{name}" is in this stack twice; the second has no effect; remove one')
-    elif name in CASTS and casts:
-        yield Problem(here, f'"{name}" comes after "{casts[0]}": one cast is enough; remove one')
-    elif name == "int8" and casts:
-        yield Problem(
-            here,
-            f'"{casts[0]}" saves nothing before "int8", which sends 8-bit codes of whatever it gets; '
-            f'remove "{casts[0]}"',
-            "warning",
-        )
-
-
-def _wrong_leg(leg: str, hook: Entry) -> str | None:
+def _wrong_leg(leg: str, name: str) -> str | None:
     """Why a hook is not allowed in a leg of `hierarchical`; None if it is."""
-    if leg == "within" and hook.name not in WITHIN:
-        hint = "remove it" if hook.name == "hierarchical" else 'move it to "across"'
-        return (
-            f'"{hook.name}" is not allowed in "within", which takes fp16, bf16 and shared_memory only; {hint}'
-        )
-    if leg == "across" and hook.name == "hierarchical":
-        return (
-            '"hierarchical" is not allowed in "across": there are two levels, inside hosts and between; '
-            "remove it"
-        )
-    if leg == "across" and hook.name == "shared_memory":
-        return (
-            '"shared_memory" is not allowed in "across": ranks of different hosts share no memory; '
-            'move it to "within"'
-        )
+    if leg == "within" and name not in WITHIN:
+        hint = "remove it" if name == "hierarchical" else 'move it to "across"'
+        return f", which takes fp16, bf16 and shared_memory only; {hint}"
+    if leg == "across" and name == "hierarchical":
+        return ": there are two levels, inside hosts and between; remove it"
+    if leg == "across" and name == "shared_memory":
+        return ': ranks of different hosts share no memory; move it to "within"'
     return None

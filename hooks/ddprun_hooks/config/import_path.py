@@ -11,9 +11,7 @@ from ddprun_hooks.errors import DottedNameError
 def import_dotted(name: str, wanted: Wanted | None = None) -> Any:
     """Import `package.module.attribute` (the attribute may itself be dotted).
 
-    Args:
-        name: what a user wrote.
-        wanted: the kind of object that it must lead to; judged where `DDPRUN_TRUSTED` sets a limit.
+    Where `DDPRUN_TRUSTED` sets a limit, it must lead to the kind of object that is wanted.
 
     Raises:
         DottedNameError: no such module or attribute. What the module's own code raises passes through.
@@ -37,7 +35,7 @@ def import_dotted(name: str, wanted: Wanted | None = None) -> Any:
             ):
                 raise
             if length == 1:
-                raise DottedNameError(f'there is no module "{parts[0]}"') from None
+                raise DottedNameError(f'no module is named "{parts[0]}"') from None
             continue
         found = _attribute(found, module_name, parts[length:], limit)
         limit.admit(name, found, wanted)

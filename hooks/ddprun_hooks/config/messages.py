@@ -7,7 +7,8 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 Sentence = tuple[str, str | None, str | None]
 """What is wrong, what is allowed, and what was probably meant."""
@@ -87,23 +88,41 @@ def described(value: Any) -> str:
     return f"{type(value).__name__} (an object)"
 
 
-def option_fault(item: Mapping[str, Any], models: Mapping[str, type[BaseModel]]) -> str:
-    """One error of pydantic's about options, with its place before it: `topk.density: must be …`.
+def located(error: ValidationError, *path: str | int) -> list[InitErrorDetails]:
+    """The errors of a validation as ones that can be raised anew, `path` further down."""
+    return [
+        InitErrorDetails(
+            type=PydanticCustomError(
+                item["type"], "{message}", {"message": item["msg"], **item.get("ctx", {})}
+            ),
+            loc=(*path, *item["loc"]),
+            input=item["input"],
+        )
+        for item in error.errors(include_url=False)
+    ]
+
+
+def option_faults(error: ValidationError, at: str, models: Mapping[str, type[BaseModel]]) -> list[str]:
+    """Pydantic's errors about options, each with its path: `hooks[0].topk.density: must be …`.
 
     Args:
-        item: of `ValidationError.errors`; its place begins with the name of a choice.
+        error: its paths begin with the name of a choice.
+        at: the path of the choice.
         models: the options of each choice.
     """
-    kind, place = item["type"], item["loc"]
-    got, context = described(item["input"]), item.get("ctx", {})
-    where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")
-    if kind == "extra_forbidden":
-        owner = str(place[-2])
-        text = sentence(*unknown_option(owner, str(place[-1]), list(models[owner].model_fields)))
-    elif kind in WANTED:
-        text = f"expected {WANTED[kind]}, got {got}"
-    elif kind in BOUNDS:
-        text = out_of_bounds(kind, context, got)
-    else:
-        text = item["msg"]
-    return f"{where}: {text}"
+    lines = []
+    for item in error.errors(include_url=False):
+        kind, path = item["type"], item["loc"]
+        got, context = described(item["input"]), item.get("ctx", {})
+        if kind == "extra_forbidden":
+            known = list(models[str(path[-2])].model_fields)
+            text = sentence(*unknown_option(str(path[-2]), str(path[-1]), known))
+        elif kind in WANTED:
+            text = f"expected {WANTED[kind]}, got {got}"
+        elif kind in BOUNDS:
+            text = out_of_bounds(kind, context, got)
+        else:
+            text = item["msg"]
+        where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+        lines.append(f"{at}{where}: {text}")
+    return lines

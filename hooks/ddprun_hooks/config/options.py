@@ -5,16 +5,16 @@ Nothing here imports torch, so `ddprun check` and `ddprun catalog` can read it i
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from ddprun_hooks.config.installed import installed
-from ddprun_hooks.config.messages import described, listing, option_fault, sentence, suggest
+from ddprun_hooks.config.messages import described, listing, located, sentence, suggest
 
 Role = Literal["codec", "reducer", "alone"]
-"""`codec`: changes the payload and hands it on. `reducer`: carries the payload over the ranks and ends the
+"""`codec`: changes the payload and passes it on. `reducer`: carries the payload over the ranks and ends the
 stack. `alone`: a reducer that stands in a stack by itself."""
 
 HookSpec = str | Mapping[str, Mapping[str, Any] | None]
@@ -27,75 +27,78 @@ class HookOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     role: ClassVar[Role]
-    implementation: ClassVar[str]  # "module:factory", imported when a run uses the hook
+    implementation: ClassVar[str]
+    """`module:factory` in `ddprun_hooks.builtin`, imported when a run uses the hook."""
 
 
-def read_stack(value: Any) -> tuple[HookSpec, ...]:
-    """Read the hooks of one leg, options of built-in ones checked.
+BUILT_IN: dict[str, type[HookOptions]] = {}
+"""Every built-in hook by its name in a pipeline. Plain all-reduce has no name: it ends every stack that
+names no reducer."""
 
-    Raises:
-        ValidationError: each fault with its place in the leg.
-        PydanticCustomError: it is no list.
-    """
-    if not isinstance(value, list | tuple):
-        raise PydanticCustomError("stack", "expected a list, got {got}", {"got": described(value)})
-    faults: list[InitErrorDetails] = []
-    for place, spec in enumerate(value):
-        try:
-            name, options = parse_spec(spec)
-            if name in BUILT_IN:
-                BUILT_IN[name].model_validate(options)
-            elif "." not in name and name not in installed_names():
-                raise SpecError(unknown_hook(name))
-        except ValidationError as error:
-            faults += [
-                InitErrorDetails(
-                    type=PydanticCustomError(
-                        item["type"], "{message}", {"message": item["msg"], **item.get("ctx", {})}
-                    ),
-                    loc=(place, name, *item["loc"]),
-                    input=item["input"],
-                )
-                for item in error.errors(include_url=False)
-            ]
-        except SpecError as error:
-            wrong = PydanticCustomError("stack", "{message}", {"message": str(error)})
-            faults.append(InitErrorDetails(type=wrong, loc=(place, *error.path), input=spec))
-    if faults:
-        raise ValidationError.from_exception_data("hooks", faults)
-    return tuple(value)
-
-
-class SpecError(ValueError):
-    """What should name a hook does not.
-
-    Args:
-        text: what is wrong.
-        path: where below the hook.
-    """
-
-    def __init__(self, text: str, *path: str) -> None:
-        self.path = path
-        super().__init__(text)
+ENTRY_POINT_GROUP = "ddprun.hooks"
 
 
 def parse_spec(spec: Any) -> tuple[str, dict[str, Any]]:
-    """Name and options of `name` or `{name: options}`.
+    """Name and options of `name` or `{name: options}`, which are not checked.
 
     Raises:
-        SpecError: it is neither.
+        ValidationError: it is neither.
     """
     if isinstance(spec, str):
         return spec, {}
     if not isinstance(spec, Mapping) or not spec or not all(isinstance(name, str) for name in spec):
-        raise SpecError(f"expected a name, or `name: {{options}}`, got {described(spec)}")
+        raise _fault(f"expected a name, or `name: {{options}}`, got {described(spec)}")
     if len(spec) > 1:
         listed = ", ".join(f'"{name}"' for name in spec)
-        raise SpecError(f"expected one hook, got {len(spec)}: {listed}; keep one", list(spec)[1])
+        raise _fault(f"expected one hook, got {len(spec)}: {listed}; keep one", list(spec)[1])
     ((name, options),) = spec.items()
     if options is not None and not isinstance(options, Mapping):
-        raise SpecError(f"expected a mapping of {name}'s options, got {described(options)}", name)
+        raise _fault(f"expected a mapping of {name}'s options, got {described(options)}", name)
     return name, dict(options or {})
+
+
+def read_hook(spec: Any) -> tuple[str, dict[str, Any]]:
+    """Name and options of a hook; those of a built-in one are checked, and its defaults filled in.
+
+    Raises:
+        ValidationError: each fault with its place below the hook.
+    """
+    name, options = parse_spec(spec)
+    if name in BUILT_IN:
+        try:
+            return name, BUILT_IN[name].model_validate(options).model_dump(mode="json")
+        except ValidationError as error:
+            raise ValidationError.from_exception_data("hook", located(error, name)) from None
+    if "." not in name and name not in installed_names():
+        raise _fault(unknown_hook(name))
+    return name, options
+
+
+def read_stack(value: Any) -> tuple[HookSpec, ...]:
+    """Read the hooks of one leg.
+
+    Raises:
+        ValidationError: each fault with its place in the leg.
+    """
+    if not isinstance(value, list | tuple):
+        raise _fault(f"expected a list, got {described(value)}")
+    read: list[HookSpec] = []
+    faults: list[InitErrorDetails] = []
+    for index, spec in enumerate(value):
+        try:
+            name, options = read_hook(spec)
+            read.append({name: options} if options else name)
+        except ValidationError as error:
+            faults += located(error, index)
+    if faults:
+        raise ValidationError.from_exception_data("hooks", faults)
+    return tuple(read)
+
+
+def _fault(text: str, *path: str) -> ValidationError:
+    wrong = PydanticCustomError("hook", "{message}", {"message": text})
+    details = InitErrorDetails(type=wrong, loc=path, input=None)
+    return ValidationError.from_exception_data("hook", [details])
 
 
 def installed_names() -> list[str]:
@@ -104,7 +107,7 @@ def installed_names() -> list[str]:
 
 
 def unknown_hook(name: str) -> str:
-    """What is said of a name that no hook has."""
+    """The message about a name that no hook has."""
     known = [*BUILT_IN, *installed_names()]
     allowed = listing([*known, "or a dotted name such as package.module.name"])
     return sentence(f'unknown hook "{name}"', allowed, suggest(name, known))
@@ -114,8 +117,8 @@ def unknown_hook(name: str) -> str:
 class _Leg:
     """Marks an option that is a stack of its own.
 
-    The reader of pipeline files brings its own function, as `stack` in the validation's context, so that a
-    fault in a leg is told at its place in the file.
+    The reader of pipeline files passes its own function, as `stack` in the validation's context, so that a
+    fault in a leg is located in the file.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -137,55 +140,57 @@ LegStack = Annotated[tuple[HookSpec, ...], _Leg()]
 """A stack for one leg of `hierarchical`."""
 
 
+Options = TypeVar("Options", bound=HookOptions)
+
+
+def _built_in(name: str, role: Role, implementation: str) -> Callable[[type[Options]], type[Options]]:
+    """Register the options of a built-in hook."""
+
+    def register(options: type[Options]) -> type[Options]:
+        options.role, options.implementation = role, implementation
+        BUILT_IN[name] = options
+        return options
+
+    return register
+
+
+@_built_in("fp16", "codec", "cast:fp16")
 class Fp16(HookOptions):
     """Cast to IEEE half precision: half the bytes. Values above 65,504 x world size overflow to infinity."""
 
-    role: ClassVar[Role] = "codec"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.cast:fp16"
 
-
+@_built_in("bf16", "codec", "cast:bf16")
 class Bf16(HookOptions):
     """Cast to bfloat16: half the bytes, fp32's range, 8 bits of precision."""
 
-    role: ClassVar[Role] = "codec"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.cast:bf16"
 
-
+@_built_in("powersgd", "codec", "powersgd:PowerSgd")
 class PowerSgd(HookOptions):
     """Send each matrix as two thin factors (PowerSGD), with warm start and error feedback."""
-
-    role: ClassVar[Role] = "codec"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.powersgd:PowerSgd"
 
     rank: Annotated[int, Field(gt=0)] = 4
     """Rank of the approximation: columns of each factor."""
 
 
+@_built_in("int8", "reducer", "int8:Int8")
 class Int8(HookOptions):
     """Send 8-bit codes with a scale for each block of values, in two phases, with error feedback."""
-
-    role: ClassVar[Role] = "reducer"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.int8:Int8"
 
     block: Annotated[int, Field(ge=256)] = 256
     """Values that share one fp32 scale."""
 
 
+@_built_in("topk", "reducer", "topk:TopK")
 class TopK(HookOptions):
     """Send the largest values only, with their places, and keep the rest for later (error feedback)."""
-
-    role: ClassVar[Role] = "reducer"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.topk:TopK"
 
     density: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Share of a bucket's values that each rank sends."""
 
 
+@_built_in("hierarchical", "reducer", "hierarchical:Hierarchical")
 class Hierarchical(HookOptions):
     """Reduce inside each host first, then between hosts, then gather inside each host."""
-
-    role: ClassVar[Role] = "reducer"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.hierarchical:Hierarchical"
 
     within: LegStack = ()
     """Hooks of the leg inside a host: casts and shared_memory."""
@@ -197,44 +202,11 @@ class Hierarchical(HookOptions):
     """Split the ranks into so many equal hosts, for trials on one machine; null: as they were launched."""
 
 
+@_built_in("shared_memory", "reducer", "shared_memory:SharedMemory")
 class SharedMemory(HookOptions):
     """Sum through POSIX shared memory: the ranks of one host, tensors on the CPU."""
 
-    role: ClassVar[Role] = "reducer"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.shared_memory:SharedMemory"
 
-
+@_built_in("noop", "alone", "noop:Noop")
 class Noop(HookOptions):
     """Send nothing: the upper bound on what any hook could gain. Ranks train apart."""
-
-    role: ClassVar[Role] = "alone"
-    implementation: ClassVar[str] = "ddprun_hooks.builtin.noop:Noop"
-
-
-BUILT_IN: dict[str, type[HookOptions]] = {
-    "fp16": Fp16,
-    "bf16": Bf16,
-    "powersgd": PowerSgd,
-    "int8": Int8,
-    "topk": TopK,
-    "hierarchical": Hierarchical,
-    "shared_memory": SharedMemory,
-    "noop": Noop,
-}
-"""Every built-in hook by its name in a pipeline. Plain all-reduce has no name: it ends every stack that
-names no reducer."""
-
-ENTRY_POINT_GROUP = "ddprun.hooks"
-
-
-def settings_of(name: str, options: Mapping[str, Any]) -> HookOptions:
-    """The checked options of a built-in hook.
-
-    Raises:
-        ValueError: a line for each wrong option, with what is wrong and what is allowed.
-    """
-    try:
-        return BUILT_IN[name].model_validate(dict(options))
-    except ValidationError as error:
-        items = [{**item, "loc": (name, *item["loc"])} for item in error.errors(include_url=False)]
-        raise ValueError("\n".join(option_fault(item, BUILT_IN) for item in items)) from None

@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddprun_hooks.errors import DottedNameError
 
@@ -30,50 +30,27 @@ METHOD = "is a method, which is called on an object"
 NO_METHOD = "name a class, a function, or a class method or static method"
 
 
-@dataclass(frozen=True)
-class _TorchPlace:
+class _TorchPlace(NamedTuple):
     """A module of torch's, and what in it may be named."""
 
     module: str
-    names: re.Pattern[str]
-    words: str
-    """For messages: `the modules in torch.nn`."""
-
-    kinds: frozenset[str]
-    """Kinds of choices for which they may be named."""
+    names: str  # a pattern
+    words: str  # for messages
+    kinds: tuple[str, ...]  # of choices for which they may be named
 
 
+_MODULES = r"(?!((Uninitialized)?(Parameter|Buffer)|DataParallel|\w+Options)$)[A-Z]\w*"
+_LOSSES = r"[a-z]\w*_loss|kl_div|cross_entropy|binary_cross_entropy(_with_logits)?"
+_SCHEDULES = r"[A-Z]\w*LR|LRScheduler|ChainedScheduler|CosineAnnealingWarmRestarts|ReduceLROnPlateau"
+_DATASETS = r"((Iterable|Tensor|Stack|Concat|Chain)?Dataset|Subset)"
 _OF_TORCH = (
+    _TorchPlace("torch.nn", _MODULES, "the modules in torch.nn", ("model", "loss")),
+    _TorchPlace("torch.nn.functional", _LOSSES, "the losses in torch.nn.functional", ("loss", "metric")),
+    _TorchPlace("torch.optim", r"[A-Z]\w*", "the optimizers in torch.optim", ("optimizer",)),
     _TorchPlace(
-        "torch.nn",
-        re.compile(r"(?!((Uninitialized)?(Parameter|Buffer)|DataParallel|\w+Options)$)[A-Z]\w*"),
-        "the modules in torch.nn",
-        frozenset({"model", "loss"}),
+        "torch.optim.lr_scheduler", _SCHEDULES, "the schedules in torch.optim.lr_scheduler", ("schedule",)
     ),
-    _TorchPlace(
-        "torch.nn.functional",
-        re.compile(r"[a-z]\w*_loss|kl_div|cross_entropy|binary_cross_entropy(_with_logits)?"),
-        "the losses in torch.nn.functional",
-        frozenset({"loss", "metric"}),
-    ),
-    _TorchPlace(
-        "torch.optim",
-        re.compile(r"[A-Z]\w*"),
-        "the optimizers in torch.optim",
-        frozenset({"optimizer"}),
-    ),
-    _TorchPlace(
-        "torch.optim.lr_scheduler",
-        re.compile(r"[A-Z]\w*LR|LRScheduler|ChainedScheduler|CosineAnnealingWarmRestarts|ReduceLROnPlateau"),
-        "the schedules in torch.optim.lr_scheduler",
-        frozenset({"schedule"}),
-    ),
-    _TorchPlace(
-        "torch.utils.data",
-        re.compile(r"((Iterable|Tensor|Stack|Concat|Chain)?Dataset|Subset)"),
-        "the plain datasets in torch.utils.data",
-        frozenset({"data"}),
-    ),
+    _TorchPlace("torch.utils.data", _DATASETS, "the plain datasets in torch.utils.data", ("data",)),
 )
 """All that may be named of torch. What these classes and functions do with options is to compute; data pipes,
 wrappers of modules, methods and everything elsewhere in torch can do more.
@@ -81,13 +58,11 @@ wrappers of modules, methods and everything elsewhere in torch can do more.
 
 
 class UntrustedError(DottedNameError):
-    """A name that leads to what is not trusted, or to something of another kind.
-
-    `allowed` says what may stand there.
+    """A name that leads to what is not trusted, or to something of another kind; `allowed` says what may be
+    named.
     """
 
     def __init__(self, problem: str, allowed: str) -> None:
-        """Take the message in two parts."""
         super().__init__(problem)
         self.allowed = allowed
 
@@ -100,18 +75,10 @@ class TrustSettingError(ValueError):
 class Wanted:
     """The kind of object that a name must lead to."""
 
-    words: str
-    """For the message: `a model is an nn.Module class or a function that returns one`."""
-
-    base: type | tuple[type, ...] | None = None
-    """A class must be derived from it; None refuses every class."""
-
-    methods: tuple[str, ...] = ()
-    """A class that has one of these will do as well."""
-
-    returns: type | None = None
-    """A function whose annotation names another class is refused."""
-
+    words: str  # for the message: `a model is an nn.Module class or a function that returns one`
+    base: type | tuple[type, ...] | None = None  # a class must be derived from it; None refuses every class
+    methods: tuple[str, ...] = ()  # a class that has one of these will do as well
+    returns: type | None = None  # a function whose annotation names another class is refused
     kind: str = ""
     """The kind of choice that this is, as `model`: it decides what of torch may be named; "" is any."""
 
@@ -120,9 +87,7 @@ class Wanted:
 class Trust:
     """What `DDPRUN_TRUSTED` says."""
 
-    prefixes: tuple[str, ...] | None
-    """Packages and dotted prefixes; None sets no limit."""
-
+    prefixes: tuple[str, ...] | None  # packages and dotted prefixes; None sets no limit
     in_folder: frozenset[str] = frozenset()
     """Those of the prefixes whose packages may come from the pipeline file's own folder."""
 
@@ -147,11 +112,9 @@ class Trust:
         return frozenset(prefix.partition(".")[0] for prefix in self.in_folder)
 
     def refusal(self, name: str, kind: str = "") -> str | None:
-        """Why a name, or the full name of an object, is not trusted; None if it is.
+        """Why a name, as a user wrote it or as `origins` gives it, is not trusted; None if it is.
 
-        Args:
-            name: as a user wrote it, or as `origins` gives it.
-            kind: of the choice for which it is named, as `model`; "" is any.
+        `kind` is that of the choice for which it is named, as `model`; "" is any.
         """
         if self.prefixes is None:
             return None
@@ -178,15 +141,11 @@ class Trust:
             raise UntrustedError(f'"{name}" may not be imported: {reason}', self.allowed())
 
     def admit_step(self, owner: Any, where: str, part: str) -> None:
-        """Judge one step of a name beyond the module that was imported, before the step is taken.
+        """Judge one step of a name beyond the module that was imported, before the step is taken: from
+        `owner`, to which the name `where` has led, to its attribute `part`.
 
         A name goes through modules and classes, and ends at no method that is called on an object:
         `Model.save` with options would write what they say.
-
-        Args:
-            owner: what `where` has led to.
-            where: the name so far.
-            part: the attribute of `owner` that comes next.
 
         Raises:
             UntrustedError: `owner` is another module than the name says and not trusted, or is neither module
@@ -231,7 +190,7 @@ def trust(environment: Mapping[str, str] = os.environ) -> Trust:
     """What the environment says.
 
     Raises:
-        TrustSettingError: the variable holds something that is no package.
+        TrustSettingError: the variable holds something that is not a package.
     """
     text = environment.get(VARIABLE)
     if text is None:
@@ -240,8 +199,9 @@ def trust(environment: Mapping[str, str] = os.environ) -> Trust:
     for word in words:
         if not all(part.isidentifier() for part in word.removeprefix(IN_FOLDER).split(".")):
             raise TrustSettingError(
-                f'{VARIABLE}: "{word}" is no package; write packages or dotted prefixes with commas between '
-                f"them, as in torchvision,mylab.nets, and {IN_FOLDER}mylab for one in the pipeline's folder"
+                f'{VARIABLE}: "{word}" is not a package; write packages or dotted prefixes with commas '
+                f"between them, as in torchvision,mylab.nets, and {IN_FOLDER}mylab for one in the pipeline's "
+                "folder"
             )
     in_folder = frozenset(word.removeprefix(IN_FOLDER) for word in words if word.startswith(IN_FOLDER))
     return Trust(tuple(dict.fromkeys(word.removeprefix(IN_FOLDER) for word in words)), in_folder)
@@ -330,7 +290,7 @@ def _torch_refusal(name: str, kind: str) -> str | None:
     """Why something of torch may not be named; None if it may."""
     module, _, last = name.rpartition(".")
     places = [place for place in _OF_TORCH if not kind or kind in place.kinds]
-    if any(place.module == module and place.names.fullmatch(last) for place in places):
+    if any(place.module == module and re.fullmatch(place.names, last) for place in places):
         return None
     if not places:
         return "nothing of torch may be named here"
@@ -345,6 +305,6 @@ def _torch_name(found: Any) -> str | None:
     name = found.__name__
     for place in _OF_TORCH:
         module = sys.modules.get(place.module)
-        if place.names.fullmatch(name) and module is not None and vars(module).get(name) is found:
+        if re.fullmatch(place.names, name) and module is not None and vars(module).get(name) is found:
             return f"{place.module}.{name}"
     return None

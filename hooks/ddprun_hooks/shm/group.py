@@ -1,13 +1,13 @@
-"""Groups: collectives among the ranks of one host through memory that they share.
+"""Collectives among the ranks of one host through memory that they share.
 
 Memory has a half for even and a half for odd phases, and in each half a slot for every rank. One rule covers
-every operation: *in phase i a rank writes to half i % 2, tells every peer, hears from every peer, and reads
-half i % 2 until it tells phase i + 1*. A half is written again in phase i + 2, which a rank enters once it
-has heard phase i + 1 from all, and each peer told that after it had read the half: two halves are enough, and
-one barrier a phase.
+every operation: *in phase i a rank writes to half i % 2, notifies every peer, waits for every peer, and reads
+half i % 2 until it notifies phase i + 1*. A half is written again in phase i + 2, which a rank enters once
+all peers have notified phase i + 1, after they had read the half: two halves are enough, and one barrier a
+phase.
 
-Ranks meet by a byte on a socket between each two of them, not by flags in memory: a byte is heard after what
-was written before it was sent on every architecture, a rank can sleep until it comes, and the socket of a
+A barrier is a byte on a socket between each two ranks, not a flag in memory: on every architecture the byte
+arrives after what was written before it was sent, a rank can sleep until it comes, and the socket of a
 process that has died reads as ended.
 """
 
@@ -47,19 +47,19 @@ class PeerSocket(socket.socket):
 
 
 Steps = Generator[Sequence[PeerSocket], None, None]
-"""An operation under way: runs until it has to wait and yields the peers that it waits for. To be resumed
+"""An operation under way: it runs until it has to wait, and yields the peers that it waits for. Resume it
 when one of them is readable or the group's deadline has passed; the next may begin when it has ended."""
 
 _peers: "WeakSet[PeerSocket]" = WeakSet()
 
 
-def _let_go() -> None:
+def _close_in_child() -> None:
     """Close the sockets in a forked child, which would keep them open when the rank itself has died."""
     for peer in list(_peers):
         peer.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class ShmGroup:
@@ -70,7 +70,7 @@ class ShmGroup:
     rank, in rank order, and fp16 and bf16 in fp32: all ranks get the same bits.
 
     Args:
-        rank: this rank's place among those of the group.
+        rank: this rank in the group.
         memory: (2, size, slot_bytes), uint8, shared.
         peers: a socket to each other rank, in rank order.
         timeout_s: how long an operation waits for a peer.
@@ -79,33 +79,14 @@ class ShmGroup:
     def __init__(self, rank: int, memory: Tensor, peers: Sequence[PeerSocket], timeout_s: float) -> None:
         self.rank = rank
         self.size = len(peers) + 1
-        self.error: ExchangeError | None = None
-        """Why the group can be used no more."""
-
-        self.phase = 0
-        """Barriers that this rank has been through."""
-
-        self.deadline = math.inf
-        """When the operation under way gives up waiting, by `time.monotonic`."""
-
+        self.error: ExchangeError | None = None  # why the group can be used no more
+        self.phase = 0  # barriers that this rank has passed
+        self.deadline = math.inf  # when the operation under way gives up waiting, by `time.monotonic`
         self._memory = memory
         self._peers = tuple(peers)
         self._timeout_s = timeout_s
         self._plans: dict[tuple[torch.dtype, int | tuple[int, ...]], _Plan] = {}
         self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}
-
-    def close(self) -> None:
-        """Let go of memory and sockets. What is under way, here and on the peers, fails."""
-        self.error = self.error or ExchangeError("the group is closed")
-        peers, self._peers = self._peers, ()
-        for peer in peers:
-            try:
-                peer.shutdown(socket.SHUT_RDWR)
-            except OSError:  # the peer was faster
-                continue
-        self._memory = torch.empty((2, self.size, 0), dtype=torch.uint8)
-        self._plans.clear()
-        self._scratch.clear()
 
     def all_reduce(self, tensor: Tensor) -> Steps:
         """Sum `tensor` (any shape) over the ranks, in place."""
@@ -132,12 +113,8 @@ class ShmGroup:
                     chunks[part][turn - 1].copy_(view)
 
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> Steps:
-        """Sum the parts of `tensor` (sum(sizes),) over the ranks and keep this rank's.
-
-        Args:
-            tensor: left as it is.
-            sizes: elements of each rank's part, in rank order.
-            output: takes the sum, (sizes[rank],); may be this rank's part of `tensor`.
+        """Sum the ranks' parts of `tensor`, (sum(sizes),), and write this rank's sum into `output`,
+        (sizes[rank],), which may be its part of `tensor`.
         """
         tensor, output = tensor.detach(), output.detach()
         if self.size == 1:
@@ -155,12 +132,8 @@ class ShmGroup:
                 self._sum(piece.summed[half], chunks[rank][turn], outputs[turn])
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> Steps:
-        """Gather the ranks' tensors in rank order.
-
-        Args:
-            tensor: this rank's, (sizes[rank],).
-            sizes: elements of each rank's, in rank order.
-            output: takes them all, (sum(sizes),); `tensor` may be this rank's part of it.
+        """Gather the ranks' tensors, (sizes[rank],), in rank order into `output`, (sum(sizes),), of which
+        `tensor` may be this rank's part.
         """
         tensor, output = tensor.detach(), output.detach()
         rank, start = self.rank, sum(sizes[: self.rank])
@@ -179,7 +152,7 @@ class ShmGroup:
                     chunks[part][turn].copy_(view)
 
     def _barrier(self) -> Steps:
-        """Tell every peer that this rank is here, and hear the same from each.
+        """Wait until every rank is here.
 
         Raises:
             ExchangeError: names the peers that are gone, or that have not come in time.
@@ -189,7 +162,7 @@ class ShmGroup:
             try:
                 peer.send(_HERE)
             except OSError:
-                continue  # it is told by name when it is listened to
+                continue  # `_listen` reports it
         self.deadline = math.inf
         while missing := self._listen(missing):
             now = time.monotonic()
@@ -201,7 +174,7 @@ class ShmGroup:
         self.phase += 1
 
     def _listen(self, peers: Sequence[PeerSocket]) -> Sequence[PeerSocket]:
-        """Those of `peers` that have nothing to say yet."""
+        """Those of `peers` that have not arrived."""
         silent, gone = [], []
         for peer in peers:
             try:
@@ -262,12 +235,7 @@ class ShmGroup:
 
 class _Plan:
     """How tensors of one length travel: each part is cut into chunks, and the i-th chunks of all parts are
-    piece i, which fits into a slot.
-
-    Args:
-        rank: this rank's place.
-        sizes: elements of each rank's part.
-        memory: (2, size, elements of a slot).
+    piece i, which fits into a slot. `memory` is (2, size, elements of a slot).
     """
 
     def __init__(self, rank: int, sizes: Sequence[int], memory: Tensor) -> None:
@@ -324,8 +292,7 @@ class _Piece:
         self.results = [[(part, half[part, starts[part] : ends[part]]) for part in filled] for half in memory]
         """Every part in the slot of its own rank."""
 
-        self.own = [slots[rank] for slots in self.summed]
-        """This rank's part in its own slot."""
+        self.own = [slots[rank] for slots in self.summed]  # this rank's part in its own slot
 
 
 def _even(numel: int, count: int, element_bytes: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Runs operations on shared memory: none waits for another group's, and no caller waits."""
+"""Runs operations on shared memory: none waits for one of another group, and no caller waits."""
 
 import contextlib
 import os
@@ -26,9 +26,9 @@ class ProgressThread:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the five below; never held while anything else is called
-        self._lines: dict[ShmGroup, deque[tuple[Steps, Future[None]]]] = {}
-        """Operations of the groups that some thread sees to: of each group one thread at a time, which alone
-        steps the first and takes it away, and which leaves when there is none."""
+        self._queues: dict[ShmGroup, deque[tuple[Steps, Future[None]]]] = {}
+        """Operations of each group that a thread is running: one thread at a time, which alone steps the
+        first and removes it, and which leaves when there is none."""
 
         self._handed_over: list[ShmGroup] = []
         self._thread: threading.Thread | None = None
@@ -36,19 +36,19 @@ class ProgressThread:
         self._closed = False
 
     def submit(self, group: ShmGroup, steps: Steps) -> "Future[None]":
-        """Run `steps`, an operation of `group` of which nothing has run yet.
+        """Run `steps`, a new operation of `group`.
 
-        The future is set on whatever thread finishes the operation. What is called back may submit, but must
-        not wait for another operation of this group. It fails with an `ExchangeError` when a peer is gone or
+        The future is set on whatever thread finishes the operation. Its callbacks may submit, but must not
+        wait for another operation of this group. It fails with an `ExchangeError` when a peer is gone or
         late, and so does every later operation of the group.
         """
         future: Future[None] = Future()
         with self._lock:
-            line = self._lines.get(group)
-            if line is not None:
-                line.append((steps, future))
+            queue = self._queues.get(group)
+            if queue is not None:
+                queue.append((steps, future))
                 return future
-            self._lines[group] = deque([(steps, future)])
+            self._queues[group] = deque([(steps, future)])
         phase, until = -1, 0.0
         while True:
             began = time.perf_counter()
@@ -73,14 +73,13 @@ class ProgressThread:
         os.close(self._wake)
 
     def _advance(self, group: ShmGroup) -> Sequence[PeerSocket] | None:
-        """Go on with a group's operations, by the one thread that sees to it, up to where one has to wait.
+        """Run a group's operations, on the one thread that does, until one has to wait.
 
-        Returns:
-            The peers it waits for, or None when there are no more operations, and the group is free.
+        Gives the peers it waits for, or None when there are no more operations, and the group is free.
         """
-        line = self._lines[group]
+        queue = self._queues[group]
         while True:
-            steps, future = line[0]
+            steps, future = queue[0]
             failure: BaseException | None = group.error
             try:
                 if failure is None:
@@ -101,9 +100,9 @@ class ProgressThread:
                 wrapped = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
                 future.set_exception(wrapped)  # type: ignore[arg-type]  # as in `queue.fail`
             with self._lock:
-                line.popleft()
-                if not line:
-                    del self._lines[group]
+                queue.popleft()
+                if not queue:
+                    del self._queues[group]
                     return None
 
     def _hand_over(self, group: ShmGroup) -> None:
@@ -121,26 +120,26 @@ class ProgressThread:
         since = time.perf_counter()
         while not self._closed:
             now = time.perf_counter()
-            if self._look_round(waiting):
+            if self._advance_all(waiting):
                 since = now
             elif not waiting or now - since > SPIN_S:
                 self._sleep(waiting)
                 since = time.perf_counter()
 
-    def _look_round(self, waiting: dict[ShmGroup, Sequence[PeerSocket]]) -> bool:
-        """Go on with every group left to the thread and note what each waits for; says if any went on."""
+    def _advance_all(self, waiting: dict[ShmGroup, Sequence[PeerSocket]]) -> bool:
+        """Advance every group left to the thread and note what each waits for; whether any advanced."""
         with self._lock:
             handed_over, self._handed_over = self._handed_over, []
         waiting.update((group, ()) for group in handed_over)
-        any_went_on = False
+        any_advanced = False
         for group in list(waiting):
             phase, peers = group.phase, self._advance(group)
             if peers is None:
                 del waiting[group]
             else:
                 waiting[group] = peers
-            any_went_on |= peers is None or group.phase != phase
-        return any_went_on
+            any_advanced |= peers is None or group.phase != phase
+        return any_advanced
 
     def _sleep(self, waiting: dict[ShmGroup, Sequence[PeerSocket]]) -> None:
         """Sleep until a peer is heard or gone, a deadline has passed, or there is something new."""
@@ -149,8 +148,8 @@ class ProgressThread:
         until = time.monotonic() + 3600  # poll takes no number of milliseconds beyond 32 bits
         for group, peers in waiting.items():
             until = min(until, group.deadline)
-            # Not those that have been heard: one that is ahead would not let it sleep, and one that is
-            # through and has left is not to be missed.
+            # Not peers that have arrived: one that is ahead would not let it sleep, and one that has finished
+            # and closed its socket is not lost.
             for peer in peers:
                 poll.register(peer, select.POLLIN)
         poll.poll(max(0.0, until - time.monotonic()) * 1e3 + 1)

@@ -1,4 +1,8 @@
-"""How the ranks of one host come by memory that they share, and by links to each other."""
+"""How the ranks of one host get memory that they share, and sockets to each other.
+
+Rank 0 makes all of it and sends descriptors over sockets that are in no folder: nothing of a group has a name
+in the file system, and it is gone when the last of its ranks is.
+"""
 
 import hashlib
 import hmac
@@ -22,9 +26,12 @@ _HERE: Final = b"\1"
 _NOBODY: Final = b"-"  # shared in place of a secret when rank 0 cannot listen
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED
 _SECRET_BYTES: Final = 32
-_HELLO: Final = struct.Struct(f"={_SECRET_BYTES}sI")  # the secret, and this rank's place
+_HELLO: Final = struct.Struct(f"={_SECRET_BYTES}sI")  # the secret, and this rank in the group
 _BACKLOG: Final = 4096  # connections of strangers may wait beside those of ranks
 _AGAIN_S: Final = 2e-3  # between two attempts to connect when even that many wait
+
+Descriptors = list[int]
+"""Of one group: of its memory, and of the sockets to the other ranks, in rank order."""
 
 
 def open_shm_groups(
@@ -39,10 +46,8 @@ def open_shm_groups(
 ) -> list[ShmGroup]:
     """Make groups among the ranks of one host. Every one of them has to call this, with equal arguments.
 
-    Nothing of a group has a name in the file system: it is gone when the last of its ranks is.
-
     Args:
-        rank: this rank's place among them.
+        rank: this rank among them.
         size: how many they are.
         count: how many groups to make.
         share: gives rank 0's argument (32 bytes at most) to every rank; called once on each.
@@ -60,196 +65,178 @@ def open_shm_groups(
     if size == 1:
         return [ShmGroup(0, torch.empty((2, 1, 0), dtype=torch.uint8), (), timeout_s) for _ in range(count)]
     nbytes = 2 * size * slot_bytes
-    setup = _Setup(names, time.monotonic() + timeout_s)
-    if rank == 0:
-        groups = setup.hand_out(size, count, nbytes, share)
-    else:
-        groups = setup.collect(rank, size, count, share(b""))
-    made = []
+    others = [name for index, name in enumerate(names) if index != rank]
+    deadline = time.monotonic() + timeout_s
+    groups: list[Descriptors] = []
     try:
+        if rank == 0:
+            _hand_out(groups, names, count, nbytes, share, deadline)
+        else:
+            _collect(groups, names, count, rank, share(b""), deadline)
+        made = []
         for descriptors in groups:
             mapping = mmap.mmap(descriptors[0], nbytes)
             memory = torch.frombuffer(mapping, dtype=torch.uint8).view(2, size, slot_bytes)
-            peers = [name for place, name in enumerate(names) if place != rank]
-            sockets = [PeerSocket(descriptors.pop(1), peer) for peer in peers]
-            made.append(ShmGroup(rank, memory, sockets, timeout_s))
+            peers = [PeerSocket(descriptors.pop(1), name) for name in others]
+            made.append(ShmGroup(rank, memory, peers, timeout_s))
+        return made
     except OSError as error:
         raise ExchangeError(f"rank {names[rank]} cannot map shared memory: {error}") from error
     finally:
-        for descriptor in [descriptor for descriptors in groups for descriptor in descriptors]:
+        for descriptor in itertools.chain(*groups):
             os.close(descriptor)
-    return made
 
 
-class _Setup:
-    """How the ranks come by the descriptors of their groups: for each, that of its memory and those of the
-    sockets to the other ranks, in rank order. All are made by rank 0 and sent over sockets in no folder.
-    """
+def _hand_out(
+    groups: list[Descriptors],
+    names: Sequence[int],
+    count: int,
+    nbytes: int,
+    share: Callable[[bytes], bytes],
+    deadline: float,
+) -> None:
+    """Make everything, put rank 0's own descriptors into `groups`, and give every other rank its own."""
+    secret = secrets.token_hex(_SECRET_BYTES // 2).encode()
+    size = len(names)
+    peers: dict[int, socket.socket] = {}
 
-    def __init__(self, names: Sequence[int], deadline: float) -> None:
-        self._names = names
-        self._deadline = deadline
-        self._mine: list[list[int]] = []
-
-    def hand_out(
-        self, size: int, count: int, nbytes: int, share: Callable[[bytes], bytes]
-    ) -> list[list[int]]:
-        """Make everything, and give every other rank its own."""
-        secret = secrets.token_hex(_SECRET_BYTES // 2).encode()
-        peers: dict[int, socket.socket] = {}
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-                try:
-                    listener.bind(_address(secret))
-                    listener.listen(_BACKLOG)
-                except OSError as error:
-                    share(_NOBODY)
-                    raise ExchangeError(f"rank {self._names[0]} cannot listen: {error}") from error
-                share(secret)
-                self._admit(listener, secret, size, peers)
-            for _ in range(count):
-                self._hand_out_one(peers, size, nbytes)
-        except OSError as error:
-            self._give_up()
-            late = ", ".join(str(self._names[rank]) for rank in range(1, size) if rank not in peers)
-            what = f"rank {late} did not arrive" if late else "no memory could be shared"
-            raise ExchangeError(f"{what}: {error}") from error
-        except BaseException:
-            self._give_up()
-            raise
-        finally:
-            for peer in peers.values():
-                peer.close()
-        return self._mine
-
-    def _admit(
-        self, listener: socket.socket, secret: bytes, size: int, peers: dict[int, socket.socket]
-    ) -> None:
-        """Accept connections until every other rank has one.
-
-        Every user of the host can connect. A connection of another user, or one that does not begin with the
-        secret, is closed; one that says nothing keeps nobody waiting.
-
-        Args:
-            listener: where ranks connect.
-            secret: that ranks know.
-            size: of the group.
-            peers: takes the connection to each other rank.
-
-        Raises:
-            TimeoutError: some rank has not come.
-        """
-        refused: set[int] = set()
-        listener.setblocking(False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            try:
-                while len(peers) < size - 1:
-                    ready = selector.select(self._left_s())
-                    if not ready and time.monotonic() >= self._deadline:
-                        others = ", ".join(map(str, sorted(refused)))
-                        because = f"; {_refusal(others)}" if refused else ""
-                        raise TimeoutError(f"timed out{because}")
-                    for key, _ in ready:
-                        if key.fileobj is listener:
-                            self._accept(listener, selector, refused)
-                            continue
-                        peer = key.fileobj
-                        assert isinstance(peer, socket.socket)
-                        selector.unregister(peer)
-                        rank = _rank_of(peer, secret, size)
-                        if rank is None or rank in peers:
-                            peer.close()
-                        else:
-                            peers[rank] = peer
-            finally:
-                for key in list(selector.get_map().values()):
-                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not listener:
-                        key.fileobj.close()
-
-    def _accept(self, listener: socket.socket, selector: selectors.BaseSelector, refused: set[int]) -> None:
-        """Accept one connection, and listen to it if it is of this user."""
-        try:
-            peer, _ = listener.accept()
-        except OSError:  # it has gone already
+    def give(rank: int, descriptor: int) -> None:
+        if rank == 0:
+            groups[-1].append(descriptor)
             return
-        user = _user_of(peer)
-        if user == os.geteuid():
-            peer.setblocking(False)
-            selector.register(peer, selectors.EVENT_READ)
-        else:
-            refused.add(user)
+        # Rank 0 must keep no copy of what is another's, or that rank's death would go unnoticed.
+        try:
+            socket.send_fds(_timed(peers[rank], deadline), [_HERE], [descriptor])
+        finally:
+            os.close(descriptor)
+
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(_address(secret))
+                listener.listen(_BACKLOG)
+            except OSError as error:
+                share(_NOBODY)
+                raise ExchangeError(f"rank {names[0]} cannot listen: {error}") from error
+            share(secret)
+            _admit(listener, secret, size, peers, deadline)
+        for _ in range(count):
+            groups.append([])
+            memory = os.memfd_create("ddprun")
+            give(0, memory)
+            os.posix_fallocate(memory, 0, nbytes)  # to run out of memory here, not at a write to it
+            for rank in range(1, size):
+                give(rank, os.dup(memory))
+            for low, high in itertools.combinations(range(size), 2):
+                ends = [end.detach() for end in socket.socketpair()]
+                give(low, ends[0])
+                give(high, ends[1])
+    except OSError as error:
+        late = ", ".join(str(names[rank]) for rank in range(1, size) if rank not in peers)
+        what = f"rank {late} did not arrive" if late else "no memory could be shared"
+        raise ExchangeError(f"{what}: {error}") from error
+    finally:
+        for peer in peers.values():
             peer.close()
 
-    def _hand_out_one(self, peers: dict[int, socket.socket], size: int, nbytes: int) -> None:
-        def give(rank: int, descriptor: int) -> None:
-            if rank == 0:
-                self._mine[-1].append(descriptor)
-                return
-            # Rank 0 must keep no copy of what is another's, or that rank's death would go unnoticed.
-            try:
-                socket.send_fds(self._in_time(peers[rank]), [_HERE], [descriptor])
-            finally:
-                os.close(descriptor)
 
-        self._mine.append([])
-        memory = os.memfd_create("ddprun")
-        give(0, memory)
-        os.posix_fallocate(memory, 0, nbytes)  # to run out of memory here, not at a write to it
-        for rank in range(1, size):
-            give(rank, os.dup(memory))
-        for low, high in itertools.combinations(range(size), 2):
-            ends = [end.detach() for end in socket.socketpair()]
-            give(low, ends[0])
-            give(high, ends[1])
+def _admit(
+    listener: socket.socket, secret: bytes, size: int, peers: dict[int, socket.socket], deadline: float
+) -> None:
+    """Accept connections until `peers` has one of every other rank.
 
-    def collect(self, rank: int, size: int, count: int, secret: bytes) -> list[list[int]]:
-        """Take what rank 0 hands out."""
-        if secret == _NOBODY:
-            raise ExchangeError(f"rank {self._names[0]} cannot listen")
+    Every user of the host can connect. A connection of another user, or one that does not begin with the
+    secret, is closed; one that says nothing keeps nobody waiting.
+
+    Raises:
+        TimeoutError: some rank has not come.
+    """
+    refused: set[int] = set()
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as host:
-                self._connect(host, _address(secret))
-                user = _user_of(host)
-                if user != os.geteuid():
-                    raise ExchangeError(_refusal(str(user)))
-                self._in_time(host).send(_HELLO.pack(secret, rank))
-                for _ in range(count):
-                    self._mine.append([])
-                    for _ in range(size):
-                        _, got, _, _ = socket.recv_fds(self._in_time(host), 1, 1, socket.MSG_CMSG_CLOEXEC)
-                        if not got:
-                            raise ConnectionError("it gave up")
-                        self._mine[-1].extend(got)
-        except OSError as error:
-            self._give_up()
-            raise ExchangeError(f"rank {self._names[0]} shares no memory: {error}") from error
-        except BaseException:
-            self._give_up()
-            raise
-        return self._mine
+            while len(peers) < size - 1:
+                ready = selector.select(_left_s(deadline))
+                if not ready and time.monotonic() >= deadline:
+                    others = ", ".join(map(str, sorted(refused)))
+                    raise TimeoutError(f"timed out; {_refusal(others)}" if refused else "timed out")
+                for key, _ in ready:
+                    if key.fileobj is listener:
+                        _accept(listener, selector, refused)
+                        continue
+                    peer = key.fileobj
+                    assert isinstance(peer, socket.socket)
+                    selector.unregister(peer)
+                    rank = _rank_of(peer, secret, size)
+                    if rank is None or rank in peers:
+                        peer.close()
+                    else:
+                        peers[rank] = peer
+        finally:
+            for key in list(selector.get_map().values()):
+                if isinstance(key.fileobj, socket.socket) and key.fileobj is not listener:
+                    key.fileobj.close()
 
-    def _connect(self, host: socket.socket, address: bytes) -> None:
-        """Connect, also while strangers keep rank 0 busy."""
-        while True:
-            try:
-                return self._in_time(host).connect(address)
-            except BlockingIOError:  # as many connections wait as may
-                if time.monotonic() >= self._deadline:
-                    raise
-                time.sleep(_AGAIN_S)
 
-    def _left_s(self) -> float:
-        return max(self._deadline - time.monotonic(), 1e-3)
+def _accept(listener: socket.socket, selector: selectors.BaseSelector, refused: set[int]) -> None:
+    """Accept one connection, and listen to it if it is of this user."""
+    try:
+        peer, _ = listener.accept()
+    except OSError:  # it has gone already
+        return
+    user = _user_of(peer)
+    if user == os.geteuid():
+        peer.setblocking(False)
+        selector.register(peer, selectors.EVENT_READ)
+    else:
+        refused.add(user)
+        peer.close()
 
-    def _in_time(self, waiting: socket.socket) -> socket.socket:
-        """`waiting`, with what is left of the time."""
-        waiting.settimeout(self._left_s())
-        return waiting
 
-    def _give_up(self) -> None:
-        for descriptor in [descriptor for descriptors in self._mine for descriptor in descriptors]:
-            os.close(descriptor)
+def _collect(
+    groups: list[Descriptors], names: Sequence[int], count: int, rank: int, secret: bytes, deadline: float
+) -> None:
+    """Take what rank 0 hands out."""
+    if secret == _NOBODY:
+        raise ExchangeError(f"rank {names[0]} cannot listen")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as host:
+            _connect(host, _address(secret), deadline)
+            user = _user_of(host)
+            if user != os.geteuid():
+                raise ExchangeError(_refusal(str(user)))
+            _timed(host, deadline).send(_HELLO.pack(secret, rank))
+            for _ in range(count):
+                groups.append([])
+                for _ in names:
+                    _, got, _, _ = socket.recv_fds(_timed(host, deadline), 1, 1, socket.MSG_CMSG_CLOEXEC)
+                    if not got:
+                        raise ConnectionError("it gave up")
+                    groups[-1].extend(got)
+    except OSError as error:
+        raise ExchangeError(f"rank {names[0]} shares no memory: {error}") from error
+
+
+def _connect(host: socket.socket, address: bytes, deadline: float) -> None:
+    """Connect, also while strangers keep rank 0 busy."""
+    while True:
+        try:
+            return _timed(host, deadline).connect(address)
+        except BlockingIOError:  # as many connections wait as may
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_AGAIN_S)
+
+
+def _left_s(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 1e-3)
+
+
+def _timed(waiting: socket.socket, deadline: float) -> socket.socket:
+    """`waiting`, with what is left of the time."""
+    waiting.settimeout(_left_s(deadline))
+    return waiting
 
 
 def _address(secret: bytes) -> bytes:
@@ -265,14 +252,14 @@ def _user_of(peer: socket.socket) -> int:
 
 
 def _rank_of(peer: socket.socket, secret: bytes, size: int) -> int | None:
-    """The place that a connection says it has; None if it does not know the secret, or there is no such
-    place.
+    """The rank that a connection claims to be; None if it does not know the secret, or no rank has that
+    number.
     """
     try:
-        told, rank = _HELLO.unpack(peer.recv(_HELLO.size + 1))
+        said, rank = _HELLO.unpack(peer.recv(_HELLO.size + 1))
     except (OSError, struct.error):
         return None
-    return rank if hmac.compare_digest(told, secret) and 0 < rank < size else None
+    return rank if hmac.compare_digest(said, secret) and 0 < rank < size else None
 
 
 def _refusal(users: str) -> str:
