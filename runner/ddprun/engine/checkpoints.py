@@ -6,10 +6,9 @@ from functools import partial
 from pathlib import Path
 
 from ddprun import __version__
-from ddprun.checkpoint.checkpoints import Checkpoints
-from ddprun.checkpoint.codec import UnstorableError, check
-from ddprun.checkpoint.folder import FOLDER, Apart, rank_name
-from ddprun.checkpoint.writer import CheckpointWriter, Outcome
+from ddprun.checkpoint.codec import UnstorableError, encode
+from ddprun.checkpoint.folder import FOLDER, rank_name
+from ddprun.checkpoint.writer import Checkpoints, CheckpointWriter, Outcome
 from ddprun.config import Loaded, PipelineError
 from ddprun.engine.finite import in_state
 from ddprun.engine.session import Session
@@ -49,7 +48,7 @@ def open_checkpoints(
         rank=ranks.rank,
         ranks=ranks.size,
         keep=wanted.keep,
-        away=records.away,
+        remote=records.away,
         control=open_control(timedelta(seconds=timeout_s)) if records.away else None,
         limit_s=timeout_s,
         before=records.writer.flush,
@@ -68,7 +67,7 @@ def check_state(session: Session) -> None:
     runtime = session.runtime
     if runtime.checkpoints.writer is not None:
         try:
-            check(state_of(session))
+            encode(state_of(session), copy=False)
         except UnstorableError as error:
             text, way_out = f"no checkpoint can be taken: {error}", "`checkpoint: {keep: 0}` takes none"
             raise PipelineError([runtime.loaded.fault("checkpoint", text, way_out)]) from None
@@ -96,12 +95,12 @@ def take_checkpoint(session: Session, *, at_end: bool = False, wished: bool = Fa
     if at_end:  # ranks that never meet have stopped each after a step of its own
         known = runtime.exchange.control.all_gather([float(step), float(writer.count)])
         step = int(known[:, 0].max())
-        writer.leave_out(int(known[:, 1].max()))
+        writer.skip_to(int(known[:, 1].max()))
     whole, shared = state_of(session), shared_keys(session)
     own = {key: value for key, value in whole.items() if key not in shared}
-    parts = {rank_name(runtime.ranks.rank): Apart.of(own)}
+    parts = {rank_name(runtime.ranks.rank): encode(own)}
     if runtime.ranks.rank == 0:
-        parts["shared"] = Apart.of({**{key: whole[key] for key in sorted(shared)}, **_about(session)})
+        parts["shared"] = encode({**{key: whole[key] for key in sorted(shared)}, **_about(session)})
     if runtime.records.away and (state.synchronizer is None or not state.synchronizer.plan.never):
         runtime.records.collect()
     reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)

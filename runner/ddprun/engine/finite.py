@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddprun.checkpoint import folder
-from ddprun.checkpoint.folder import Apart
+from ddprun.checkpoint.codec import EncodedState
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,11 @@ def _not_finite(named: Mapping[str, Tensor]) -> list[str]:
     return [name for name, finite in zip(named, flags, strict=True) if not finite]
 
 
-def in_state(state: Apart, infinite_at_first: frozenset[str] = frozenset()) -> str | None:
+def in_state(state: EncodedState, infinite_at_first: frozenset[str] = frozenset()) -> str | None:
     """What of a checkpoint's part is not finite: a parameter, the optimizer's state, `loss`; None: nothing.
 
     Args:
-        state: taken apart.
+        state: the part.
         infinite_at_first: parameters that are meant to be so.
     """
     for name, tensor in state.tensors.items():

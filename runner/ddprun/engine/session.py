@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddprun.checkpoint.checkpoints import Checkpoints
+from ddprun.checkpoint.writer import Checkpoints
 from ddprun.config import Loaded
 from ddprun.engine.clocks import ClockOffsets
 from ddprun.engine.cursor import Cursor

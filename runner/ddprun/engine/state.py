@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddprun.checkpoint.tensors import DamagedError
+from ddprun.checkpoint.codec import DamagedError
 from ddprun.engine import seeding
 from ddprun.engine.finite import Nonfinite
 from ddprun.engine.session import Session
