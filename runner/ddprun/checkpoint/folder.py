@@ -250,7 +250,7 @@ def read_json(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     """A JSON object from a file of a checkpoint, which may be damaged.
 
     Raises:
-        DamagedError: it does not exist, is too long, nested too deeply, or no JSON object.
+        DamagedError: it does not exist, is too long, nested too deeply, or not a JSON object.
     """
     with located(path):
         return read_object(checkpoint.below, path.relative_to(checkpoint.below), MAX_JSON_BYTES)
