@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import isfinite
 from pathlib import Path
-from typing import IO, Any, Literal, NoReturn
+from typing import IO, Any, Literal
 
 Resuming = Literal["no", "yes", "if begun"]
 """Whether a folder is that of a run to resume."""
@@ -64,13 +64,7 @@ def as_path(text: str) -> str:
 
 
 def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders: bool = False) -> IO[bytes]:
-    """Open a regular file of a run.
-
-    Args:
-        folder: what is below it is not trusted.
-        name: of the file, with the folders that lead to it.
-        mode: as `open` has it.
-        make_folders: make those that are not there.
+    """Open a regular file of a run by its name below the folder, with the folders that lead to it.
 
     Raises:
         NotPlainError: it is not a regular file, or is behind a link.
@@ -138,13 +132,7 @@ def replacing(folder: Path, name: str) -> Iterator[IO[bytes]]:
 
 
 def read_object(folder: Path, name: str | Path, most_bytes: int, *, finite: bool = True) -> dict[str, Any]:
-    """A JSON object from a file of a run.
-
-    Args:
-        folder: what is below it is not trusted.
-        name: of the file.
-        most_bytes: a longer one is refused.
-        finite: refuse NaN and infinities, which JSON does not have.
+    """A JSON object from a file of a run; `finite`: without NaN and infinities, which JSON does not have.
 
     Raises:
         OSError: it cannot be read.
@@ -167,9 +155,8 @@ def parse(data: bytes, *, finite: bool = True) -> Any:
         ValueError: it is none, or nested too deeply.
     """
     try:
-        found = json.loads(
-            data, parse_constant=_no_constant if finite else None, parse_float=_finite if finite else None
-        )
+        number = _finite if finite else None
+        found = json.loads(data, parse_constant=number, parse_float=number)
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
     except ValueError as error:
@@ -187,14 +174,10 @@ def parse(data: bytes, *, finite: bool = True) -> Any:
     raise ValueError(f"nested more than {MAX_DEPTH} deep")
 
 
-def _no_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a number")
-
-
 def _finite(text: str) -> float:
     value = float(text)
     if not isfinite(value):
-        raise ValueError(f"{text} is out of range")
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 

@@ -19,7 +19,7 @@ def write(root: Path, step: int = 7, token: str = "t", ranks: int = 2) -> folder
     files: Files = {}
     for name in ["shared", *map(folder.rank_name, range(ranks))]:
         files |= folder.write(folder.unfinished(root, step, token), name, encode(STATE))
-    return folder.commit(root, step, token, ranks, files)
+    return folder.commit(folder.unfinished(root, step, token), step, ranks, files)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     files = folder.write(folder.unfinished(tmp_path, 7, "t"), "rank-00000", encode(STATE))
     assert folder.steps_in(tmp_path) == []
     files |= folder.write(folder.unfinished(tmp_path, 7, "t"), "shared", encode(STATE))
-    folder.commit(tmp_path, 7, "t", 1, files)
+    folder.commit(folder.unfinished(tmp_path, 7, "t"), 7, 1, files)
     assert folder.steps_in(tmp_path) == [7]
     found = folder.opened(tmp_path, 7)
     folder.verify(found)
@@ -97,10 +97,10 @@ def test_what_is_not_seen_is_no_checkpoint(tmp_path: Path) -> None:
     path = folder.unfinished(tmp_path, 7, "t") / "rank-00000.json"
     path.write_text("{")
     with pytest.raises(OSError, match=r"rank-00000\.json is not whole here"):
-        folder.commit(tmp_path, 7, "t", 1, files)
+        folder.commit(folder.unfinished(tmp_path, 7, "t"), 7, 1, files)
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        folder.commit(tmp_path, 7, "t", 1, files)
+        folder.commit(folder.unfinished(tmp_path, 7, "t"), 7, 1, files)
     assert folder.steps_in(tmp_path) == []
 
 

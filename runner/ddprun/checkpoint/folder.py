@@ -90,17 +90,17 @@ def name_of(step: int) -> str:
 
 
 def rank_name(rank: int) -> str:
-    """The name of a rank's files."""
+    """The name of a rank's part."""
     return f"rank-{rank:05}"
 
 
 def part_names(world_size: int) -> list[str]:
-    """The names of all files of a checkpoint, each of which stands for one of each kind."""
+    """The parts of a checkpoint: each is one file of each kind."""
     return ["shared", *map(rank_name, range(world_size))]
 
 
 def paths(folder: Path, name: str) -> list[Path]:
-    """The files of one name."""
+    """The files of a part."""
     return [folder / f"{name}.{kind}" for kind in _KINDS]
 
 
@@ -110,12 +110,7 @@ def unfinished(root: Path, step: int, token: str) -> Path:
 
 
 def write(folder: Path, name: str, state: EncodedState) -> Files:
-    """Write state as two files, and bring them to disk.
-
-    Args:
-        folder: of the checkpoint that is being written; made if it does not exist.
-        name: `shared` or `rank-00000`.
-        state: what they hold.
+    """Write state as the two files of a part, and bring them to disk; makes the folder if it does not exist.
 
     Raises:
         OSError: it cannot be written.
@@ -140,34 +135,29 @@ def check_received(folder: Path, files: Files) -> None:
 
 
 def commit(
-    root: Path, step: int, token: str, world_size: int, files: Files, nonfinite: str | None = None
+    folder: Path, step: int, world_size: int, files: Files, nonfinite: str | None = None
 ) -> Checkpoint:
     """Give a checkpoint whose files are all written its name: from here on it exists.
 
     Raises:
         OSError: it cannot be written, or a file that a rank has written is not seen here.
     """
-    folder, target = unfinished(root, step, token), root / name_of(step)
+    root = folder.parent
+    target, replaced = root / name_of(step), root / f".{name_of(step)}.{_REPLACED}"
     for name, described in files.items():
         if (folder / name).stat().st_size != described["bytes"]:
             raise OSError(None, f"{name} is not whole here")
-    manifest = _Manifest(
-        step=step,
-        world_size=world_size,
-        nonfinite=nonfinite,
-        files={name: _File(**described) for name, described in files.items()},
-    )
+    manifest = {"v": VERSION, "step": step, "world_size": world_size, "nonfinite": nonfinite, "files": files}
     with open_file(folder, MANIFEST, "wb") as file:
-        file.write(json.dumps({"v": VERSION, **manifest.model_dump()}, indent=1).encode() + b"\n")
+        file.write(json.dumps(manifest, indent=1).encode() + b"\n")
     _synced(folder / MANIFEST)
     _sync_folder(folder)
-    replaced = root / f".{name_of(step)}.{_REPLACED}"
     if target.exists():  # of an attempt that was undone, or damaged
-        _remove(replaced)
+        remove(replaced)
         target.rename(replaced)
     folder.rename(target)
     _sync_folder(root)
-    _remove(replaced)
+    remove(replaced)
     return Checkpoint(target, step, world_size, files, nonfinite=nonfinite)
 
 
@@ -193,7 +183,7 @@ def opened(root: Path, step: int) -> Checkpoint:
         if found.get("v") != VERSION:
             raise ValueError(f"version {found.get('v')!r:.40}, and this ddprun reads {VERSION}")
         manifest = _Manifest.model_validate(found)
-        files, ranks = manifest.model_dump()["files"], manifest.world_size
+        files, ranks = manifest.files, manifest.world_size
         if manifest.step != step:
             raise ValueError(f"it is of step {manifest.step}")
         # Two files of each rank, and two of all: nothing is allocated for ranks that do not exist.
@@ -202,15 +192,11 @@ def opened(root: Path, step: int) -> Checkpoint:
         wanted = {path.name for name in part_names(ranks) for path in paths(root, name)}
         if missing := wanted - files.keys():
             raise ValueError(f"it lacks {min(missing)}")
-    return Checkpoint(path.parent, step, ranks, files, nonfinite=manifest.nonfinite)
+    return Checkpoint(path.parent, **manifest.model_dump())
 
 
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
-    """Make sure that state is what the manifest says, and can be decoded.
-
-    Args:
-        checkpoint: as `opened`.
-        names: of `part_names`; None: all.
+    """Make sure that these parts, or all, are what the manifest says, and can be decoded.
 
     Raises:
         DamagedError: names the file.
@@ -229,12 +215,8 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
 
 
 def read(checkpoint: Checkpoint, name: str, *, outline: bool = False) -> dict[str, Any]:
-    """State that `write` wrote, from files that `verify` has found whole.
-
-    Args:
-        checkpoint: as `opened`.
-        name: `shared`, or `rank-00000` and the like.
-        outline: with tensors on torch's `meta` device, which have no data.
+    """The state of a part whose files `verify` has found whole; `outline`: with tensors on torch's `meta`
+    device, which have no data.
 
     Raises:
         DamagedError: it is inconsistent.
@@ -263,12 +245,12 @@ def prune(root: Path, keep: int) -> None:
         if step == finite:
             continue
         gone = root / f".{name_of(step)}.old"
-        _remove(gone)  # of a run that was killed while it deleted one
+        remove(gone)  # of a run that was killed while it deleted one
         try:
             (root / name_of(step)).rename(gone)  # never seen half deleted
         except OSError:
             continue
-        _remove(gone)
+        remove(gone)
 
 
 def worst(found: Iterable[str | None]) -> str | None:
@@ -289,7 +271,7 @@ def set_aside(root: Path, step: int, why: str) -> Path:
     """Rename a checkpoint that cannot be resumed from to `step-….why`: it is kept, and no longer counts."""
     path = root / name_of(step)
     aside = root / f"{path.name}.{why}"
-    _remove(aside)
+    remove(aside)
     return path.rename(aside)
 
 
@@ -303,20 +285,15 @@ def clear_unfinished(root: Path) -> None:
         if entry.name == f".{name}.{_REPLACED}" and not (root / name).exists():
             entry.rename(root / name)
         elif re.fullmatch(r"\.step-\d{8,}\..+", entry.name):
-            _remove(entry)
+            remove(entry)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Delete a folder with all that is in it, or what stands in its place; never what a link leads to."""
     if path.is_symlink() or path.is_file():
         with suppress(OSError):
             path.unlink()
     shutil.rmtree(path, ignore_errors=True)
-
-
-def discard(folder: Path) -> None:
-    """Give up writing a checkpoint."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _synced(path: Path) -> dict[str, Any]:

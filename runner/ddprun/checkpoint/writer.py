@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -47,6 +47,7 @@ class _Job:
     """Of all that are put; two may be of one step."""
 
     step: int
+    unfinished: Path
     parts: Mapping[str, EncodedState]
     """By the name of the files."""
 
@@ -105,17 +106,12 @@ class CheckpointWriter:
         self._thread.start()
 
     def put(self, step: int, parts: Mapping[str, EncodedState], *, wait: bool = False) -> None:
-        """Have a checkpoint written; called by all ranks with the same steps.
+        """Have this rank's parts of a checkpoint written; called by all ranks with the same steps.
 
-        A checkpoint that comes while the one before it is still being written is skipped, unless `wait`.
-
-        Args:
-            step: of the run.
-            parts: this rank's files by name.
-            wait: until it is written, or given up.
+        One that comes while the one before it is still being written is skipped. With `wait` all are waited
+        for, until they are written or given up.
         """
-        job, before = _Job(self.count, step, parts), self._under_way
-        self.count += 1
+        job, before = self._job(step, parts), self._under_way
         if wait or before is None:
             self._under_way = job
             self._jobs.put(job)
@@ -123,24 +119,25 @@ class CheckpointWriter:
             self._post(job, f"rank {self._rank} was still writing the checkpoint of step {before.step}")
             self._after(job.put_ns, False)
             if self._rank == 0:
-                self._jobs.put(_Job(job.number, step, {}))
+                self._jobs.put(replace(job, parts={}))
         if wait:
             self._jobs.join()
             if self._rank == 0:  # all ranks have written their parts: what is unfinished stays so
                 folder.clear_unfinished(self._root)
 
     def skip_to(self, count: int) -> None:
-        """Give up those that this rank did not come to, where each rank has stopped after a step of its own.
-
-        Args:
-            count: of the rank that has put most.
+        """Give up those that this rank did not come to, where each rank has stopped after a step of its own;
+        `count` is that of the rank that has put most.
         """
-        for number in range(self.count, count):
-            job = _Job(number, 0, {})
+        while self.count < count:
+            job = self._job(0, {})
             self._post(job, f"rank {self._rank} had stopped before")
             if self._rank == 0:
                 self._jobs.put(job)
-        self.count = count
+
+    def _job(self, step: int, parts: Mapping[str, EncodedState]) -> _Job:
+        number, self.count = self.count, self.count + 1
+        return _Job(number, step, folder.unfinished(self._root, step, f"{self._token}-{number}"), parts)
 
     def close(self) -> None:
         """Finish what is being written, and end the thread."""
@@ -194,18 +191,12 @@ class CheckpointWriter:
         try:
             files: Files = {}
             for name, state in job.parts.items():
-                files |= folder.write(self._unfinished(job), name, state)
+                files |= folder.write(job.unfinished, name, state)
         except OSError as error:
             self._post(job, f"rank {self._rank} cannot write it: {error.strerror or error}")
         else:
             found = [self._not_finite(state) for state in job.parts.values()]
             self._post(job, None, files, folder.worst(found))
-
-    def _unfinished(self, job: _Job) -> Path:
-        return folder.unfinished(self._root, job.step, self._token_of(job))
-
-    def _token_of(self, job: _Job) -> str:
-        return f"{self._token}-{job.number}"
 
     def _post(
         self, job: _Job, problem: str | None, files: Files | None = None, nonfinite: str | None = None
@@ -234,13 +225,13 @@ class CheckpointWriter:
                 for rank in self._remote:
                     self._receive(rank, job, sizes[rank])
                 files = {name: described for part in sizes.values() for name, described in part.items()}
-                token, worst = self._token_of(job), folder.worst(nonfinite)
-                written = folder.commit(self._root, job.step, token, self._ranks, files, worst)
+                worst = folder.worst(nonfinite)
+                written = folder.commit(job.unfinished, job.step, self._ranks, files, worst)
                 folder.prune(self._root, self._keep)
                 return written, None
             except OSError as error:
                 problems.append(f"rank 0 cannot write it: {error.strerror or error}")
-        folder.discard(self._unfinished(job))
+        folder.remove(job.unfinished)
         return None, problems[0]
 
     # Ranks that do not see the run's folder.
@@ -248,34 +239,33 @@ class CheckpointWriter:
     def _send(self, job: _Job) -> None:
         """Give this rank's files to rank 0, if it wants them."""
         assert self._control is not None
-        verdict, source = f"{job.number}/verdict", self._unfinished(job)
+        verdict = f"{job.number}/verdict"
         decided = _wait_until(lambda: self._store.check([verdict]), time.monotonic() + 2 * self._limit_s)
         if decided and self._store.get(verdict) == b"send":
             for name in job.parts:
-                for path in folder.paths(source, name):
-                    with open_file(source, path.name) as file:
+                for path in folder.paths(job.unfinished, name):
+                    with open_file(path.parent, path.name) as file:
                         while data := file.read(_CHUNK_BYTES):
                             self._control.send_bytes(data, 0)
-        folder.discard(source)
+        folder.remove(job.unfinished)
 
     def _receive(self, rank: int, job: _Job, files: Files) -> None:
         """Take the files of another host's rank; all of them, even if the disk is full after the first."""
         assert self._control is not None
         problem: OSError | None = None
-        target = self._unfinished(job)
         for name, described in files.items():
             left = described["bytes"]
             while left:
                 data = self._control.receive_bytes(rank)
                 left -= len(data)
                 try:
-                    with open_file(target, name, "ab") as file:
+                    with open_file(job.unfinished, name, "ab") as file:
                         file.write(data)
                 except OSError as error:
                     problem = error
         if problem is not None:
             raise problem
-        folder.check_received(target, files)
+        folder.check_received(job.unfinished, files)
 
 
 def _wait_until(condition: Callable[[], bool], until: float = math.inf) -> bool:

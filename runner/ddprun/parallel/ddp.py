@@ -84,11 +84,7 @@ class DdpReplica:
                 buffer.copy_(before)
 
     def begin_stage(self, stack: Stack, group: RankGroup) -> str:
-        """Average gradients by other hooks, and among other ranks, from now on.
-
-        Args:
-            stack: the hooks.
-            group: the ranks.
+        """Average gradients by these hooks, and among these ranks, from now on.
 
         Returns:
             What all ranks must have alike: the buckets, the hooks, the ranks.

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the launcher told this process (torchrun's environment variables)."""
+    """What the launcher says to this process (torchrun's environment variables)."""
 
     rank: int
     world_size: int
@@ -48,40 +48,34 @@ class Environment:
         return cls(*(int(os.environ.get(name, default)) for name, default in known.items()))
 
 
+@dataclass(eq=False)
 class Ranks:
-    """This rank among the others.
+    """This rank among the others."""
 
-    Args:
-        environment: from the launcher.
-        timeout: how long a collective, or joining, may take.
-        watchdog: is told what this rank waits for.
-        page: path of this rank's status page, on this host.
-    """
+    environment: Environment
+    timeout: timedelta
+    """Of a collective, and of joining."""
 
-    def __init__(
-        self,
-        environment: Environment,
-        timeout: timedelta,
-        watchdog: Onlooker = UNWATCHED,
-        page: str = "",
-    ) -> None:
-        self.environment = environment
-        self.rank = environment.rank
-        self.size = environment.world_size
-        self.hosts: tuple[str, ...] = ()
-        """Host name of each rank, once joined."""
+    watchdog: Onlooker = UNWATCHED
+    """Is told what this rank waits for."""
 
-        self.local_sizes: tuple[int, ...] = ()
-        """For each rank, how many ranks its launcher started on its host, once joined."""
+    page: str = ""
+    """Path of this rank's status page, on this host."""
 
-        self.timeout = timeout
-        self.watchdog = watchdog
-        self.host = socket.gethostname()
-        self._page = page
-        self._joining = watchdog.sequence("joining", range(self.size))
-        self._base: dist.Store | None = None
-        self._spare: dist.Store | None = None
-        self._peers: dict[int, Peer] = {}
+    host: str = field(default_factory=socket.gethostname)
+    hosts: tuple[str, ...] = ()
+    """Host name of each rank, once joined."""
+
+    local_sizes: tuple[int, ...] = ()
+    """For each rank, how many ranks its launcher started on its host, once joined."""
+
+    _base: dist.Store | None = None
+    _spare: dist.Store | None = None
+    _peers: dict[int, Peer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.environment.rank, self.environment.world_size
+        self._joining = self.watchdog.sequence("joining", range(self.size))
 
     @property
     def store(self) -> dist.Store:
@@ -95,11 +89,7 @@ class Ranks:
         return self.rank == 0 and self.size > 1 and _held_by_rank_0()
 
     def connect(self, base: Any = None) -> None:
-        """Reach the store.
-
-        Args:
-            base: a store that has been reached, to be used instead of the launcher's.
-        """
+        """Reach the store; `base` is one that has been reached, to be used instead of the launcher's."""
         if base is None:
             with waiting(self._joining, "rendezvous", "reaching the ranks' store"):
                 base = open_store(
@@ -151,21 +141,15 @@ class Ranks:
         """Make the default process group, and learn which host each rank is on."""
         if place.device.type == "cuda":
             torch.cuda.set_device(place.device)
-        store = self.store
-        here = [self.host, self.environment.local_world_size, self._page, os.environ.get(STATUS_SERVER, "")]
-        store.set(f"host/{self.rank}", json.dumps(here))
+        here = [self.host, self.environment.local_world_size, self.page, os.environ.get(STATUS_SERVER, "")]
+        self.store.set(f"host/{self.rank}", json.dumps(here))
         with waiting(self._joining, "init_process_group", "making the process group of all ranks"):
             dist.init_process_group(
                 place.backend, store=self._base, rank=self.rank, world_size=self.size, timeout=self.timeout
             )
-        with waiting(self._joining, "get", "learning which host each rank is on"):
-            if self.rank == 0:
-                everyone = [json.loads(store.get(f"host/{rank}")) for rank in range(self.size)]
-                store.set("hosts", json.dumps(everyone))
-            self.hosts, self.local_sizes, pages, servers = zip(*json.loads(store.get("hosts")), strict=True)
-        self._peers = {
-            rank: Peer(*one) for rank, one in enumerate(zip(self.hosts, pages, servers, strict=True))
-        }
+        everyone = self._collect("host", "learning which host each rank is on")
+        self.hosts, self.local_sizes, pages, servers = zip(*everyone, strict=True)
+        self._peers = dict(enumerate(map(Peer, self.hosts, pages, servers)))
 
     def tell_all(self, key: str, make: Callable[[], str]) -> str:
         """What rank 0 makes, on every rank."""
@@ -198,13 +182,17 @@ class Ranks:
 
     def gather(self, key: str, value: str) -> list[str]:
         """Every rank's text on every rank, in rank order."""
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))  # ASCII: a path may not be UTF-8
+        return self._collect(key, f"every rank's value of {key}")
+
+    def _collect(self, key: str, what: str) -> list[Any]:
+        """What every rank has put under its own key, on every rank."""
         store = self.store
-        store.set(f"{key}/{self.rank}", json.dumps(value))  # ASCII: a path may not be UTF-8
-        with waiting(self._joining, "get", f"every rank's value of {key}"):
+        with waiting(self._joining, "get", what):
             if self.rank == 0:
                 everyone = [json.loads(store.get(f"{key}/{rank}")) for rank in range(self.size)]
                 store.set(key, json.dumps(everyone))
-            found: list[str] = json.loads(store.get(key))
+            found: list[Any] = json.loads(store.get(key))
         return found
 
     def first_to_fail(self, exit_code: int) -> tuple[bool, int]:

@@ -122,16 +122,10 @@ class BufferPlan:
         return self.names if when == "every_forward" else ()
 
     def after_step(self, step: int, *, synchronized: bool) -> tuple[str, ...]:
-        """After a step.
-
-        Args:
-            step: counts from 1 in the stage.
-            synchronized: the sync policy has exchanged something.
-        """
-        setting = self.setting
-        if setting.when == "every" and setting.every is not None and step % setting.every == 0:
+        """After a step, counted from 1 in the stage; `synchronized`: the policy has exchanged something."""
+        if self.setting.when == "every" and self.synchronizes(step):
             return self.names
-        if setting.when == "auto" and self.use.read and not self.gradients_everywhere and synchronized:
+        if self.setting.when == "auto" and self.use.read and not self.gradients_everywhere and synchronized:
             return self.use.changing
         return ()
 
@@ -150,7 +144,7 @@ def split_by_transfer(
     named: Mapping[str, Tensor], setting: Buffers
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Buffers that are averaged, and those that rank 0 broadcasts; whole numbers are never averaged."""
-    averaged = {} if setting.reduce != "mean" else {n: b for n, b in named.items() if has_mean(b)}
+    averaged = {n: b for n, b in named.items() if setting.reduce == "mean" and has_mean(b)}
     return averaged, {name: buffer for name, buffer in named.items() if name not in averaged}
 
 
@@ -194,19 +188,17 @@ class BufferSync:
         Returns:
             The names of those that were sent; under `never`, of those that differ from what they were.
         """
-        names = list(self._named)
-        if not names:
+        if not self._named:
             return ()
-        changed = [not _same(self._named[name], self._seen[name]) for name in names]
-        control = self._exchanger.exchange.control
-        digests = [0.0 if has_mean(b) else float(digest(b)) for b in self._named.values()]
-        words = control.all_gather([*map(float, changed), *digests], "digests of the buffers")
-        flags = words[:, : len(names)].any(0).tolist()
-        differ = (words[:, len(names) :] != words[0, len(names) :]).any(0).tolist()
+        count = len(self._named)
+        changed = [float(not _same(buffer, self._seen[name])) for name, buffer in self._named.items()]
+        digests = [0.0 if has_mean(buffer) else float(digest(buffer)) for buffer in self._named.values()]
+        found = self._exchanger.exchange.control.all_gather([*changed, *digests], "digests of the buffers")
+        changes, differs = found[:, :count].any(0), (found[:, count:] != found[0, count:]).any(0)
         wanted = [
             name
-            for name, flag, differs in zip(names, flags, differ, strict=True)
-            if (flag if has_mean(self._named[name]) else differs)
+            for index, (name, buffer) in enumerate(self._named.items())
+            if (changes if has_mean(buffer) else differs)[index]
         ]
         if self.plan.setting.when != "never":
             self._send(wanted)

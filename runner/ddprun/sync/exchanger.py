@@ -56,12 +56,8 @@ class ParameterExchanger:
         return mean
 
     def average(self, buckets: ParameterBuckets, kind: Kind, group: RankGroup | None = None) -> None:
-        """Overwrite what is in the buckets with its mean over ranks, exactly: no hook touches it.
-
-        Args:
-            buckets: of floating-point tensors.
-            kind: what they are.
-            group: the ranks, of the plain queue; None: all of them.
+        """Overwrite the floating-point numbers in the buckets with their mean over ranks, exactly: no hook
+        touches them. The group is of the plain queue; None: all ranks.
         """
         group = group or self.exchange.plain.world
         self._exchange(buckets, kind, self._plain, group, 1.0 / group.size)

@@ -54,10 +54,9 @@ def average_state(
         states = [optimizer.state.get(param, {}) for param in _params(optimizer)]
         counters = [(kept, name) for kept in states for name in _COUNTERS if _counts(name, kept.get(name))]
         if counters:
-            words = control.all_gather(
-                [float(kept[name]) for kept, name in counters], "optimizers' counters"
-            )  # (ranks, counters)
-            for (kept, name), of_ranks in zip(counters, words.unbind(1), strict=True):
+            numbers = [float(kept[name]) for kept, name in counters]
+            gathered = control.all_gather(numbers, "optimizers' counters")  # (ranks, counters)
+            for (kept, name), of_ranks in zip(counters, gathered.unbind(1), strict=True):
                 _set(kept, name, float(of_ranks.max() if name == "step" else of_ranks.min()))
     with torch.no_grad():
         exchanger.average(ParameterBuckets(named, exchanger.cap_bytes), "optimizer", group)

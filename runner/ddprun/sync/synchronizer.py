@@ -27,11 +27,8 @@ def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def noise(model: nn.Module, *, std: float) -> None:
-    """Mutation: add Gaussian noise to every parameter that has a mean, drawn from this rank's own generator.
-
-    Args:
-        model: of this rank.
-        std: standard deviation of the noise, in units of the weights.
+    """Mutation: add Gaussian noise, drawn from this rank's own generator, to every parameter that has a mean;
+    `std` is in units of the weights.
     """
     with torch.no_grad():
         for param in averaged_parameters(model).values():
@@ -96,10 +93,8 @@ class Synchronizer:
         return effect
 
     def finish(self, *, reconcile: bool) -> Effect:
-        """The stage is over: bring in what is under way, and make the ranks equal.
-
-        Args:
-            reconcile: False: what comes next wants the ranks as they are.
+        """The stage is over: land what is under way, and make the ranks equal, unless what comes next wants
+        them as they are.
         """
         unmoved = {index for index, steps in enumerate(self._progress.since) if not steps}
         landing, setting_out, effect = self._progress.finish(reconcile=reconcile)
@@ -225,11 +220,7 @@ class DeltaExchange:
         self._base = [self.buckets.flat(index) for index in range(len(self.buckets.layouts))]
 
     def send(self, *, overlap: bool = False) -> None:
-        """Start an exchange of what has changed.
-
-        Args:
-            overlap: training goes on meanwhile.
-        """
+        """Start an exchange of what has changed; `overlap`: training goes on meanwhile."""
         for index, layout in enumerate(self.buckets.layouts):
             flat = self.buckets.flat(index)
             if overlap:
@@ -328,12 +319,7 @@ class OuterSgd:
 
 
 def buckets_of(plan: SyncPlan, model: nn.Module, cap_bytes: float) -> dict[tuple[int, int], ParameterBuckets]:
-    """The parameters of each fragment that a plan sends, in flat buckets.
-
-    Args:
-        plan: of a stage.
-        model: whose parameters.
-        cap_bytes: largest size of a bucket.
+    """The parameters of each fragment that a plan sends, in flat buckets of at most `cap_bytes`.
 
     Raises:
         ValueError: more fragments than parameters.
@@ -383,27 +369,14 @@ class QueueRequirements(NamedTuple):
 
 
 def requirements(plan: SyncPlan, stack: Stack, host_stack: Stack, ranks: int) -> QueueRequirements:
-    """What a stage needs.
-
-    Args:
-        plan: of the stage.
-        stack: the stage's hooks, among all ranks.
-        host_stack: those among the ranks of one host.
-        ranks: how many there are.
-    """
-    gradients: GroupRequirements = {}
-    if plan.gradients == "all":
-        gradients = stack.requirements
-    elif plan.gradients == "host":
-        gradients = within_hosts(host_stack.requirements, plan.hosts)
+    """What a stage with this plan needs, with its hooks among all ranks and among those of one host."""
+    in_hosts = within_hosts(host_stack.requirements, plan.hosts)
+    gradients = {"all": stack.requirements, "host": in_hosts, None: {}}[plan.gradients]
     deltas: list[GroupRequirements] = []
     plain: list[GroupRequirements] = [{GroupRequirement("world"): 1}]
     for one in plan.transfers:
         if one.what == "change":
-            in_hosts = one.among == "host"
-            deltas.append(
-                within_hosts(host_stack.requirements, plan.hosts) if in_hosts else stack.requirements
-            )
+            deltas.append(in_hosts if one.among == "host" else stack.requirements)
         elif one.among == "host":
             plain.append({GroupRequirement("within", plan.hosts): 1})
         elif one.among != "all":
