@@ -149,7 +149,11 @@ class SyncPlan:
         return 1 if self.gradients == "all" else max([0, *(t.every for t in self.transfers if t.equalizes)])
 
     def cycle(self, *more: int | None) -> int:
-        """After how many steps everything begins again, with further periods that count."""
+        """After how many steps everything begins again.
+
+        Args:
+            more: further periods that count.
+        """
         periods = [*(one.every for one in self.transfers), *(period for period in more if period)]
         return min(math.lcm(*periods), _LONGEST_CYCLE)
 
