@@ -10,14 +10,14 @@ import json
 import os
 import shlex
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from math import isfinite
 from pathlib import Path
-from typing import IO, Any, Literal, NoReturn
+from typing import IO, Any, Literal
 
 Resuming = Literal["no", "yes", "if begun"]
-"""Whether a folder is that of a run that is to go on."""
+"""Whether a folder is that of a run to resume."""
 
 Mode = Literal["rb", "r+b", "a+b", "ab", "wb", "xb"]
 """As `open` has them; `a+b` is also for files that are locked."""
@@ -64,24 +64,15 @@ def as_path(text: str) -> str:
 
 
 def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders: bool = False) -> IO[bytes]:
-    """Open a regular file of a run.
-
-    Args:
-        folder: what is below it is not trusted.
-        name: of the file, with the folders that lead to it.
-        mode: as `open` has it.
-        make_folders: make those that are not there.
+    """Open a regular file of a run by its name below the folder, with the folders that lead to it.
 
     Raises:
-        NotPlainError: it is no regular file, or is behind a link.
+        NotPlainError: it is not a regular file, or is behind a link.
         OSError: it cannot be opened.
     """
     *folders, last = Path(name).parts
-    inside = _opened_folder(folder, folders, make=make_folders)
-    try:
+    with _inside(folder, folders, make=make_folders) as inside:
         handle = _opened(folder / name, last, inside, _OPENED_BY[mode])
-    finally:
-        os.close(inside)
     try:
         if mode == "wb":
             os.ftruncate(handle, 0)
@@ -95,18 +86,15 @@ def names_in(folder: Path, name: str | Path = "") -> list[str]:
     """What is in a folder of a run, in the order of names.
 
     Raises:
-        NotPlainError: it is no folder, or is behind a link.
+        NotPlainError: it is not a folder, or is behind a link.
         OSError: it cannot be read.
     """
-    handle = _opened_folder(folder, Path(name).parts, make=False)
-    try:
-        return sorted(os.listdir(handle))
-    finally:
-        os.close(handle)
+    with _inside(folder, Path(name).parts) as inside:
+        return sorted(os.listdir(inside))
 
 
 def resume_command(run_dir: Path) -> str:
-    """What to type to go on with a run."""
+    """What to type to resume a run."""
     return f"ddprun resume {shlex.quote(str(run_dir))}"
 
 
@@ -116,8 +104,8 @@ def check_folder(folder: Path, name: str) -> None:
     Raises:
         NotPlainError: it is something else.
     """
-    with suppress(FileNotFoundError):
-        os.close(_opened_folder(folder, Path(name).parts, make=False))
+    with suppress(FileNotFoundError), _inside(folder, Path(name).parts):
+        pass
 
 
 @contextmanager
@@ -127,9 +115,8 @@ def replacing(folder: Path, name: str) -> Iterator[IO[bytes]]:
     Raises:
         OSError: it cannot be written.
     """
-    inside = _opened_folder(folder, [], make=False)
     unfinished = f".{name}.{os.getpid()}"
-    try:
+    with _inside(folder) as inside:
         with suppress(FileNotFoundError):  # of a process that had the same number, or planted
             os.unlink(unfinished, dir_fd=inside)
         try:
@@ -142,18 +129,10 @@ def replacing(folder: Path, name: str) -> Iterator[IO[bytes]]:
         finally:
             with suppress(OSError):
                 os.unlink(unfinished, dir_fd=inside)
-    finally:
-        os.close(inside)
 
 
 def read_object(folder: Path, name: str | Path, most_bytes: int, *, finite: bool = True) -> dict[str, Any]:
-    """A JSON object from a file of a run.
-
-    Args:
-        folder: what is below it is not trusted.
-        name: of the file.
-        most_bytes: a longer one is refused.
-        finite: refuse NaN and infinities, which JSON does not have.
+    """A JSON object from a file of a run; `finite`: without NaN and infinities, which JSON does not have.
 
     Raises:
         OSError: it cannot be read.
@@ -165,7 +144,7 @@ def read_object(folder: Path, name: str | Path, most_bytes: int, *, finite: bool
         raise ValueError(f"longer than {most_bytes:,} bytes")
     found = parse(data, finite=finite)
     if not isinstance(found, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     return found
 
 
@@ -176,55 +155,48 @@ def parse(data: bytes, *, finite: bool = True) -> Any:
         ValueError: it is none, or nested too deeply.
     """
     try:
-        if finite:
-            found = json.loads(data, parse_constant=_no_constant, parse_float=_finite)
-        else:
-            found = json.loads(data)
+        number = _finite if finite else None
+        found = json.loads(data, parse_constant=number, parse_float=number)
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
     except ValueError as error:
-        raise ValueError(f"no JSON: {error}") from None
-    level = [found] if isinstance(found, dict | list) else []
+        raise ValueError(f"not JSON: {error}") from None
+    level: list[Any] = [[found]]
     for _ in range(MAX_DEPTH + 1):
-        if not level:
-            return found
         level = [
             inner
             for outer in level
             for inner in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(inner, dict | list)
         ]
+        if not level:
+            return found
     raise ValueError(f"nested more than {MAX_DEPTH} deep")
-
-
-def _no_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not isfinite(value):
-        raise ValueError(f"{text} is out of range")
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 
-def _opened_folder(folder: Path, names: "list[str] | tuple[str, ...]", *, make: bool) -> int:
+@contextmanager
+def _inside(folder: Path, names: Sequence[str] = (), *, make: bool = False) -> Iterator[int]:
     """A descriptor of the folder that these names lead to."""
-    handle, path = os.open(folder, _FOLDER), folder
-    for name in names:
-        path /= name
-        if name == os.pardir or os.sep in name:
-            os.close(handle)
-            raise ValueError(f"{path} is not below {folder}")
-        outer = handle
-        try:
+    with ExitStack() as stack:
+        handle, path = os.open(folder, _FOLDER), folder
+        stack.callback(os.close, handle)
+        for name in names:
+            path /= name
+            if name == os.pardir or os.sep in name:
+                raise ValueError(f"{path} is not below {folder}")
             if make:
                 with suppress(FileExistsError):
-                    os.mkdir(name, dir_fd=outer)
-            handle = _opened(path, name, outer, _FOLDER | os.O_NOFOLLOW, wanted="a folder")
-        finally:
-            os.close(outer)
-    return handle
+                    os.mkdir(name, dir_fd=handle)
+            handle = _opened(path, name, handle, _FOLDER | os.O_NOFOLLOW, wanted="a folder")
+            stack.callback(os.close, handle)
+        yield handle
 
 
 def _opened(path: Path, name: str, inside: int, flags: int, wanted: str = "a regular file") -> int:

@@ -15,8 +15,6 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_DESCRIPTORS = {"stdin": 0, "stdout": 1, "stderr": 2}
-
 
 class StandardStream(io.FileIO):
     """A standard stream of this process. It takes everything, also when nobody receives it any more.
@@ -54,9 +52,8 @@ def protect() -> None:
     its descriptor, and all that C code writes to stderr. Characters that the stream's encoding lacks are
     written as escapes.
     """
-    was_closed = [_open_if_closed(descriptor) for descriptor in _DESCRIPTORS.values()]
-    for name in ("stdout", "stderr"):
-        descriptor = _DESCRIPTORS[name]
+    was_closed = [_open_if_closed(descriptor) for descriptor in range(3)]
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
         setattr(sys, name, _protected(getattr(sys, name), descriptor, was_closed[descriptor]))
 
 

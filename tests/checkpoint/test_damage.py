@@ -20,16 +20,32 @@ from tests.ranks import Running, ddprun
 HOOKS = "[int8]"
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "no manifest"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
-    """The end is that of the unbroken run all the same, and what was damaged is kept."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the unbroken run ends with."""
+    whole = tmp_path_factory.mktemp("whole")
     prepare(whole, "every_step", HOOKS)
-    expected = final(run(whole, 2))
-    prepare(broken, "every_step", HOOKS)
-    (broken / "kill").write_text("1 70")
-    run_dir = run(broken, 2, may_die=True)
-    (broken / "kill").unlink()
+    return final(run(whole, 2))
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of which a rank was killed after two checkpoints."""
+    folder = tmp_path_factory.mktemp("killed")
+    prepare(folder, "every_step", HOOKS)
+    (folder / "kill").write_text("1 70")
+    run(folder, 2, may_die=True)
+    (folder / "kill").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "no manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, killed: Path, expected: dict[str, str], damage: str
+) -> None:
+    """The end is that of the unbroken run all the same, and what was damaged is kept."""
+    broken = Path(shutil.copytree(killed, tmp_path / "broken"))
+    run_dir = broken / "run"
     newest, before = steps_in(run_dir / "checkpoints")
     path = run_dir / "checkpoints" / folder.name_of(newest) / "rank-00001.safetensors"
     data = bytearray(path.read_bytes())
@@ -50,15 +66,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Pat
     assert (run_dir / "checkpoints" / f"{folder.name_of(newest)}.damaged").is_dir()
 
 
-def test_without_any_whole_checkpoint_the_run_starts_anew(tmp_path: Path) -> None:
+def test_without_any_whole_checkpoint_the_run_starts_anew(tmp_path: Path, killed: Path) -> None:
     """In the same folder, whose records are those of the new start."""
-    prepare(tmp_path, "every_step", HOOKS)
-    (tmp_path / "kill").write_text("1 70")
-    run_dir = run(tmp_path, 2, may_die=True)
-    (tmp_path / "kill").unlink()
+    broken = Path(shutil.copytree(killed, tmp_path / "broken"))
+    run_dir = broken / "run"
     for step in steps_in(run_dir / "checkpoints"):
         (run_dir / "checkpoints" / folder.name_of(step) / "shared.json").write_text("{")
-    run(tmp_path, 2, resuming=True)
+    run(broken, 2, resuming=True)
     assert [event["event"] for event in events(run_dir)].count("checkpoint_passed_by") == 2
     assert not [event for event in events(run_dir) if event["event"] == "resumed"]
     assert summary(run_dir)["status"] == "done"

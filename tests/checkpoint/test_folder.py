@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ddprun.checkpoint import folder
-from ddprun.checkpoint.folder import Apart, Files
-from ddprun.checkpoint.tensors import DamagedError
+from ddprun.checkpoint.codec import DamagedError, encode
+from ddprun.checkpoint.folder import Files
 from tests.hooks.test_stacks import assert_same
 
 STATE: dict[str, Any] = {"step": 7, "weights": torch.arange(5.0)}
@@ -18,16 +18,16 @@ STATE: dict[str, Any] = {"step": 7, "weights": torch.arange(5.0)}
 def write(root: Path, step: int = 7, token: str = "t", ranks: int = 2) -> folder.Checkpoint:
     files: Files = {}
     for name in ["shared", *map(folder.rank_name, range(ranks))]:
-        files |= folder.write(folder.unfinished(root, step, token), name, Apart.of(STATE))
-    return folder.commit(root, step, token, ranks, files)
+        files |= folder.write(folder.unfinished(root, step, token), name, encode(STATE))
+    return folder.commit(folder.unfinished(root, step, token), step, ranks, files)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     """And its name appears at the very end."""
-    files = folder.write(folder.unfinished(tmp_path, 7, "t"), "rank-00000", Apart.of(STATE))
+    files = folder.write(folder.unfinished(tmp_path, 7, "t"), "rank-00000", encode(STATE))
     assert folder.steps_in(tmp_path) == []
-    files |= folder.write(folder.unfinished(tmp_path, 7, "t"), "shared", Apart.of(STATE))
-    folder.commit(tmp_path, 7, "t", 1, files)
+    files |= folder.write(folder.unfinished(tmp_path, 7, "t"), "shared", encode(STATE))
+    folder.commit(folder.unfinished(tmp_path, 7, "t"), 7, 1, files)
     assert folder.steps_in(tmp_path) == [7]
     found = folder.opened(tmp_path, 7)
     folder.verify(found)
@@ -49,7 +49,7 @@ def test_older_ones_are_deleted(tmp_path: Path) -> None:
     """By step, and what writing has left behind too."""
     for step in (500, 1500, 1000, 123_456_789):
         write(tmp_path, step)
-    folder.write(folder.unfinished(tmp_path, 2000, "dead"), "shared", Apart.of(STATE))
+    folder.write(folder.unfinished(tmp_path, 2000, "dead"), "shared", encode(STATE))
     (tmp_path / "notes").mkdir()
     folder.prune(tmp_path, 2)
     folder.clear_unfinished(tmp_path)
@@ -70,7 +70,7 @@ def test_what_a_killed_run_has_left_of_a_deletion_keeps_nothing_from_being_delet
 def test_one_that_was_being_replaced_gets_its_name_back(tmp_path: Path) -> None:
     """Killed between the two renamings: the older of the two is whole, and there."""
     write(tmp_path, token="a").path.rename(tmp_path / ".step-00000007.replaced")
-    folder.write(folder.unfinished(tmp_path, 7, "b"), "shared", Apart.of(STATE))
+    folder.write(folder.unfinished(tmp_path, 7, "b"), "shared", encode(STATE))
     assert folder.steps_in(tmp_path) == []
     folder.clear_unfinished(tmp_path)
     folder.verify(folder.opened(tmp_path, 7))
@@ -93,14 +93,14 @@ def test_what_is_not_seen_is_no_checkpoint(tmp_path: Path) -> None:
     """A rank says that it has written a file, which is not where rank 0 looks, or only in part."""
     files: Files = {}
     for name in ("shared", "rank-00000"):
-        files |= folder.write(folder.unfinished(tmp_path, 7, "t"), name, Apart.of(STATE))
+        files |= folder.write(folder.unfinished(tmp_path, 7, "t"), name, encode(STATE))
     path = folder.unfinished(tmp_path, 7, "t") / "rank-00000.json"
     path.write_text("{")
     with pytest.raises(OSError, match=r"rank-00000\.json is not whole here"):
-        folder.commit(tmp_path, 7, "t", 1, files)
+        folder.commit(folder.unfinished(tmp_path, 7, "t"), 7, 1, files)
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        folder.commit(tmp_path, 7, "t", 1, files)
+        folder.commit(folder.unfinished(tmp_path, 7, "t"), 7, 1, files)
     assert folder.steps_in(tmp_path) == []
 
 

@@ -1,6 +1,7 @@
 """A run that was killed goes on from its newest checkpoint, bit for bit."""
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ import torch
 
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.folder import steps_in
+from ddprun.cli import main
 from tests.checkpoint.runs import CNN, MLP, MODULE, PIPELINE, as_rank, asked, check, final, prepare, run
 from tests.engine.running import events, lines, summary, weights
 from tests.ranks import Running, as_processes, ddprun
@@ -235,6 +237,15 @@ def test_a_stage_that_is_done_cannot_become_another(tmp_path: Path) -> None:
     assert "these stages are done, or have begun" in done.stderr
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has come to its end."""
+    folder = tmp_path_factory.mktemp("finished")
+    prepare(folder, "every_step", "[]")
+    run(folder, 2)
+    return folder
+
+
 def blind_in_rank_0(folder: Path, run_dir: Path) -> int:
     """As where rank 0 is now on a host that does not have the disk with the checkpoints."""
     os.dup2(os.open(folder / f"told-{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
@@ -243,13 +254,12 @@ def blind_in_rank_0(folder: Path, run_dir: Path) -> int:
     return as_rank(folder, run_dir, True)
 
 
-def test_rank_0_has_to_see_the_checkpoints_that_others_see(tmp_path: Path) -> None:
+def test_rank_0_has_to_see_the_checkpoints_that_others_see(finished: Path) -> None:
     """Starting anew would lose them."""
-    prepare(tmp_path, "every_step", "[]")
-    run_dir = run(tmp_path, 2)
+    run_dir = finished / "run"
     before = steps_in(run_dir / "checkpoints")
-    as_processes(2, blind_in_rank_0, tmp_path, run_dir, cwd=tmp_path, may_die=True)
-    told = "".join(file.read_text() for file in tmp_path.glob("told-*"))
+    as_processes(2, blind_in_rank_0, finished, run_dir, cwd=finished, may_die=True)
+    told = "".join(file.read_text() for file in finished.glob("told-*"))
     assert told.count("sees none: rank 0 has to be where they are") == 1, told
     assert "Traceback" not in told
     assert steps_in(run_dir / "checkpoints") == before
@@ -267,13 +277,12 @@ def test_a_checkpoint_that_is_asked_for_in_a_stages_last_step_is_taken(tmp_path:
     assert 4 in steps_in(run_dir / "checkpoints")
 
 
-def test_seconds_count_the_whole_run_after_a_resume(tmp_path: Path) -> None:
+def test_seconds_count_the_whole_run_after_a_resume(tmp_path: Path, finished: Path) -> None:
     """As those in steps do: where nothing is left to do, what was spent before is more than its steps."""
-    prepare(tmp_path, "every_step", "[]")
-    run_dir = run(tmp_path, 2)
-    before = summary(run_dir)
-    run(tmp_path, 2, resuming=True)
-    after = summary(run_dir)
+    again = Path(shutil.copytree(finished, tmp_path / "again"))
+    before = summary(again / "run")
+    run(again, 2, resuming=True)
+    after = summary(again / "run")
     assert after["seconds_in_steps"] == before["seconds_in_steps"]
     assert after["seconds"] > after["seconds_in_steps"]
 
@@ -293,8 +302,7 @@ def test_one_command_starts_a_run_and_goes_on_with_it(tmp_path: Path) -> None:
     assert final(tmp_path / "run") == final(tmp_path / "whole")
 
 
-def test_a_run_that_may_be_there_needs_a_name(tmp_path: Path) -> None:
+def test_a_run_that_may_be_there_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     """Or each start would make a new one."""
-    done = ddprun("run", "p.yaml", "--or-resume", cwd=tmp_path)
-    assert done.code == 2
-    assert "--or-resume needs --run-dir" in done.stderr
+    assert main(["run", "p.yaml", "--or-resume"]) == 2
+    assert "--or-resume needs --run-dir" in capsys.readouterr().err

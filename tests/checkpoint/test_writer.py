@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddprun.checkpoint import folder
-from ddprun.checkpoint.folder import Apart
+from ddprun.checkpoint.codec import EncodedState, encode
 from ddprun.checkpoint.writer import CheckpointWriter, Outcome
 
 RANKS = 3
@@ -23,7 +23,7 @@ RANKS = 3
 
 def writers(root: Path, hold: threading.Event | None = None, **changes: Any) -> list[CheckpointWriter]:
     store = dist.HashStore()
-    settings: dict[str, Any] = {"keep": 2, "away": (), "control": None, "limit_s": 30.0}
+    settings: dict[str, Any] = {"keep": 2, "remote": (), "control": None, "limit_s": 30.0}
     settings |= changes
     slow: dict[str, Any] = {"before": hold.wait} if hold is not None else {}
     return [
@@ -34,9 +34,9 @@ def writers(root: Path, hold: threading.Event | None = None, **changes: Any) -> 
     ]
 
 
-def parts(rank: int, numel: int = 1000) -> dict[str, Apart]:
-    own = {folder.rank_name(rank): Apart.of({"rank": rank, "own": torch.full((numel,), float(rank))})}
-    return own if rank else {"shared": Apart.of({"shared": torch.arange(numel)}), **own}
+def parts(rank: int, numel: int = 1000) -> dict[str, EncodedState]:
+    own = {folder.rank_name(rank): encode({"rank": rank, "own": torch.full((numel,), float(rank))})}
+    return own if rank else {"shared": encode({"shared": torch.arange(numel)}), **own}
 
 
 def everyone(ranks: list[CheckpointWriter], step: int, **options: Any) -> Outcome:
@@ -90,7 +90,7 @@ def test_one_that_comes_too_soon_is_left_out(tmp_path: Path) -> None:
     hold.set()
     outcomes = [ranks[0].outcomes.get(timeout=30) for _ in range(2)]
     assert outcomes[0].written is not None
-    assert outcomes[1].problem == "rank 0 was not done with that of step 10"
+    assert outcomes[1].problem == "rank 0 was still writing the checkpoint of step 10"
     assert everyone(ranks, 30).written is not None
     close(ranks)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000030"]
@@ -168,7 +168,7 @@ def test_one_that_not_all_ranks_came_to_is_left_out(tmp_path: Path) -> None:
     ranks[2].put(30, parts(2))
     assert max(writer.count for writer in ranks) == 3
     for writer in ranks:
-        writer.leave_out(3)
+        writer.skip_to(3)
     assert everyone(ranks, 30, wait=True).problem == "rank 1 had stopped before"
     outcome = ranks[0].outcomes.get(timeout=30)
     assert (outcome.step, outcome.problem) == (30, None)

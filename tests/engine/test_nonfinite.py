@@ -276,7 +276,7 @@ def test_pruning_keeps_the_last_finite_one(tmp_path: Path) -> None:
         unfinished.mkdir(parents=True)
         for name in files:
             (unfinished / name).write_text("{}")
-        checkpoints.commit(tmp_path, step, "t", 1, files, nonfinite)
+        checkpoints.commit(unfinished, step, 1, files, nonfinite)
         checkpoints.prune(tmp_path, 2)
         return checkpoints.steps_in(tmp_path)
 

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.engine.running import events, run_pipeline, summary, weights
 from tests.ranks import ddprun
 
@@ -88,29 +86,28 @@ def test_a_flipped_bit_on_one_rank_is_caught_and_named(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("sync", "expected"),
-    [
-        ("{local_sgd: {every: 4}}", ["apart", "common", "apart", "common"]),
-        ("{hierarchical_sgd: {within: 1, across: 4, hosts: 2}}", ["host", "common", "host", "common"]),
-        ("{hierarchical_sgd: {within: 2, across: 4, hosts: 2}}", ["host", "common", "host", "common"]),
-        ("{broadcast: {every: 4, source: 1}}", ["apart", "common", "apart", "common"]),
-        ("{diloco: {every: 4}}", ["apart", "common", "apart", "common"]),
-        ("{diloco: {every: 4, fragments: 2, overlap_steps: 1}}", ["apart"] * 4 + ["common"]),
-    ],
-)
-@pytest.mark.parametrize("hooks", ["[]", "[int8]"])
-def test_ranks_are_equal_exactly_where_the_policy_says_so(
-    tmp_path: Path, sync: str, expected: list[str], hooks: str
-) -> None:
+EXPECTED = {
+    "{local_sgd: {every: 4}}": ["apart", "common", "apart", "common"],
+    "{hierarchical_sgd: {within: 1, across: 4, hosts: 2}}": ["host", "common", "host", "common"],
+    "{hierarchical_sgd: {within: 2, across: 4, hosts: 2}}": ["host", "common", "host", "common"],
+    "{broadcast: {every: 4, source: 1}}": ["apart", "common", "apart", "common"],
+    "{diloco: {every: 4}}": ["apart", "common", "apart", "common"],
+    "{diloco: {every: 4, fragments: 2, overlap_steps: 1}}": ["apart"] * 4 + ["common"],
+}
+
+
+def test_ranks_are_equal_exactly_where_the_policy_says_so(tmp_path: Path) -> None:
     """Bit for bit after an average, through lossy hooks too; apart in between; equal inside hosts."""
-    if "broadcast" in sync:
-        hooks = "[]"
-    found = run(tmp_path, f"  - train: {{steps: 8, sync: {sync}, hooks: {hooks}}}\n")
-    assert [look["expected"] for look in found] == expected
-    for look in found:
-        assert look["equal"] == (look["expected"] == "common")
-        assert look["differing"] == 0 or look["expected"] == "apart"
+    stages = [(sync, hooks) for hooks in ("[]", "[int8]") for sync in EXPECTED]
+    stages.remove(("{broadcast: {every: 4, source: 1}}", "[int8]"))  # it goes without hooks
+    text = "".join(f"  - train: {{steps: 8, sync: {sync}, hooks: {hooks}}}\n" for sync, hooks in stages)
+    found = run(tmp_path, text)
+    for index, (sync, hooks) in enumerate(stages):
+        looks = [look for look in found if 8 * index < look["step"] <= 8 * (index + 1)]
+        assert [look["expected"] for look in looks] == EXPECTED[sync], (sync, hooks)
+        for look in looks:
+            assert look["equal"] == (look["expected"] == "common")
+            assert look["differing"] == 0 or look["expected"] == "apart"
 
 
 def test_noop_leaves_ranks_apart_until_the_stage_ends(tmp_path: Path) -> None:

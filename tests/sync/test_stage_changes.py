@@ -3,12 +3,15 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from ddprun.cli import main
 from tests.engine.running import events, lines, run_pipeline, summary, weights
 from tests.ranks import Running, ddprun
 from tests.sync.reference import STEPS_PER_EPOCH, World, pipeline
@@ -167,24 +170,24 @@ def test_hooks_of_one_name_hand_over_what_they_kept(tmp_path: Path) -> None:
     assert looked[7]["relative_l2"] < 1e-6, "and brings it once"
 
 
-@pytest.mark.parametrize(
-    "sync",
-    [
+@pytest.mark.parametrize("hooks", ["[]", "[int8]"])
+def test_uneven_data_counts_every_sample_once(tmp_path: Path, hooks: str) -> None:
+    """331 samples on 3 ranks, the last step with 19 of 24, two micro-batches to a step; by every policy."""
+    policies = [
         "every_step",
         "{local_sgd: {every: 4}}",
         "{hierarchical_sgd: {within: 1, across: 4, hosts: 1}}",
         "{diloco: {every: 4, fragments: 2, overlap_steps: 2}}",
         "{broadcast: {every: 4}}",
         "independent",
-    ],
-)
-@pytest.mark.parametrize("hooks", ["[]", "[int8]"])
-def test_uneven_data_counts_every_sample_once(tmp_path: Path, sync: str, hooks: str) -> None:
-    """331 samples on 3 ranks, the last step with 19 of 24, two micro-batches to a step."""
-    text = pipeline(tmp_path, f"sync: {sync}\nhooks: {hooks}\naccumulate: 2")
-    run = run_pipeline(tmp_path, text.replace("steps: 45", "epochs: 2"), 3)
-    assert summary(run)["samples"] == 662
-    assert summary(run)["steps"] == 2 * -(-STEPS_PER_EPOCH // 2)
+    ]
+    stages = "".join(f"  - train: {{epochs: 2, sync: {sync}}}\n" for sync in policies)
+    run = staged(tmp_path, stages, more=f"hooks: {hooks}\naccumulate: 2")
+    assert summary(run)["samples"] == len(policies) * 662
+    trained = [entry["steps"] for entry in summary(run)["stages"] if entry["kind"] == "train"]
+    assert trained == [2 * -(-STEPS_PER_EPOCH // 2)] * len(policies)
+    for stage in range(len(policies)):
+        assert sum(line["samples"] for line in lines(run, "steps") if line["stage"] == stage) == 662
 
 
 @pytest.mark.parametrize(
@@ -197,13 +200,7 @@ def test_uneven_data_counts_every_sample_once(tmp_path: Path, sync: str, hooks: 
 )
 def test_an_interrupt_ends_every_policy(tmp_path: Path, sync: str) -> None:
     """SIGINT while ranks train apart: exit code 130, a summary that says so, nobody waits for ever."""
-    (tmp_path / "p.yaml").write_text(f"{HEAD}sync: {sync}\nstages: [{{train: {{steps: 100000000}}}}]\n")
-    with Running("p.yaml", "--run-dir", "run", "--nproc-per-node", "3", cwd=tmp_path) as running:
-        steps = tmp_path / "run" / "steps" / "rank-00000.jsonl"
-        for _ in range(600):
-            if steps.exists() and steps.stat().st_size > 20_000:
-                break
-            time.sleep(0.1)
+    with endless(tmp_path, sync) as running:
         os.killpg(running.process.pid, signal.SIGINT)
         done = running.wait(60)
     assert done.code == 130, done.stderr
@@ -212,17 +209,23 @@ def test_an_interrupt_ends_every_policy(tmp_path: Path, sync: str) -> None:
 
 def test_an_interrupt_of_one_rank_ends_ranks_that_never_meet(tmp_path: Path) -> None:
     """The others hear of it though they exchange nothing, and do not let it wait for the stage's end."""
-    text = f"{HEAD}sync: independent\nstages: [{{train: {{steps: 100000000}}}}]\n"
-    (tmp_path / "p.yaml").write_text(text)
-    with Running("p.yaml", "--run-dir", "run", "--nproc-per-node", "3", cwd=tmp_path) as running:
-        steps = tmp_path / "run" / "steps" / "rank-00001.jsonl"
-        for _ in range(600):
-            if steps.exists() and steps.stat().st_size > 20_000:
-                break
-            time.sleep(0.1)
+    with endless(tmp_path, "independent") as running:
         os.kill(running.ranks()[1], signal.SIGINT)
         done = running.wait(60)
     assert summary(tmp_path / "run")["status"] == "interrupted", done.stderr
+
+
+@contextmanager
+def endless(folder: Path, sync: str) -> Iterator[Running]:
+    """A run that does not end by itself, all ranks of which have recorded steps."""
+    (folder / "p.yaml").write_text(f"{HEAD}sync: {sync}\nstages: [{{train: {{steps: 100000000}}}}]\n")
+    with Running("p.yaml", "--run-dir", "run", "--nproc-per-node", "3", cwd=folder) as running:
+        for _ in range(600):
+            steps = list((folder / "run" / "steps").glob("rank-*.jsonl"))
+            if len(steps) == 3 and min(file.stat().st_size for file in steps) > 20_000:
+                break
+            time.sleep(0.1)
+        yield running
 
 
 def test_settings_that_only_a_run_can_see_are_faults_of_the_file(tmp_path: Path) -> None:
@@ -237,12 +240,15 @@ def test_settings_that_only_a_run_can_see_are_faults_of_the_file(tmp_path: Path)
     assert "Traceback" not in done.stderr
 
 
-def test_torchs_detailed_debugging_is_refused(tmp_path: Path) -> None:
+def test_torchs_detailed_debugging_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It ends in a segmentation fault in every run with DDP."""
     (tmp_path / "p.yaml").write_text(f"{HEAD}stages: [{{train: {{steps: 1}}}}]\n")
-    done = ddprun("p.yaml", cwd=tmp_path, environment={"TORCH_DISTRIBUTED_DEBUG": "detail"})
-    assert done.code == 2
-    assert done.stderr.startswith("ddprun: TORCH_DISTRIBUTED_DEBUG=DETAIL ends every run")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "detail")
+    assert main(["p.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("ddprun: TORCH_DISTRIBUTED_DEBUG=DETAIL ends every run")
 
 
 def test_fp16_loss_scaling_works_where_ranks_train_apart(tmp_path: Path) -> None:

@@ -18,16 +18,17 @@ optimizer: {sgd: {lr: 0.05, momentum: 0.9}}
 ddp: {bucket_cap_mb: 1}
 MORE
 stages:
-  - train: {steps: 24}
 """
 ELEMENTS = 64 * 700 + 700 + 700 * 700 + 700 + 700 * 10 + 10
 S = 4 * ELEMENTS
 
 
-def sent(folder: Path, more: str, ranks: int = 4) -> tuple[Path, Counter[tuple[str, int]]]:
+def sent(
+    folder: Path, more: str, ranks: int = 4, stages: str = "  - train: {steps: 24}\n"
+) -> tuple[Path, Counter[tuple[str, int]]]:
     """The run, and what each of its ranks sent on average, in bytes, by kind and step."""
     name = f"run-{len(list(folder.iterdir()))}"
-    run = run_pipeline(folder, PIPELINE.replace("MORE", more), ranks, name)
+    run = run_pipeline(folder, PIPELINE.replace("MORE", more) + stages, ranks, name)
     found: Counter[tuple[str, int]] = Counter()
     for line in lines(run, "buckets"):
         found[line["kind"], line["step"]] += line["wire_bytes"] / ranks
@@ -35,32 +36,43 @@ def sent(folder: Path, more: str, ranks: int = 4) -> tuple[Path, Counter[tuple[s
     return run, found
 
 
-@pytest.mark.parametrize("policy", ["local_sgd", "diloco", "average"])
-@pytest.mark.parametrize(
-    ("hooks", "factor"), [("[]", 1.0), ("[fp16]", 0.5), ("[int8]", 0.25 * (1 + 4 / 256))]
-)
-def test_a_policy_sends_once_in_its_period(tmp_path: Path, policy: str, hooks: str, factor: float) -> None:
+def test_a_policy_sends_once_in_its_period(tmp_path: Path) -> None:
     """A ring's 1.5 S from each of 4 ranks at whole periods, less what the hooks save; nothing between."""
-    run, found = sent(tmp_path, f"sync: {{{policy}: {{every: 8}}}}\nhooks: {hooks}")
-    assert set(found) == {("delta", 8), ("delta", 16), ("delta", 24)}
-    for wire_bytes in found.values():
-        assert wire_bytes == pytest.approx(1.5 * S * factor, rel=0.005)
-    mine = [line for line in lines(run, "buckets") if line["rank"] == 0 and line["step"] == 8]
-    assert len(mine) > 1, "several buckets"
-    assert sorted(name for line in mine for name in line["params"]) == sorted(
-        f"{i}.{kind}" for i in (1, 3, 5) for kind in ("weight", "bias")
+    saved = {"[]": 1.0, "[fp16]": 0.5, "[int8]": 0.25 * (1 + 4 / 256)}
+    stages = [(policy, hooks) for policy in ("local_sgd", "diloco", "average") for hooks in saved]
+    text = "".join(
+        f"  - train: {{steps: 24, sync: {{{policy}: {{every: 8}}}}, hooks: {hooks}}}\n"
+        for policy, hooks in stages
     )
+    run, found = sent(tmp_path, "", stages=text)
+    for index, (policy, hooks) in enumerate(stages):
+        first = 24 * index
+        in_stage = {key: size for key, size in found.items() if first < key[1] <= first + 24}
+        assert set(in_stage) == {("delta", first + step) for step in (8, 16, 24)}, (policy, hooks)
+        for wire_bytes in in_stage.values():
+            assert wire_bytes == pytest.approx(1.5 * S * saved[hooks], rel=0.005), (policy, hooks)
+        mine = [line for line in lines(run, "buckets") if line["rank"] == 0 and line["step"] == first + 8]
+        assert len(mine) > 1, "several buckets"
+        assert sorted(name for line in mine for name in line["params"]) == sorted(
+            f"{i}.{kind}" for i in (1, 3, 5) for kind in ("weight", "bias")
+        )
 
 
-@pytest.mark.parametrize("policy", ["local_sgd", "diloco", "hierarchical_sgd", "broadcast"])
-def test_the_last_round_is_a_short_one_and_goes_the_same_way(tmp_path: Path, policy: str) -> None:
+def test_the_last_round_is_a_short_one_and_goes_the_same_way(tmp_path: Path) -> None:
     """24 steps with a period of 10: once more at the end, through the hooks, where the policy has any."""
-    options = "across: 10, within: 10, hosts: 1" if policy == "hierarchical_sgd" else "every: 10"
-    run, found = sent(tmp_path, f"sync: {{{policy}: {{{options}}}}}\nhooks: [fp16]", 2)
-    kind = "parameters" if policy == "broadcast" else "delta"
-    assert set(found) == {(kind, 10), (kind, 20), (kind, 24)}
-    hooks = {tuple(line["hooks"]) for line in lines(run, "buckets")}
-    assert hooks == {("broadcast",) if policy == "broadcast" else ("fp16",)}
+    policies = dict.fromkeys(("local_sgd", "diloco", "broadcast"), "every: 10")
+    policies["hierarchical_sgd"] = "across: 10, within: 10, hosts: 1"
+    stages = "".join(
+        f"  - train: {{steps: 24, sync: {{{policy}: {{{options}}}}}}}\n"
+        for policy, options in policies.items()
+    )
+    run, found = sent(tmp_path, "hooks: [fp16]", 2, stages)
+    for index, policy in enumerate(policies):
+        kind, first = "parameters" if policy == "broadcast" else "delta", 24 * index
+        in_stage = {key for key in found if first < key[1] <= first + 24}
+        assert in_stage == {(kind, first + step) for step in (10, 20, 24)}, policy
+        hooks = {tuple(line["hooks"]) for line in lines(run, "buckets") if line["stage"] == index}
+        assert hooks == {("broadcast",) if policy == "broadcast" else ("fp16",)}
 
 
 def test_fragments_go_out_at_steps_of_their_own(tmp_path: Path) -> None:
@@ -168,9 +180,8 @@ def test_what_travels_is_the_change_since_the_last_common_weights(
     text = PIPELINE.replace("lr: 0.05, momentum: 0.9", "lr: 1.0e-30").replace(
         "bucket_cap_mb: 1", "bucket_cap_mb: 25"
     )
-    text = text.replace("MORE", f"hooks: [spy.Spy]\nsync: {sync}").replace(
-        "{steps: 24}", "{steps: 6, mutate: {spy.shift: {by: 0.5}}}"
-    )
+    text = text.replace("MORE", f"hooks: [spy.Spy]\nsync: {sync}")
+    text += "  - train: {steps: 6, mutate: {spy.shift: {by: 0.5}}}\n"
     run_pipeline(tmp_path, text, 4)
     lines = (tmp_path / "sent-3.jsonl").read_text().splitlines()
     sent = [json.loads(line) for line in lines][: len(expected)]

@@ -1,57 +1,74 @@
-"""Nested state as JSON and tensors: what a checkpoint holds, and nothing that could run when it is read."""
+"""Nested state as JSON and safetensors: all that a checkpoint holds, and nothing of it is ever executed."""
 
+import json
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ddprun.run_files import NotPlainError, open_file
+
 _TAG = "$"
-_NOT = "a checkpoint's state does not hold together"
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
 
 
 class UnstorableError(TypeError):
     """State that a checkpoint cannot hold; the message says where it is and what it is."""
 
 
-def encode(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Take nested state apart.
+class DamagedError(ValueError):
+    """A file that is not whole, or does not hold what it claims; the message names the file and the fault."""
 
-    Mappings, lists, tuples, numbers, text, None and tensors are kept. Tensors are copied to host memory, so
-    what happens to the originals afterwards changes nothing.
+
+class UnreadableError(DamagedError):
+    """A file that does not exist or cannot be read: here, or now."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedState:
+    """Nested state as JSON and tensors."""
+
+    tree: dict[str, Any]
+    tensors: dict[str, Tensor]
+    """By path in the state, such as `optimizer/state/0/exp_avg`: copies in host memory, which no later step
+    changes."""
+
+
+def encode(state: Mapping[str, Any], *, copy: bool = True) -> EncodedState:
+    """Encode nested mappings, lists, tuples, numbers, text, None and tensors.
 
     Args:
         state: nested.
-
-    Returns:
-        (JSON, tensors by their place in `state`, such as `optimizer/state/0/exp_avg`).
+        copy: False only checks that the state can be encoded, and gives no tensors.
 
     Raises:
         UnstorableError: anything else is in it.
     """
     tensors: dict[str, Tensor] = {}
-    return {key: _encode(value, key, tensors) for key, value in state.items()}, tensors
-
-
-def check(state: Mapping[str, Any]) -> None:
-    """Make sure that `encode` could take nested state apart, without copying any of it.
-
-    Raises:
-        UnstorableError: it could not.
-    """
-    for key, value in state.items():
-        _encode(value, key, None)
+    into = tensors if copy else None
+    return EncodedState({key: _encode(value, key, into) for key, value in state.items()}, tensors)
 
 
 def decode(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Put together what `encode` has taken apart.
+    """Invert `encode`.
 
     Raises:
-        ValueError: a tensor is missing or not what its place needs, or a tag is unknown.
+        ValueError: a tensor is missing or does not fit, or a tag is unknown.
     """
-    return {key: _decode(value, tensors) for key, value in tree.items()}
+    try:
+        return {key: _decode(value, tensors) for key, value in tree.items()}
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # RuntimeError: torch's, of a tensor
+        raise ValueError(f"the state is inconsistent: {str(error) or type(error).__name__}") from None
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
@@ -62,17 +79,15 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
     if isinstance(value, list):
-        return [_encode(item, f"{path}/{place}", tensors) for place, item in enumerate(value)]
+        return [_encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
     if isinstance(value, tuple):
         return {_TAG: "tuple", "items": _encode(list(value), path, tensors)}
     if isinstance(value, Counter):
         return {_TAG: "counter", "items": _encode(list(value.items()), path, tensors)}
-    if type(value) in (dict, OrderedDict, defaultdict):
-        return _encode_mapping(value, path, tensors)
-    raise UnstorableError(f"{path.replace('/', '.')} is {_kind(value)}, which a checkpoint cannot hold")
-
-
-def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor] | None) -> dict[str, Any]:
+    if type(value) not in (dict, OrderedDict, defaultdict):
+        kind = type(value)
+        name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        raise UnstorableError(f"{path.replace('/', '.')} is of type {name}, which a checkpoint cannot hold")
     items = {key: _encode(item, f"{path}/{key}", tensors) for key, item in value.items()}
     if all(isinstance(key, str) for key in items) and _TAG not in items:
         return items
@@ -81,10 +96,10 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tens
 
 def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor] | None) -> dict[str, Any]:
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
-        raise UnstorableError(f"{path.replace('/', '.')} is {_kind(value)} that is not dense")
-    name = path
+        raise UnstorableError(f"{path.replace('/', '.')} is not a dense tensor; a checkpoint holds no others")
     if tensors is None:
         return {}
+    name = path
     while name in tensors:  # two keys of a mapping may read alike
         name += "'"
     copied = value.detach().to("cpu", copy=True).contiguous()
@@ -102,29 +117,104 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return value
     if _TAG not in value:
         return {key: _decode(item, tensors) for key, item in value.items()}
+    match value[_TAG]:
+        case "tensor":
+            return tensors[value["name"]]
+        case "complex":
+            return torch.view_as_complex(tensors[value["name"]])
+        case "float":
+            return float(value["value"])
+        case "tuple":
+            return tuple(_decode(value["items"], tensors))
+        case "counter":
+            return Counter(dict(_decode(value["items"], tensors)))
+        case "mapping":
+            return dict(_decode(value["items"], tensors))
+        case tag:
+            raise ValueError(f"unknown tag {tag!r}")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a safetensors file. The same tensors make the same file, in whatever order.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     try:
-        return _TAGGED[value[_TAG]](value, tensors)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # RuntimeError: torch's, of a tensor
-        first, *_ = str(error).splitlines() or [type(error).__name__]
-        raise ValueError(first if first.startswith(_NOT) else f"{_NOT}: {first}") from None
+        save_file(dict(tensors), path)
+    except SafetensorError as error:  # it holds what the system said
+        raise OSError(None, str(error)) from None
 
 
-def _items(value: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
-    return _decode(value["items"], tensors)
+def read_tensors(path: Path, below: Path, *, outline: bool = False) -> dict[str, Tensor]:
+    """Read every tensor of a safetensors file, which may be hostile, into memory of its own on the CPU.
+
+    Args:
+        path: the file.
+        below: the folder in which no link is followed.
+        outline: read the header alone; the tensors are on torch's `meta` device and have no data.
+
+    Raises:
+        UnreadableError: the file cannot be opened or read.
+        DamagedError: it is truncated, or its header contradicts itself or the file's size.
+    """
+    with located(path):
+        with open_file(below, path.relative_to(below)) as file:
+            try:
+                # By descriptor: what stands at the path now may be another file. It is mapped, not yet read.
+                mapped = load_file(f"/proc/self/fd/{file.fileno()}")
+            except (SafetensorError, TypeError, RuntimeError) as error:  # torch's, of impossible shapes
+                raise ValueError(str(error)) from None
+        if outline:
+            return {name: tensor.to("meta") for name, tensor in mapped.items()}
+        for name, tensor in mapped.items():
+            if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
+                raise ValueError(f"{name} holds booleans other than 0 and 1")
+        return {name: tensor.clone() for name, tensor in mapped.items()}
 
 
-_TAGGED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Tensor]], Any]] = {
-    "tensor": lambda value, tensors: tensors[value["name"]],
-    "complex": lambda value, tensors: torch.view_as_complex(tensors[value["name"]]),
-    "float": lambda value, _: float(value["value"]),
-    "tuple": lambda value, tensors: tuple(_items(value, tensors)),
-    "counter": lambda value, tensors: Counter(dict(_items(value, tensors))),
-    "mapping": lambda value, tensors: dict(_items(value, tensors)),
-}
+@contextmanager
+def located(path: Path) -> Iterator[None]:
+    """Around what reads a file, which may be hostile: errors name it.
+
+    Raises:
+        UnreadableError: the file cannot be read.
+        DamagedError: what is in it is invalid.
+    """
+    try:
+        yield
+    except NotPlainError as error:
+        raise DamagedError(f"{path}: {error.strerror}") from None
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from None
+    except DamagedError:
+        raise
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise DamagedError(f"{path}: {_one_line(key)}: {first['msg']}") from None
+    except ValueError as error:
+        raise DamagedError(f"{path}: {_one_line(str(error))}") from None
 
 
-def _kind(value: Any) -> str:
-    kind = type(value)
-    return (
-        f"a {kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else f"a {kind.__name__}"
-    )
+def _one_line(text: str) -> str:
+    """What a hostile file says, for a message: one printable line, and not endless."""
+    first, *_ = text.splitlines() or [""]
+    return first[:200].encode("unicode_escape").decode("ascii")
+
+
+def order_metadata(path: Path) -> None:
+    """Sort the metadata of a file that safetensors has written by name.
+
+    safetensors writes it in an order that is drawn anew in each process, and equal tensors would make files
+    with other hashes.
+    """
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        header = json.loads(file.read(length))
+        metadata = dict(sorted(header.pop(_METADATA).items()))
+        text = json.dumps({_METADATA: metadata, **header}, separators=(",", ":"), ensure_ascii=False)
+        ordered = text.encode().ljust(length)
+        assert len(ordered) == length  # the same words in another order
+        file.seek(_LENGTH_BYTES)
+        file.write(ordered)

@@ -1,29 +1,30 @@
-"""Writes checkpoints on a thread of its own, each rank its files; rank 0 gives the checkpoint its name.
+"""Writes checkpoints on a thread of its own: each rank its files; rank 0 gives the checkpoint its name.
 
 The ranks' threads speak through the store, never through collectives: a rank whose disk is slow makes no
-other rank wait. Where a rank does not see the run's folder, its files go to rank 0 over a process group that
+other rank wait. A rank that does not see the run's folder sends its files to rank 0 over a process group that
 only these threads use.
 """
 
 import json
+import math
 import queue
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from ddprun.checkpoint import folder
+from ddprun.checkpoint.codec import EncodedState
 from ddprun.checkpoint.folder import Checkpoint, Files
 from ddprun.run_files import open_file
 from ddprun_hooks.comm.control import Control
 
-_LOOK_EVERY_S = 0.01
-_LOOK_AT_LEAST_EVERY_S = 0.5
 _CHUNK_BYTES = 64 << 20
 _OVER = "over"
 """In the store: the number of the checkpoint that was over last, and whether it was written."""
@@ -46,7 +47,8 @@ class _Job:
     """Of all that are put; two may be of one step."""
 
     step: int
-    parts: Mapping[str, folder.Apart]
+    unfinished: Path
+    parts: Mapping[str, EncodedState]
     """By the name of the files."""
 
     put_ns: int = field(default_factory=time.monotonic_ns)
@@ -61,13 +63,13 @@ class CheckpointWriter:
         token: of this attempt at the run; the same on all ranks.
         rank, ranks: this rank, and how many there are.
         keep: how many checkpoints are kept.
-        away: ranks that do not see the run's folder.
-        control: for these threads alone; None if no rank is away.
+        remote: ranks that do not see the run's folder.
+        control: for these threads alone; None if no rank is remote.
         limit_s: how long rank 0 waits for the other ranks' parts.
-        before: is done before each checkpoint, on the writing thread.
-        after: is told of each checkpoint that is over when it was put (ns of the monotonic clock), and if it
+        before: is called before each checkpoint, on the writing thread.
+        after: is called with when each checkpoint that is over was put (ns of the monotonic clock), and if it
             was written.
-        not_finite: names what in a part is not finite; is asked on the writing thread.
+        not_finite: names what in a part is not finite; is called on the writing thread.
     """
 
     def __init__(
@@ -79,21 +81,21 @@ class CheckpointWriter:
         rank: int,
         ranks: int,
         keep: int,
-        away: Sequence[int],
+        remote: Sequence[int],
         control: Control | None,
         limit_s: float,
         before: Callable[[], None] = lambda: None,
         after: Callable[[int, bool], None] = lambda _, __: None,
-        not_finite: Callable[[folder.Apart], str | None] = lambda _: None,
+        not_finite: Callable[[EncodedState], str | None] = lambda _: None,
     ) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         """Of checkpoints that are over, on rank 0."""
 
         self._store = dist.PrefixStore(f"checkpoints/{token}", store)
         self._token, self._rank, self._ranks, self._keep = token, rank, ranks, keep
-        self._away, self._control, self._limit_s = away, control, limit_s
+        self._remote, self._control, self._limit_s = remote, control, limit_s
         self._before, self._after, self._not_finite = before, after, not_finite
-        self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-") if rank in away else None
+        self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-") if rank in remote else None
         self._root = root if self._scratch is None else Path(self._scratch.name)
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self.count = 0
@@ -103,43 +105,39 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._work, name="ddprun-checkpoints", daemon=True)
         self._thread.start()
 
-    def put(self, step: int, parts: Mapping[str, folder.Apart], *, wait: bool = False) -> None:
-        """Have a checkpoint written; called by all ranks with the same steps.
+    def put(self, step: int, parts: Mapping[str, EncodedState], *, wait: bool = False) -> None:
+        """Have this rank's parts of a checkpoint written; called by all ranks with the same steps.
 
-        A checkpoint that comes while the one before it is still being written is left out, unless `wait`.
-
-        Args:
-            step: of the run.
-            parts: this rank's files by name.
-            wait: until it is written, or given up.
+        One that comes while the one before it is still being written is skipped. With `wait` all are waited
+        for, until they are written or given up.
         """
-        job, before = _Job(self.count, step, parts), self._under_way
-        self.count += 1
+        job, before = self._job(step, parts), self._under_way
         if wait or before is None:
             self._under_way = job
             self._jobs.put(job)
         else:
-            self._post(job, f"rank {self._rank} was not done with that of step {before.step}", {})
+            self._post(job, f"rank {self._rank} was still writing the checkpoint of step {before.step}")
             self._after(job.put_ns, False)
             if self._rank == 0:
-                self._jobs.put(_Job(job.number, step, {}))
+                self._jobs.put(replace(job, parts={}))
         if wait:
             self._jobs.join()
             if self._rank == 0:  # all ranks have written their parts: what is unfinished stays so
                 folder.clear_unfinished(self._root)
 
-    def leave_out(self, count: int) -> None:
-        """Give up those that this rank did not come to, where each rank has stopped after a step of its own.
-
-        Args:
-            count: of the rank that has put most.
+    def skip_to(self, count: int) -> None:
+        """Give up those that this rank did not come to, where each rank has stopped after a step of its own;
+        `count` is that of the rank that has put most.
         """
-        for number in range(self.count, count):
-            job = _Job(number, 0, {})
-            self._post(job, f"rank {self._rank} had stopped before", {})
+        while self.count < count:
+            job = self._job(0, {})
+            self._post(job, f"rank {self._rank} had stopped before")
             if self._rank == 0:
                 self._jobs.put(job)
-        self.count = count
+
+    def _job(self, step: int, parts: Mapping[str, EncodedState]) -> _Job:
+        number, self.count = self.count, self.count + 1
+        return _Job(number, step, folder.unfinished(self._root, step, f"{self._token}-{number}"), parts)
 
     def close(self) -> None:
         """Finish what is being written, and end the thread."""
@@ -155,7 +153,8 @@ class CheckpointWriter:
                 if job.parts:
                     self._write(job)
                 if self._rank == 0:
-                    outcome = self._finish(job, started)
+                    written, problem = self._finish(job)
+                    outcome = Outcome(job.step, time.monotonic() - started, written, problem)
                 elif job.parts and self._scratch is not None:
                     self._send(job)
             except Exception as error:
@@ -166,20 +165,23 @@ class CheckpointWriter:
             if outcome is not None and job.step:  # without a step: this rank had not come to it
                 self.outcomes.put(outcome)
             self._jobs.task_done()
-            self._tell_over(job, outcome)
+            self._report_over(job, outcome)
 
-    def _tell_over(self, job: _Job, outcome: Outcome | None) -> None:
+    def _report_over(self, job: _Job, outcome: Outcome | None) -> None:
         """Pass on what has become of a checkpoint; ranks above 0, unless there is the next one to write."""
-        over, pause = (-1, False), _LOOK_EVERY_S
+        over = (-1, False)
+
+        def is_over() -> bool:
+            nonlocal over
+            if self._store.check([_OVER]):
+                over = json.loads(self._store.get(_OVER))
+            return over[0] >= job.number
+
         with suppress(RuntimeError):  # the store is gone: the run is about to end
             if self._rank == 0:
-                over = job.number, outcome is not None and outcome.written is not None
-                self._store.set(_OVER, json.dumps(over))
-            while over[0] < job.number and self._jobs.empty():
-                time.sleep(pause)
-                pause = min(2 * pause, _LOOK_AT_LEAST_EVERY_S)
-                if self._store.check([_OVER]):
-                    over = json.loads(self._store.get(_OVER))
+                written = outcome is not None and outcome.written is not None
+                self._store.set(_OVER, json.dumps([job.number, written]))
+            _wait_until(lambda: is_over() or not self._jobs.empty())
         if over[0] >= job.number and job.parts:
             self._after(job.put_ns, over[0] == job.number and over[1])
 
@@ -189,89 +191,110 @@ class CheckpointWriter:
         try:
             files: Files = {}
             for name, state in job.parts.items():
-                files |= folder.write(self._unfinished(job), name, state)
+                files |= folder.write(job.unfinished, name, state)
         except OSError as error:
-            self._post(job, f"rank {self._rank} cannot write it: {error.strerror or error}", {})
+            self._post(job, f"rank {self._rank} cannot write it: {error.strerror or error}")
         else:
             found = [self._not_finite(state) for state in job.parts.values()]
             self._post(job, None, files, folder.worst(found))
 
-    def _unfinished(self, job: _Job) -> Path:
-        return folder.unfinished(self._root, job.step, self._token_of(job))
+    def _post(
+        self, job: _Job, problem: str | None, files: Files | None = None, nonfinite: str | None = None
+    ) -> None:
+        self._store.set(f"{job.number}/{self._rank}", json.dumps([problem, files or {}, nonfinite]))
 
-    def _token_of(self, job: _Job) -> str:
-        return f"{self._token}-{job.number}"
-
-    def _post(self, job: _Job, problem: str | None, files: Files, nonfinite: str | None = None) -> None:
-        self._store.set(f"{job.number}/{self._rank}", json.dumps([problem, files, nonfinite]))
-
-    def _finish(self, job: _Job, started: float) -> Outcome:
-        """On rank 0: wait for all parts, and make them a checkpoint."""
+    def _finish(self, job: _Job) -> tuple[Checkpoint | None, str | None]:
+        """On rank 0: wait for all parts, and make them a checkpoint; or say why there is none."""
         problems: list[str] = []
-        files: Files = {}
         sizes: dict[int, Files] = {}
         nonfinite: list[str | None] = []
-        keys = [f"{job.number}/{rank}" for rank in range(self._ranks)]
-        until, pause = time.monotonic() + self._limit_s, _LOOK_EVERY_S
-        for rank, key in enumerate(keys):
-            while not self._store.check([key]) and time.monotonic() < until:
-                time.sleep(pause)
-                pause = min(2 * pause, _LOOK_AT_LEAST_EVERY_S)
-            if not self._store.check([key]):
+        until = time.monotonic() + self._limit_s
+        for rank in range(self._ranks):
+            key = f"{job.number}/{rank}"
+            if not _wait_until(partial(self._store.check, [key]), until):
                 problems.append(f"rank {rank} has not written its part within {self._limit_s:g} s")
                 continue
             problem, sizes[rank], not_finite = json.loads(self._store.get(key))
-            nonfinite.append(not_finite)
             self._store.delete_key(key)
-            files |= sizes[rank]
+            nonfinite.append(not_finite)
             problems += [problem] if problem else []
-        if self._away:
+        if self._remote:
             self._store.set(f"{job.number}/verdict", "drop" if problems else "send")
         if not problems:
             try:
-                for rank in self._away:
+                for rank in self._remote:
                     self._receive(rank, job, sizes[rank])
-                token, worst = self._token_of(job), folder.worst(nonfinite)
-                written = folder.commit(self._root, job.step, token, self._ranks, files, worst)
+                files = {name: described for part in sizes.values() for name, described in part.items()}
+                worst = folder.worst(nonfinite)
+                written = folder.commit(job.unfinished, job.step, self._ranks, files, worst)
                 folder.prune(self._root, self._keep)
-                return Outcome(job.step, time.monotonic() - started, written)
+                return written, None
             except OSError as error:
                 problems.append(f"rank 0 cannot write it: {error.strerror or error}")
-        folder.discard(self._unfinished(job))
-        return Outcome(job.step, time.monotonic() - started, problem=problems[0])
+        folder.remove(job.unfinished)
+        return None, problems[0]
 
     # Ranks that do not see the run's folder.
 
     def _send(self, job: _Job) -> None:
         """Give this rank's files to rank 0, if it wants them."""
         assert self._control is not None
-        verdict, until = f"{job.number}/verdict", time.monotonic() + 2 * self._limit_s
-        while not (told := self._store.check([verdict])) and time.monotonic() < until:
-            time.sleep(_LOOK_EVERY_S)
-        source = self._unfinished(job)
-        if told and self._store.get(verdict) == b"send":
+        verdict = f"{job.number}/verdict"
+        decided = _wait_until(lambda: self._store.check([verdict]), time.monotonic() + 2 * self._limit_s)
+        if decided and self._store.get(verdict) == b"send":
             for name in job.parts:
-                for path in folder.paths(source, name):
-                    with open_file(source, path.name) as file:
+                for path in folder.paths(job.unfinished, name):
+                    with open_file(path.parent, path.name) as file:
                         while data := file.read(_CHUNK_BYTES):
                             self._control.send_bytes(data, 0)
-        folder.discard(source)
+        folder.remove(job.unfinished)
 
     def _receive(self, rank: int, job: _Job, files: Files) -> None:
         """Take the files of another host's rank; all of them, even if the disk is full after the first."""
         assert self._control is not None
         problem: OSError | None = None
-        target = self._unfinished(job)
-        for name, told in files.items():
-            left = told["bytes"]
+        for name, described in files.items():
+            left = described["bytes"]
             while left:
                 data = self._control.receive_bytes(rank)
                 left -= len(data)
                 try:
-                    with open_file(target, name, "ab") as file:
+                    with open_file(job.unfinished, name, "ab") as file:
                         file.write(data)
                 except OSError as error:
                     problem = error
         if problem is not None:
             raise problem
-        folder.check_received(target, files)
+        folder.check_received(job.unfinished, files)
+
+
+def _wait_until(condition: Callable[[], bool], until: float = math.inf) -> bool:
+    """Poll, less and less often; False: the monotonic clock has passed `until`."""
+    pause = 0.01
+    while not condition():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+    return True
+
+
+@dataclass(slots=True)
+class Checkpoints:
+    """The checkpoints of one run; `checkpoint` in the file."""
+
+    writer: CheckpointWriter | None
+    """None: none are taken (`keep: 0`)."""
+
+    every: int
+    """Steps from one to the next; 0: only at the end."""
+
+    failed: str | None = None
+    """Why the last one was not written; None: it was, or is being."""
+
+    lost: str | None = None
+    """On rank 0: why there is no checkpoint of the run's end; None: there is, or none is due."""
+
+    def due(self, step: int) -> bool:
+        """Whether one is taken after so many steps of the run; the same on all ranks."""
+        return self.writer is not None and self.every > 0 and step % self.every == 0

@@ -24,8 +24,7 @@ from ddprun.config import (
 )
 from ddprun.engine.data import is_iterable
 from ddprun.engine.evolution import evolution_strategies
-from ddprun.sync.noise import noise
-from ddprun.sync.synchronizer import averaged_parameters
+from ddprun.sync.synchronizer import averaged_parameters, noise
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS
 from ddprun_hooks.config.import_path import import_dotted

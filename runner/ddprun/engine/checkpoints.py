@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from ddprun import __version__
-from ddprun.checkpoint.checkpoints import Checkpoints
-from ddprun.checkpoint.codec import UnstorableError, check
-from ddprun.checkpoint.folder import FOLDER, LOSS, Apart, rank_name
-from ddprun.checkpoint.writer import CheckpointWriter
+from ddprun.checkpoint.codec import EncodedState, UnstorableError, encode
+from ddprun.checkpoint.folder import FOLDER, LOSS, rank_name
+from ddprun.checkpoint.writer import Checkpoints, CheckpointWriter
 from ddprun.config import Loaded, PipelineError
 from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.session import Session
@@ -38,7 +37,7 @@ def open_checkpoints(
         rank=ranks.rank,
         ranks=ranks.size,
         keep=wanted.keep,
-        away=records.away,
+        remote=records.away,
         control=open_control(timedelta(seconds=timeout_s)) if records.away else None,
         limit_s=timeout_s,
         before=records.writer.flush,
@@ -48,7 +47,7 @@ def open_checkpoints(
     return Checkpoints(writer, wanted.every)
 
 
-def _not_finite(state: Apart, infinite_at_first: frozenset[str]) -> str | None:
+def _not_finite(state: EncodedState, infinite_at_first: frozenset[str]) -> str | None:
     """What of a checkpoint's part is not finite: a parameter, optimizer state, `loss`; None: all is."""
     for name, tensor in state.tensors.items():
         kind, _, rest = name.partition("/")
@@ -70,7 +69,7 @@ def check_state(session: Session) -> None:
     runtime = session.runtime
     if runtime.checkpoints.writer is not None:
         try:
-            check(state_of(session))
+            encode(state_of(session), copy=False)
         except UnstorableError as error:
             text, way_out = f"no checkpoint can be taken: {error}", "`checkpoint: {keep: 0}` takes none"
             raise PipelineError([runtime.loaded.fault("checkpoint", text, way_out)]) from None
@@ -95,10 +94,10 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
     if at_end:  # ranks that exchange nothing have stopped each after a step of its own
         known = runtime.exchange.control.all_gather([float(step), float(writer.count)])
         step = int(known[:, 0].max())
-        writer.leave_out(int(known[:, 1].max()))
+        writer.skip_to(int(known[:, 1].max()))
     whole, shared = state_of(session), shared_keys(session)
     own = {key: value for key, value in whole.items() if key not in shared}
-    parts = {rank_name(runtime.ranks.rank): Apart.of(own)}
+    parts = {rank_name(runtime.ranks.rank): encode(own)}
     if runtime.ranks.rank == 0:
         about = {
             "pipeline": runtime.loaded.plain(),
@@ -106,7 +105,7 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
             "layout": layout_of(session),
             "ddprun": __version__,
         }
-        parts["shared"] = Apart.of({**{key: whole[key] for key in sorted(shared)}, **about})
+        parts["shared"] = encode({**{key: whole[key] for key in sorted(shared)}, **about})
     if runtime.records.away and (state.synchronizer is None or not state.synchronizer.plan.never):
         runtime.records.collect()
     reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddprun.checkpoint import folder
+from ddprun.checkpoint.codec import DamagedError, UnreadableError
 from ddprun.checkpoint.folder import FOLDER, Checkpoint, rank_name
-from ddprun.checkpoint.tensors import DamagedError, UnreadableError
 from ddprun.config import AverageStage, BroadcastStage, PipelineError, StepStage
 from ddprun.config.changes import changes, schedule_changed
 from ddprun.engine import seeding

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_model
 
 from ddprun import __version__
-from ddprun.checkpoint.tensors import order_metadata
+from ddprun.checkpoint.codec import order_metadata
 from ddprun.config import PipelineError, Save
 from ddprun.engine.finish import LostError
 from ddprun.engine.replicas import make_buffers_equal

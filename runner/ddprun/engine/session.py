@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddprun.checkpoint.checkpoints import Checkpoints
+from ddprun.checkpoint.writer import Checkpoints
 from ddprun.config import Loaded
 from ddprun.engine.build import Stacks
 from ddprun.engine.clocks import ClockOffsets

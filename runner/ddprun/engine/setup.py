@@ -27,7 +27,7 @@ from ddprun.parallel.ranks import Ranks
 from ddprun.screen import say
 from ddprun.sync.buffers import BufferSync, agree
 from ddprun.sync.exchanger import ParameterExchanger
-from ddprun.sync.groups import QueueRequirements, requirements
+from ddprun.sync.synchronizer import QueueRequirements, requirements
 from ddprun.telemetry.clock import GradientTimes, clock_for
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.progress import screen_for

@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from ddprun.checkpoint.tensors import DamagedError
+from ddprun.checkpoint.codec import DamagedError
 from ddprun.engine import seeding
 from ddprun.engine.nonfinite import Nonfinite
 from ddprun.engine.session import Session

@@ -18,8 +18,8 @@ from ddprun.config import (
 )
 from ddprun.explain.model_probe import ModelProbe, ModelShapes
 from ddprun.explain.traffic import Route
-from ddprun.sync.buffers import BufferPlan, BufferUse, counters_of, is_whole, split_by_transfer
-from ddprun.sync.optimizer_state import complete_state, floating_state
+from ddprun.sync.buffers import BufferPlan, BufferUse, counters_of, split_by_transfer
+from ddprun.sync.optimizer_state import complete_state, floating_state, has_mean
 from ddprun.sync.plan import PlanProgress, ReplicaConsistency, SyncPlan, Transfer
 from ddprun.sync.synchronizer import averaged_parameters, buckets_of
 from ddprun_hooks.buckets import BucketLayout, ParameterBuckets
@@ -162,7 +162,7 @@ class _Planner:
         if not used:
             return ()
         # Whole numbers that training changes are the same on all ranks, as far as one batch shows.
-        changed = [name for name in self._use.changing if not is_whole(self._named_buffers[name])]
+        changed = [name for name in self._use.changing if has_mean(self._named_buffers[name])]
         return self._buffers("once", changed)
 
     def _end(

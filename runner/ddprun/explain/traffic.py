@@ -12,8 +12,8 @@ import torch
 from ddprun.config import Choice, Loaded, PipelineError, StepStage
 from ddprun.engine import build
 from ddprun.explain.model_probe import World, is_foreign
-from ddprun.sync.groups import QueueRequirements, requirements
 from ddprun.sync.plan import Partition
+from ddprun.sync.synchronizer import QueueRequirements, requirements
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import GroupRequirements, RankGroup, combine
 from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_group

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +35,13 @@ class DdpReplica:
         self, model: nn.Module, settings: Ddp, device: torch.device, queue: CommQueue, stack: Stack
     ) -> None:
         self.model = model
-        self.ddp = wrap(model, settings, device)
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        # `buffers` in the file says when buffers are sent, never DDP. torch 2.13 has renamed the option.
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        options: dict[str, Any] = {buffers: False, **settings.model_dump()}
+        self.ddp = DistributedDataParallel(
+            model, device_ids=[device] if device.type == "cuda" else None, init_sync=False, **options
+        )
         self.dispatcher = Dispatcher(self.ddp, queue, stack)
         self._settings = settings
 
@@ -79,11 +84,7 @@ class DdpReplica:
                 buffer.copy_(before)
 
     def begin_stage(self, stack: Stack, group: RankGroup) -> str:
-        """Average gradients by other hooks, and among other ranks, from now on.
-
-        Args:
-            stack: the hooks.
-            group: the ranks.
+        """Average gradients by these hooks, and among these ranks, from now on.
 
         Returns:
             What all ranks must have alike: the buckets, the hooks, the ranks.
@@ -91,22 +92,13 @@ class DdpReplica:
         self.dispatcher.stack, self.dispatcher.group = stack, group
         return self.dispatcher.signature
 
-    def forward_context(self, *, exchange: bool) -> AbstractContextManager[None]:
-        """Around a forward pass. DDP decides there, and not in backward, whether the backward pass exchanges
-        gradients (https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
-
-        Args:
-            exchange: False: this micro-batch's gradients are added up on the rank.
-        """
-        return nullcontext() if exchange else self.ddp.no_sync()
-
     def backward(self, loss: Tensor, traces: list[BucketTrace[Any]], *, exchange: bool) -> Sequence[str]:
         """A backward pass.
 
         Args:
             loss: shape ().
             traces: takes a trace of each bucket.
-            exchange: as the forward pass was told.
+            exchange: False: the forward pass ran under `ddp.no_sync()`, which keeps gradients on the rank.
 
         Returns:
             Parameters without a gradient, for which DDP would wait for ever; empty if all is well.
@@ -123,30 +115,7 @@ class DdpReplica:
         finally:
             self.dispatcher.traces = None
         missing = self.dispatcher.missing if exchange else ()
-        return (
-            [name for name in without_gradient(self.model) if name in missing] or missing if missing else ()
-        )
-
-
-def wrap(model: nn.Module, settings: Ddp, device: torch.device) -> DistributedDataParallel:
-    """DDP around a model whose parameters and buffers are the same on all ranks already.
-
-    DDP sends no buffers: `buffers` in the file says when that is done.
-    """
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    # The older name is deprecated from torch 2.13 on.
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    options: dict[str, Any] = {buffers: False}
-    return DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        init_sync=False,
-        bucket_cap_mb=settings.bucket_cap_mb,
-        gradient_as_bucket_view=settings.gradient_as_bucket_view,
-        static_graph=settings.static_graph,
-        find_unused_parameters=settings.find_unused_parameters,
-        **options,
-    )
+        return missing and ([name for name in without_gradient(self.model) if name in missing] or missing)
 
 
 def without_gradient(model: nn.Module) -> list[str]:

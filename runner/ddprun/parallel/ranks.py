@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -14,13 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddprun.host.device import Place
-from ddprun.host.network import (
-    NetworkError,
-    address_towards,
-    choose_interface,
-    choose_loopback,
-    is_own,
-)
+from ddprun.host.network import NetworkError, address_towards, choose_interface, choose_loopback, is_own
 from ddprun.host.rank_files import attempt_folder
 from ddprun.host.tcp_store import open_store
 from ddprun.watchdog.hang import Peer
@@ -39,7 +33,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the launcher told this process (torchrun's environment variables)."""
+    """What the launcher says to this process (torchrun's environment variables)."""
 
     rank: int
     world_size: int
@@ -50,53 +44,38 @@ class Environment:
     @classmethod
     def read(cls) -> "Environment":
         """Read RANK, WORLD_SIZE and their kin."""
-        number = {
-            name: int(os.environ.get(name, default))
-            for name, default in (
-                ("RANK", "0"),
-                ("WORLD_SIZE", "1"),
-                ("LOCAL_RANK", "0"),
-                ("LOCAL_WORLD_SIZE", "1"),
-                ("GROUP_WORLD_SIZE", "1"),
-            )
-        }
-        return cls(*number.values())
+        known = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 1}
+        return cls(*(int(os.environ.get(name, default)) for name, default in known.items()))
 
 
+@dataclass(eq=False)
 class Ranks:
-    """This rank among the others.
+    """This rank among the others."""
 
-    Args:
-        environment: from the launcher.
-        timeout: how long a collective, or joining, may take.
-        watch: is told what this rank waits for.
-        page: path of this rank's status page, on this host.
-    """
+    environment: Environment
+    timeout: timedelta
+    """Of a collective, and of joining."""
 
-    def __init__(
-        self,
-        environment: Environment,
-        timeout: timedelta,
-        watchdog: Onlooker = UNWATCHED,
-        page: str = "",
-    ) -> None:
-        self.environment = environment
-        self.rank = environment.rank
-        self.size = environment.world_size
-        self.hosts: tuple[str, ...] = ()
-        """Host name of each rank, once joined."""
+    watchdog: Onlooker = UNWATCHED
+    """Is told what this rank waits for."""
 
-        self.local_sizes: tuple[int, ...] = ()
-        """For each rank, how many ranks its launcher started on its host, once joined."""
+    page: str = ""
+    """Path of this rank's status page, on this host."""
 
-        self.timeout = timeout
-        self.watchdog = watchdog
-        self.host = socket.gethostname()
-        self._page = page
-        self._meeting = watchdog.sequence("joining", range(self.size))
-        self._base: dist.Store | None = None
-        self._spare: dist.Store | None = None
-        self._peers: dict[int, Peer] = {}
+    host: str = field(default_factory=socket.gethostname)
+    hosts: tuple[str, ...] = ()
+    """Host name of each rank, once joined."""
+
+    local_sizes: tuple[int, ...] = ()
+    """For each rank, how many ranks its launcher started on its host, once joined."""
+
+    _base: dist.Store | None = None
+    _spare: dist.Store | None = None
+    _peers: dict[int, Peer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.environment.rank, self.environment.world_size
+        self._joining = self.watchdog.sequence("joining", range(self.size))
 
     @property
     def store(self) -> dist.Store:
@@ -110,13 +89,9 @@ class Ranks:
         return self.rank == 0 and self.size > 1 and _held_by_rank_0()
 
     def connect(self, base: Any = None) -> None:
-        """Reach the store.
-
-        Args:
-            base: a store that has been reached, to be used instead of the launcher's.
-        """
+        """Reach the store; `base` is one that has been reached, to be used instead of the launcher's."""
         if base is None:
-            with waiting(self._meeting, "rendezvous", "reaching the ranks' store"):
+            with waiting(self._joining, "rendezvous", "reaching the ranks' store"):
                 base = open_store(
                     os.environ["MASTER_ADDR"],
                     int(os.environ["MASTER_PORT"]),
@@ -132,16 +107,17 @@ class Ranks:
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             choose_loopback()
         elif self.size > 1:
-            self._look_around()
+            self._find_neighbours()
 
-    def _look_around(self) -> None:
-        """Learn which ranks are on this host, if the launcher has not told, and choose the network interface
-        that leads to the others. Every host has reached the store; that one's host cannot tell by itself.
+    def _find_neighbours(self) -> None:
+        """Learn which ranks are on this host, if the launcher has not said so, and choose the network
+        interface that leads to the others. Each host knows it by how it reached the store, except the
+        store's own.
         """
-        meeting = os.environ["MASTER_ADDR"]
-        here = json.dumps([self.host, address_towards(meeting)])
-        places = [json.loads(place) for place in self.gather("addresses", here)]
-        hosts = [host for host, _ in places]
+        endpoint = os.environ["MASTER_ADDR"]
+        here = json.dumps([self.host, address_towards(endpoint)])
+        addresses = [json.loads(text) for text in self.gather("addresses", here)]
+        hosts = [host for host, _ in addresses]
         if "LOCAL_RANK" not in os.environ:
             self.environment = replace(
                 self.environment,
@@ -149,12 +125,12 @@ class Ranks:
                 local_world_size=hosts.count(self.host),
                 hosts=len(set(hosts)),
             )
-        others = [address for host, address in places if host != self.host]
+        others = [address for host, address in addresses if host != self.host]
         if not others:
             return
         fault = ""
         try:
-            choose_interface(others[0] if is_own(meeting) else meeting)
+            choose_interface(others[0] if is_own(endpoint) else endpoint)
         except NetworkError as error:
             fault = f"{self.host}: {error}"
         # All find out together: else the others would wait for this rank.
@@ -165,27 +141,21 @@ class Ranks:
         """Make the default process group, and learn which host each rank is on."""
         if place.device.type == "cuda":
             torch.cuda.set_device(place.device)
-        store = self.store
-        here = [self.host, self.environment.local_world_size, self._page, os.environ.get(STATUS_SERVER, "")]
-        store.set(f"host/{self.rank}", json.dumps(here))
-        with waiting(self._meeting, "init_process_group", "making the process group of all ranks"):
+        here = [self.host, self.environment.local_world_size, self.page, os.environ.get(STATUS_SERVER, "")]
+        self.store.set(f"host/{self.rank}", json.dumps(here))
+        with waiting(self._joining, "init_process_group", "making the process group of all ranks"):
             dist.init_process_group(
                 place.backend, store=self._base, rank=self.rank, world_size=self.size, timeout=self.timeout
             )
-        with waiting(self._meeting, "get", "learning which host each rank is on"):
-            if self.rank == 0:
-                places = [json.loads(store.get(f"host/{rank}")) for rank in range(self.size)]
-                store.set("hosts", json.dumps(places))
-            places = json.loads(store.get("hosts"))
-        self.hosts = tuple(place[0] for place in places)
-        self.local_sizes = tuple(place[1] for place in places)
-        self._peers = {rank: Peer(host, page, server) for rank, (host, _, page, server) in enumerate(places)}
+        everyone = self._collect("host", "learning which host each rank is on")
+        self.hosts, self.local_sizes, pages, servers = zip(*everyone, strict=True)
+        self._peers = dict(enumerate(map(Peer, self.hosts, pages, servers)))
 
     def tell_all(self, key: str, make: Callable[[], str]) -> str:
         """What rank 0 makes, on every rank."""
         if self.rank == 0:
             self.store.set(key, make())
-        with waiting(self._meeting, "get", f"rank 0's word on {key}", [0]):
+        with waiting(self._joining, "get", f"rank 0's value of {key}", [0]):
             return str(self.store.get(key).decode())
 
     def asking(self) -> AbstractContextManager[None]:
@@ -193,7 +163,7 @@ class Ranks:
         stopped.
         """
         holder = [0] if _held_by_rank_0() else []
-        return waiting(self._meeting, "ask", "the ranks' store", holder)
+        return waiting(self._joining, "ask", "the ranks' store", holder)
 
     def peers(self) -> dict[int, Peer]:
         """The ranks that have joined; takes no longer than a second."""
@@ -212,14 +182,17 @@ class Ranks:
 
     def gather(self, key: str, value: str) -> list[str]:
         """Every rank's text on every rank, in rank order."""
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))  # ASCII: a path may not be UTF-8
+        return self._collect(key, f"every rank's value of {key}")
+
+    def _collect(self, key: str, what: str) -> list[Any]:
+        """What every rank has put under its own key, on every rank."""
         store = self.store
-        store.set(f"{key}/{self.rank}", json.dumps(value))  # ASCII: a path may not be UTF-8
-        with waiting(self._meeting, "get", f"every rank's word on {key}"):
+        with waiting(self._joining, "get", what):
             if self.rank == 0:
-                store.set(
-                    key, json.dumps([json.loads(store.get(f"{key}/{rank}")) for rank in range(self.size)])
-                )
-            found: list[str] = json.loads(store.get(key))
+                everyone = [json.loads(store.get(f"{key}/{rank}")) for rank in range(self.size)]
+                store.set(key, json.dumps(everyone))
+            found: list[Any] = json.loads(store.get(key))
         return found
 
     def first_to_fail(self, exit_code: int) -> tuple[bool, int]:

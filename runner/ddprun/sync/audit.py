@@ -50,26 +50,20 @@ def audit(model: nn.Module, exchange: Exchange, groups: Sequence[Sequence[int]] 
     Returns:
         What differs inside the groups. The distance is over all ranks.
     """
-    named = list(model.named_parameters())
-    digests = exchange.control.all_gather(
-        [float(digest(param)) for _, param in named], "digests of the parameters"
-    )  # (ranks, parameters)
-    groups = groups or [range(len(digests))]
-    odd = torch.stack([_odd(digests, ranks) for ranks in groups]).any(0)  # (ranks, parameters)
-    differing = [place for place in range(len(named)) if odd[:, place].any()]
-    apart = [place for place in range(len(named)) if len(set(digests[:, place].tolist())) > 1]
-    distance, farthest = 0.0, ""
-    for place in apart:
-        name, param = named[place]
-        largest = _spread(param, exchange)
-        if largest > distance or not farthest:
-            distance, farthest = largest, name
-    return Finding(
-        tuple(named[place][0] for place in differing),
-        tuple(rank for rank in range(len(digests)) if differing and odd[rank, differing[0]]),
-        distance,
-        farthest,
-    )
+    named = dict(model.named_parameters())
+    hashes = [float(digest(param)) for param in named.values()]
+    digests = exchange.control.all_gather(hashes, "digests of the parameters")  # (ranks, parameters)
+    odd = _odd(digests, groups or [range(len(digests))])  # (ranks, parameters)
+    differing = [name for name, differs in zip(named, odd.any(0), strict=True) if differs]
+    apart = (digests != digests[0]).any(0)
+    distances = {
+        name: _spread(param, exchange)
+        for (name, param), differs in zip(named.items(), apart, strict=True)
+        if differs
+    }
+    farthest = max(distances, key=lambda name: distances[name], default="")
+    odd_ranks = odd[:, list(named).index(differing[0])].nonzero().flatten().tolist() if differing else []
+    return Finding(tuple(differing), tuple(odd_ranks), distances.get(farthest, 0.0), farthest)
 
 
 def digest(tensor: Tensor) -> int:
@@ -79,15 +73,14 @@ def digest(tensor: Tensor) -> int:
     return int.from_bytes(found.digest(), "big")
 
 
-def _odd(digests: Tensor, ranks: Sequence[int]) -> Tensor:
-    """Which of these ranks differ from most of them: shape (ranks, parameters), of all ranks."""
-    own = digests[list(ranks)]
+def _odd(digests: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
+    """Which ranks differ from most of their group: shape (ranks, parameters)."""
     odd = torch.zeros_like(digests, dtype=torch.bool)
-    # Of two equally frequent values, that of the first rank counts as the right one.
-    for place in range(digests.shape[1]):
-        values = own[:, place].tolist()
-        usual = max(dict.fromkeys(values), key=values.count)
-        odd[list(ranks), place] = own[:, place] != usual
+    for ranks in map(list, groups):
+        for index, values in enumerate(digests[ranks].T.tolist()):
+            # Of two equally frequent values, that of the first rank counts as the right one.
+            usual = max(dict.fromkeys(values), key=values.count)
+            odd[ranks, index] = digests[ranks, index] != usual
     return odd
 
 

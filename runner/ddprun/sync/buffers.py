@@ -1,7 +1,8 @@
 """Buffers (BatchNorm's running statistics and the like): what changes, what is read, when it is sent."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from ddprun.config import Buffers
 from ddprun.sync.audit import digest
 from ddprun.sync.exchanger import ParameterExchanger
+from ddprun.sync.optimizer_state import has_mean
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.control import Control
 from ddprun_hooks.payload import nbytes
@@ -33,6 +35,14 @@ class BufferUse:
     bytes: int = 0
     """Size of the changing ones."""
 
+    @classmethod
+    def of(cls, named: Mapping[str, Tensor], changing: Collection[str], *, read: bool) -> Self:
+        """Of these buffers, `changing` change; counters aside, which are not among them."""
+        changing = tuple(name for name in named if name in changing)
+        counters = tuple(name for name, buffer in named.items() if is_counter(buffer))
+        constant = tuple(name for name in named if name not in changing and name not in counters)
+        return cls(changing, constant, counters, read, sum(nbytes(named[name]) for name in changing))
+
     def describe(self) -> str:
         """In plain words."""
         if not (self.changing or self.constant or self.counters):
@@ -50,7 +60,7 @@ class BufferUse:
 
 def is_counter(buffer: Tensor) -> bool:
     """A whole number that counts something, such as BatchNorm's batches."""
-    return buffer.numel() == 1 and not buffer.is_floating_point() and not buffer.is_complex()
+    return buffer.numel() == 1 and not has_mean(buffer)
 
 
 def counters_of(model: nn.Module) -> tuple[str, ...]:
@@ -71,32 +81,25 @@ def probe(model: nn.Module, forward: Callable[[], Tensor]) -> BufferUse:
         return BufferUse()
     before = {name: buffer.detach().clone() for name, buffer in named.items()}
     first = forward().detach().clone()
-    counters = counters_of(model)
-    changed = {name for name, buffer in named.items() if not _same(buffer, before[name])}
-    changing = tuple(name for name in named if name in changed and name not in counters)
+    changing = [
+        name for name, buffer in named.items() if not is_counter(buffer) and not _same(buffer, before[name])
+    ]
     read = bool(changing) and not _same(forward().detach(), first)
     with torch.no_grad():
         for name, buffer in named.items():
             buffer.copy_(before[name])
-    constant = tuple(name for name in named if name not in changing and name not in counters)
-    return BufferUse(changing, constant, counters, read, sum(nbytes(named[name]) for name in changing))
+    return BufferUse.of(named, changing, read=read)
 
 
-def agree(verdict: BufferUse, model: nn.Module, control: Control) -> BufferUse:
+def agree(found: BufferUse, model: nn.Module, control: Control) -> BufferUse:
     """What all ranks together have found: what one rank has seen change counts as changing."""
     named = dict(model.named_buffers())
-    names = [name for name in named if name not in verdict.counters]
     if not named:
-        return verdict
-    words = control.all_gather(
-        [float(verdict.read), *(float(name in verdict.changing) for name in names)], "what buffers do"
-    )
-    read, *flags = words.any(0).tolist()
-    changing = tuple(name for name, flag in zip(names, flags, strict=True) if flag)
-    constant = tuple(name for name in names if name not in changing)
-    return BufferUse(
-        changing, constant, verdict.counters, bool(read), sum(nbytes(named[name]) for name in changing)
-    )
+        return found
+    flags = [float(found.read), *(float(name in found.changing) for name in named)]
+    read, *changes = control.all_gather(flags, "what buffers do").any(0).tolist()
+    changing = [name for name, changes_here in zip(named, changes, strict=True) if changes_here]
+    return BufferUse.of(named, changing, read=bool(read))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +122,10 @@ class BufferPlan:
         return self.names if when == "every_forward" else ()
 
     def after_step(self, step: int, *, synchronized: bool) -> tuple[str, ...]:
-        """After a step.
-
-        Args:
-            step: counts from 1 in the stage.
-            synchronized: the sync policy has exchanged something.
-        """
-        setting = self.setting
-        if setting.when == "every" and setting.every is not None and step % setting.every == 0:
+        """After a step, counted from 1 in the stage; `synchronized`: the policy has exchanged something."""
+        if self.setting.when == "every" and self.synchronizes(step):
             return self.names
-        if setting.when == "auto" and self.use.read and not self.gradients_everywhere and synchronized:
+        if self.setting.when == "auto" and self.use.read and not self.gradients_everywhere and synchronized:
             return self.use.changing
         return ()
 
@@ -147,7 +144,7 @@ def split_by_transfer(
     named: Mapping[str, Tensor], setting: Buffers
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Buffers that are averaged, and those that rank 0 broadcasts; whole numbers are never averaged."""
-    averaged = {} if setting.reduce != "mean" else {n: b for n, b in named.items() if not is_whole(b)}
+    averaged = {n: b for n, b in named.items() if setting.reduce == "mean" and has_mean(b)}
     return averaged, {name: buffer for name, buffer in named.items() if name not in averaged}
 
 
@@ -191,19 +188,17 @@ class BufferSync:
         Returns:
             The names of those that were sent; under `never`, of those that differ from what they were.
         """
-        names = list(self._named)
-        if not names:
+        if not self._named:
             return ()
-        changed = [not _same(self._named[name], self._seen[name]) for name in names]
-        control = self._exchanger.exchange.control
-        digests = [float(digest(b)) if is_whole(b) else 0.0 for b in self._named.values()]
-        words = control.all_gather([*map(float, changed), *digests], "digests of the buffers")
-        flags = words[:, : len(names)].any(0).tolist()
-        differ = (words[:, len(names) :] != words[0, len(names) :]).any(0).tolist()
+        count = len(self._named)
+        changed = [float(not _same(buffer, self._seen[name])) for name, buffer in self._named.items()]
+        digests = [0.0 if has_mean(buffer) else float(digest(buffer)) for buffer in self._named.values()]
+        found = self._exchanger.exchange.control.all_gather([*changed, *digests], "digests of the buffers")
+        changes, differs = found[:, :count].any(0), (found[:, count:] != found[0, count:]).any(0)
         wanted = [
             name
-            for name, flag, differs in zip(names, flags, differ, strict=True)
-            if (differs if is_whole(self._named[name]) else flag)
+            for index, (name, buffer) in enumerate(self._named.items())
+            if (changes if has_mean(buffer) else differs)[index]
         ]
         if self.plan.setting.when != "never":
             self._send(wanted)
@@ -228,16 +223,10 @@ class BufferSync:
             return False
         averaged, broadcast = split_by_transfer({n: self._named[n] for n in names}, self.plan.setting)
         with torch.no_grad():
-            self._exchanger.average(self._buckets(averaged), "buffers")
-            self._exchanger.broadcast(self._buckets(broadcast), "buffers", 0)
+            cap_bytes = self._exchanger.cap_bytes
+            self._exchanger.average(ParameterBuckets(averaged, cap_bytes), "buffers")
+            self._exchanger.broadcast(ParameterBuckets(broadcast, cap_bytes), "buffers", 0)
         return True
-
-    def _buckets(self, named: Mapping[str, Tensor]) -> ParameterBuckets:
-        return ParameterBuckets(named, self._exchanger.cap_bytes)
-
-
-def is_whole(buffer: Tensor) -> bool:
-    return not (buffer.is_floating_point() or buffer.is_complex())
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

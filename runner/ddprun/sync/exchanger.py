@@ -1,6 +1,5 @@
 """Sends parameters and their like over the ranks, and notes in the recorder what that cost."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +40,7 @@ class ParameterExchanger:
         self._plain = all_reduce_stack()
 
     def send(self, queue: CommQueue, payload: Payload, stack: Stack, group: RankGroup) -> PendingExchange:
-        """Start a payload on its way; `land` waits for it. All ranks send in one order."""
+        """Start sending a payload; `land` waits for it. All ranks send in one order."""
         traces: list[BucketTrace[Any]] = []
         future = queue.send(payload, stack, traces, group)
         self._recorder.sync.sent.append(traces[0])
@@ -57,12 +56,8 @@ class ParameterExchanger:
         return mean
 
     def average(self, buckets: ParameterBuckets, kind: Kind, group: RankGroup | None = None) -> None:
-        """Overwrite what is in the buckets with its mean over ranks, exactly: no hook touches it.
-
-        Args:
-            buckets: of floating-point tensors.
-            kind: what they are.
-            group: the ranks, of the plain queue; None: all of them.
+        """Overwrite the floating-point numbers in the buckets with their mean over ranks, exactly: no hook
+        touches them. The group is of the plain queue; None: all ranks.
         """
         group = group or self.exchange.plain.world
         self._exchange(buckets, kind, self._plain, group, 1.0 / group.size)
@@ -74,16 +69,12 @@ class ParameterExchanger:
     def _exchange(
         self, buckets: ParameterBuckets, kind: Kind, stack: Stack, group: RankGroup, share: float | None
     ) -> None:
-        pendings = []
-        for place, layout in enumerate(buckets.layouts):
-            flat = buckets.flat(place)
+        pending = []
+        for index, layout in enumerate(buckets.layouts):
+            flat = buckets.flat(index)
             if share is not None:
                 flat.mul_(share)
             payload = Payload(flat, layout.params, kind, layout.index)
-            pendings.append(self.send(self.exchange.plain, payload, stack, group))
-        self.land_all(buckets, pendings)
-
-    def land_all(self, buckets: ParameterBuckets, pendings: Sequence[PendingExchange]) -> None:
-        """Put what has come back in its place."""
-        for place, pending in enumerate(pendings):
-            buckets.put(place, self.land(pending))
+            pending.append(self.send(self.exchange.plain, payload, stack, group))
+        for index, one in enumerate(pending):
+            buckets.put(index, self.land(one))

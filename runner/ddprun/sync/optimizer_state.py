@@ -6,7 +6,7 @@ mean over ranks. Plain numbers and whole numbers of other names, as an optimizer
 not averaged: each rank keeps its own, and where ranks begin anew from one state it is rank 0's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ _COUNTERS = {"step": 0.0, "mu_product": 1.0}
 
 
 def floating_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state that has a mean, by the parameter's place and the state's name."""
+    """The optimizer's state that has a mean, by the parameter's index and the state's name."""
     return {
-        f"{place}.{name}": value
-        for place, name, value in _state(optimizer)
-        if not _counts(name, value) and has_mean(value)
+        f"{index}.{name}": value
+        for index, param in enumerate(_params(optimizer))
+        for name, value in sorted(optimizer.state.get(param, {}).items())
+        if isinstance(value, Tensor) and not _counts(name, value) and has_mean(value)
     }
 
 
@@ -50,12 +51,12 @@ def average_state(
     control = exchanger.exchange.control
     if group is None:
         control.agree("the optimizer's state", str([(name, tuple(v.shape)) for name, v in named.items()]))
-        counters = list(_counters(optimizer))
+        states = [optimizer.state.get(param, {}) for param in _params(optimizer)]
+        counters = [(kept, name) for kept in states for name in _COUNTERS if _counts(name, kept.get(name))]
         if counters:
-            words = control.all_gather(
-                [float(kept[name]) for kept, name in counters], "optimizers' counters"
-            )  # (ranks, counters)
-            for (kept, name), of_ranks in zip(counters, words.unbind(1), strict=True):
+            numbers = [float(kept[name]) for kept, name in counters]
+            gathered = control.all_gather(numbers, "optimizers' counters")  # (ranks, counters)
+            for (kept, name), of_ranks in zip(counters, gathered.unbind(1), strict=True):
                 _set(kept, name, float(of_ranks.max() if name == "step" else of_ranks.min()))
     with torch.no_grad():
         exchanger.average(ParameterBuckets(named, exchanger.cap_bytes), "optimizer", group)
@@ -69,9 +70,9 @@ def mean_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             of a parameter; the others' is averaged.
     """
     params: dict[Any, dict[str, Any]] = {}
-    for place in dict.fromkeys(place for state in states for place in state["state"]):
-        kept = [state["state"][place] for state in states if place in state["state"]]
-        params[place] = {
+    for param in dict.fromkeys(param for state in states for param in state["state"]):
+        kept = [state["state"][param] for state in states if param in state["state"]]
+        params[param] = {
             name: _joined(name, [one[name] for one in kept if name in one])
             for name in dict.fromkeys(name for one in kept for name in one)
         }
@@ -104,15 +105,10 @@ def complete_state(optimizer: Optimizer) -> None:
     Ranks then keep the same state whatever steps they have skipped. Optimizers make their state when they
     first step; a step on gradients of zero makes it, and is taken back.
     """
-    lacking = [
-        param
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.requires_grad and not optimizer.state.get(param)
-    ]
+    everything = _params(optimizer)
+    lacking = [param for param in everything if param.requires_grad and not optimizer.state.get(param)]
     if not lacking:
         return
-    everything = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in everything]
     weights = [param.detach().clone() for param in lacking]
     decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
@@ -135,12 +131,8 @@ def complete_state(optimizer: Optimizer) -> None:
         param.grad = gradient
 
 
-def _counters(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where each counter is kept, and its name."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            kept = optimizer.state.get(param, {})
-            yield from ((kept, name) for name in _COUNTERS if _counts(name, kept.get(name)))
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _counts(name: str, value: Any) -> bool:
@@ -156,14 +148,3 @@ def _set(kept: dict[str, Any], name: str, number: float) -> None:
         kept[name].fill_(number)
     else:
         kept[name] = type(kept[name])(number)
-
-
-def _state(optimizer: Optimizer) -> Iterator[tuple[int, str, Tensor]]:
-    """Every tensor of the state: the parameter's place, the state's name, the tensor."""
-    place = 0
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            for name, value in sorted(optimizer.state.get(param, {}).items()):
-                if isinstance(value, Tensor):
-                    yield place, name, value
-            place += 1

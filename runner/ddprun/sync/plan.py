@@ -26,15 +26,11 @@ _LONGEST_CYCLE = 100_000
 
 @dataclass(frozen=True)
 class Partition:
-    """Splits the ranks of a run into groups, each of which exchanges for itself.
-
-    Args:
-        name: tells it from other partitions.
-        groups: from the number of ranks to the ranks of each group; every rank is in one.
-    """
+    """Splits the ranks of a run into groups, each of which exchanges for itself; known by its name."""
 
     name: str
     groups: Callable[[int], Sequence[Sequence[int]]] = field(compare=False, repr=False)
+    """From the number of ranks to the ranks of each group; every rank is in one."""
 
     def parts(self, ranks: int) -> tuple[tuple[int, ...], ...]:
         """The ranks of each group, of so many ranks."""
@@ -176,11 +172,7 @@ class StageFacts:
 
 
 class PlanProgress:
-    """Follows a plan step by step: what sets out, what lands, and what that makes of the ranks.
-
-    Args:
-        plan: of the stage.
-    """
+    """Follows a stage's plan step by step: what sets out, what lands, and what that makes of the ranks."""
 
     def __init__(self, plan: SyncPlan) -> None:
         self.plan = plan
@@ -188,55 +180,52 @@ class PlanProgress:
         """Of each transfer: steps since it set out last."""
 
         self.under_way: set[int] = set()
-        """Places of transfers that have set out and not landed."""
+        """Indices of transfers that have set out and not landed."""
 
     def after_step(self, step: int) -> tuple[list[int], list[int], Effect]:
         """The optimizer has taken a step.
 
         Returns:
-            The places of the transfers that land, then of those that set out (and land at once unless they
+            The indices of the transfers that land, then of those that set out (and land at once unless they
             have a delay), and what all of that makes of the ranks.
         """
         transfers = self.plan.transfers
         self.since = [steps + 1 for steps in self.since]
-        landing = [p for p, one in enumerate(transfers) if one.delay and one.lands(step)]
-        setting_out = [p for p, one in enumerate(transfers) if one.sets_out(step)]
+        landing = [index for index, one in enumerate(transfers) if one.delay and one.lands(step)]
+        setting_out = [index for index, one in enumerate(transfers) if one.sets_out(step)]
         self.under_way -= set(landing)
-        for place in setting_out:
-            self.since[place] = 0
-            if transfers[place].delay:
-                self.under_way.add(place)
+        for index in setting_out:
+            self.since[index] = 0
+            if transfers[index].delay:
+                self.under_way.add(index)
         return landing, setting_out, self._effect(setting_out)
 
     def _effect(self, setting_out: Sequence[int]) -> Effect:
         plan = self.plan
         if plan.gradients == "all" or not plan.changes_weights:
             return "nothing"
-        equalizing = [place for place, one in enumerate(plan.transfers) if one.equalizes]
+        equalizing = [index for index, one in enumerate(plan.transfers) if one.equalizes]
         if equalizing and not any(self.since[p] or plan.transfers[p].delay for p in equalizing):
             return "common"
-        sent = [plan.transfers[place] for place in setting_out]
+        sent = [plan.transfers[index] for index in setting_out]
         if any(one.what != "optimizer" and one.among == "host" for one in sent):
             return "host"
         return "hosts_apart" if plan.gradients == "host" else "apart"
 
     def finish(self, *, reconcile: bool) -> tuple[list[int], list[int], Effect]:
-        """The stage is over: what is under way lands; the last round is a short one.
-
-        Args:
-            reconcile: make the ranks equal.
-
-        Returns:
-            As `after_step`.
+        """The stage is over: what is under way lands; the last round is a short one, if ranks are to become
+        equal. Returns as `after_step`.
         """
         transfers = self.plan.transfers
         landing = sorted(self.under_way)
         self.under_way.clear()
         setting_out = []
-        if reconcile and any(self.since[place] for place, one in enumerate(transfers) if one.equalizes):
-            setting_out = [p for p, one in enumerate(transfers) if one.among == "all" and self.since[p]]
-        for place in setting_out:
-            self.since[place] = 0
+        if reconcile and any(self.since[index] for index, one in enumerate(transfers) if one.equalizes):
+            setting_out = [
+                index for index, one in enumerate(transfers) if one.among == "all" and self.since[index]
+            ]
+        for index in setting_out:
+            self.since[index] = 0
         return landing, setting_out, "common" if reconcile and (landing or setting_out) else "nothing"
 
 
@@ -256,12 +245,8 @@ class ReplicaConsistency:
     """Into how many hosts the running stage splits the ranks; None: as they were launched."""
 
     def note(self, effect: Effect, plan: SyncPlan, *, noop: bool) -> None:
-        """A step is over, or a stage.
-
-        Args:
-            effect: on the ranks' parameters.
-            plan: of the stage.
-            noop: the stage has the hook `noop`: each rank gets its own values back.
+        """A step, or a stage, had this effect on the ranks' parameters; `noop`: its hooks give each rank its
+        own values back.
         """
         noop = noop and plan.uses_hooks
         self.parameters = _after(self.parameters, effect)

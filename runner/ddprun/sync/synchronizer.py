@@ -1,31 +1,38 @@
-"""Carries out a sync policy's plan on one rank."""
+"""Carries out a sync policy's plan on one rank.
 
-from __future__ import annotations
+A change of parameters is counted from the weights that ranks last had in common and divided by the number of
+ranks, so that lossy hooks lose little and their residuals are in units of the mean's contribution.
+"""
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddprun.sync.delta import DeltaExchange, OuterSgd
-from ddprun.sync.exchanger import ParameterExchanger
-from ddprun.sync.optimizer_state import average_state
-from ddprun.sync.plan import Effect, PlanProgress, SyncPlan, Transfer
+from ddprun.sync.exchanger import ParameterExchanger, PendingExchange
+from ddprun.sync.optimizer_state import average_state, has_mean
+from ddprun.sync.plan import Effect, OuterOptimizer, PlanProgress, SyncPlan, Transfer
 from ddprun_hooks.buckets import ParameterBuckets
-from ddprun_hooks.comm.groups import RankGroup
+from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements, RankGroup, combine, within_hosts
+from ddprun_hooks.payload import Payload
 from ddprun_hooks.stack import Stack
 
 
 def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Parameters that have a mean, by name; whole numbers (quantised weights) have none, and do not train."""
-    return {
-        name: param
-        for name, param in model.named_parameters()
-        if param.is_floating_point() or param.is_complex()
-    }
+    return {name: param for name, param in model.named_parameters() if has_mean(param)}
+
+
+def noise(model: nn.Module, *, std: float) -> None:
+    """Mutation: add Gaussian noise, drawn from this rank's own generator, to every parameter that has a mean;
+    `std` is in units of the weights.
+    """
+    with torch.no_grad():
+        for param in averaged_parameters(model).values():
+            param.add_(torch.randn_like(param), alpha=std)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class Synchronizer:
     Args:
         plan: of the stage.
         context: what it works with.
-        momentum: of earlier stages' outer optimizer, by parameter name; taken on, and updated at the end.
+        momentum: of earlier stages' outer optimizer, by parameter name; taken over, and updated at the end.
 
     Raises:
         ValueError: more fragments than parameters.
@@ -59,15 +66,25 @@ class Synchronizer:
         self._context, self._momentum = context, momentum
         self._progress = PlanProgress(plan)
         self._buckets = buckets_of(plan, context.model, context.exchanger.cap_bytes)
-        self._parts = {p: self._part(one) for p, one in enumerate(plan.transfers) if one.what == "change"}
-        for part in self._parts.values():
-            if part.outer is not None:
-                part.outer.take_on(part.buckets, momentum)
+        self._deltas = {
+            index: self._delta(one) for index, one in enumerate(plan.transfers) if one.what == "change"
+        }
+        for delta in self._deltas.values():
+            if delta.outer is not None:
+                delta.outer.take_over(delta.buckets, momentum)
+
+    def _delta(self, transfer: Transfer) -> "DeltaExchange":
+        context, world = self._context, self._context.exchanger.exchange.deltas.world
+        stack, group = context.stack, world
+        if transfer.among == "host":
+            stack, group = context.host_stack, world.splits[self.plan.hosts][0]
+        outer = None if transfer.outer is None else OuterSgd(transfer.outer)
+        return DeltaExchange(self._buckets[transfer.fragment], context.exchanger, stack, group, outer)
 
     def begin(self) -> None:
         """The stage begins, and all ranks have the same parameters: changes are counted from these."""
-        for part in self._parts.values():
-            part.begin()
+        for delta in self._deltas.values():
+            delta.begin()
 
     def after_step(self, step: int) -> Effect:
         """The optimizer has taken its step, which counts from 1 in the stage."""
@@ -76,17 +93,15 @@ class Synchronizer:
         return effect
 
     def finish(self, *, reconcile: bool) -> Effect:
-        """The stage is over: bring in what is under way, and make the ranks equal.
-
-        Args:
-            reconcile: False: what comes next wants the ranks as they are.
+        """The stage is over: land what is under way, and make the ranks equal, unless what comes next wants
+        them as they are.
         """
-        unmoved = {place for place, steps in enumerate(self._progress.since) if not steps}
+        unmoved = {index for index, steps in enumerate(self._progress.since) if not steps}
         landing, setting_out, effect = self._progress.finish(reconcile=reconcile)
-        self._carry_out(landing, setting_out, unmoved=unmoved, at_once=True)
-        for part in self._parts.values():
-            if part.outer is not None:
-                part.outer.leave(part.buckets, self._momentum)
+        self._carry_out(landing, setting_out, unmoved=unmoved, at_end=True)
+        for delta in self._deltas.values():
+            if delta.outer is not None:
+                delta.outer.hand_over(delta.buckets, self._momentum)
         return effect
 
     def describe(self) -> str:
@@ -96,39 +111,30 @@ class Synchronizer:
     def state_dict(self) -> dict[str, Any]:
         """What decides later steps, mid-stage; of this rank. Waits for what is under way."""
         state: dict[str, Any] = {}
-        for place, steps in enumerate(self._progress.since):
-            state[str(place)] = {"since": steps}
-            if part := self._parts.get(place):
-                state[str(place)] |= part.state_dict()
+        for index, steps in enumerate(self._progress.since):
+            delta = self._deltas.get(index)
+            state[str(index)] = {"since": steps} | (delta.state_dict() if delta else {})
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; comes after `begin`."""
-        for place in range(len(self.plan.transfers)):
-            own = state[str(place)]
-            self._progress.since[place] = own["since"]
-            if part := self._parts.get(place):
-                part.load_state_dict(own)
-                if part.under_way:
-                    self._progress.under_way.add(place)
+        """Continue from there; comes after `begin`."""
+        for index in range(len(self.plan.transfers)):
+            own = state[str(index)]
+            self._progress.since[index] = own["since"]
+            if delta := self._deltas.get(index):
+                delta.load_state_dict(own)
+                if delta.under_way:
+                    self._progress.under_way.add(index)
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What a round that begins goes on from, of the states of all ranks of another world, whose weights
-        have become equal: the outer momentum, which all ranks have alike.
+        """The state of a round that begins, of the states of all ranks of another world, whose weights have
+        become equal: the outer momentum, which all ranks have alike.
         """
         first = states[0] if states else {}
         return {
-            place: {"since": 0} | ({"momentum": own["momentum"]} if "momentum" in own else {})
-            for place, own in first.items()
+            index: {"since": 0} | ({"momentum": own["momentum"]} if "momentum" in own else {})
+            for index, own in first.items()
         }
-
-    def _part(self, transfer: Transfer) -> DeltaExchange:
-        context, world = self._context, self._context.exchanger.exchange.deltas.world
-        stack, group = context.stack, world
-        if transfer.among == "host":
-            stack, group = context.host_stack, world.splits[self.plan.hosts][0]
-        outer = None if transfer.outer is None else OuterSgd(transfer.outer.lr, transfer.outer.momentum)
-        return DeltaExchange(self._buckets[transfer.fragment], context.exchanger, stack, group, outer)
 
     def _carry_out(
         self,
@@ -136,40 +142,45 @@ class Synchronizer:
         setting_out: Sequence[int],
         *,
         unmoved: Container[int] = (),
-        at_once: bool = False,
+        at_end: bool = False,
     ) -> None:
-        """Land transfers, and send others.
+        """Land transfers, and send others; all by their index in the plan.
 
         Args:
-            landing: their places in the plan.
-            setting_out: theirs.
+            landing: those that land.
+            setting_out: those that set out.
             unmoved: of those that land: this rank's weights have not changed since it set out.
-            at_once: nothing goes on beside training any more.
+            at_end: training is over, so nothing overlaps with it, and all changes travel at once.
         """
         transfers = self.plan.transfers
-        for place in landing:
-            self._parts[place].land(moved=place not in unmoved)
-        changes = [place for place in setting_out if place in self._parts]
-        for place in changes:
-            overlap = transfers[place].delay > 0 and not at_once
-            self._parts[place].send(overlap=overlap)
-            if not overlap and not at_once:
-                self._parts[place].land()
-        if at_once:
-            for place in changes:
-                self._parts[place].land()
-        for place in setting_out:
-            if place not in self._parts:
-                self._send(transfers[place])
-        if any(transfers[place].equalizes for place in setting_out):
-            for place, part in self._parts.items():
-                if transfers[place].among == "host":
-                    part.begin()  # changes inside a host are counted from what all ranks have now
+        for index in landing:
+            self._deltas[index].land(moved=index not in unmoved)
+        changes = [index for index in setting_out if index in self._deltas]
+        for index in changes:
+            overlap = transfers[index].delay > 0 and not at_end
+            self._deltas[index].send(overlap=overlap)
+            if not overlap and not at_end:
+                self._deltas[index].land()
+        if at_end:
+            for index in changes:
+                self._deltas[index].land()
+        for index in setting_out:
+            if index not in self._deltas:
+                self._send_as_is(transfers[index])
+        if any(transfers[index].equalizes for index in setting_out):
+            for index, delta in self._deltas.items():
+                if transfers[index].among == "host":
+                    delta.begin()  # changes inside a host are counted from what all ranks have now
 
-    def _send(self, transfer: Transfer) -> None:
-        """Exchange values as they are."""
+    def _send_as_is(self, transfer: Transfer) -> None:
+        """Exchange the optimizer's state, or parameters, past all hooks."""
         exchanger = self._context.exchanger
-        group = self._group(transfer)
+        world = exchanger.exchange.plain.world
+        group: RankGroup | None = None
+        if transfer.among == "host":
+            group = world.splits[self.plan.hosts][0]
+        elif transfer.among != "all":
+            group = world.parts[transfer.among.parts(world.size)]
         if transfer.what == "optimizer":
             average_state(self._context.optimizer, exchanger, group)
             return
@@ -180,25 +191,135 @@ class Synchronizer:
             else:
                 exchanger.average(buckets, "parameters", group)
 
-    def _group(self, transfer: Transfer) -> RankGroup | None:
-        """The ranks, of the plain queue; None: all of them."""
-        world = self._context.exchanger.exchange.plain.world
-        match transfer.among:
-            case "all":
-                return None
-            case "host":
-                return world.splits[self.plan.hosts][0]
-            case partition:
-                return world.parts[partition.parts(world.size)]
+
+@dataclass
+class DeltaExchange:
+    """One part of the parameters: what ranks last had in common, and how their mean change is applied."""
+
+    buckets: ParameterBuckets
+    exchanger: ParameterExchanger
+    stack: Stack
+    group: RankGroup
+    """Of the exchanger's queue of deltas."""
+
+    outer: "OuterSgd | None"
+    """What becomes of the mean change; None: it is added to the common weights."""
+
+    _base: list[Tensor] = field(default_factory=list)  # common weights, (numel,) of each bucket
+    _left: list[Tensor] = field(default_factory=list)  # this rank's weights when the exchange under way began
+    _pending: list[PendingExchange] = field(default_factory=list)
+    _means: list[Tensor] = field(default_factory=list)  # of an exchange that has landed, not yet applied
+
+    @property
+    def under_way(self) -> bool:
+        """An exchange has begun and is not applied yet."""
+        return bool(self._pending or self._means)
+
+    def begin(self) -> None:
+        """The ranks have the same weights now."""
+        self._base = [self.buckets.flat(index) for index in range(len(self.buckets.layouts))]
+
+    def send(self, *, overlap: bool = False) -> None:
+        """Start an exchange of what has changed; `overlap`: training goes on meanwhile."""
+        for index, layout in enumerate(self.buckets.layouts):
+            flat = self.buckets.flat(index)
+            if overlap:
+                self._left.append(flat.clone())
+            change = flat.sub_(self._base[index]).mul_(1.0 / self.group.size)
+            payload = Payload(change, layout.params, "delta", layout.index)
+            queue = self.exchanger.exchange.deltas
+            self._pending.append(self.exchanger.send(queue, payload, self.stack, self.group))
+
+    def land(self, *, moved: bool = True) -> None:
+        """Wait for the exchange under way and apply it.
+
+        Weights become the new common ones. If training went on meanwhile, they move by what the exchange has
+        changed, and what this rank has learned since stays, as a change to be sent in the next round (delayed
+        averaging: Zhou et al. 2020, arXiv:2006.00441).
+
+        Args:
+            moved: this rank's weights have changed since an overlapping exchange began.
+        """
+        means: list[Tensor | None] = [*self._means] or [None] * len(self._pending)
+        for index, mean in enumerate(means):
+            mean = self.exchanger.land(self._pending[index]) if mean is None else mean
+            base = self._base[index]
+            common = base + mean if self.outer is None else self.outer.step(index, base, mean)
+            if self._left and moved:
+                self.buckets.add(index, common - self._left[index])
+            else:
+                self.buckets.put(index, common)
+            self._base[index] = common
+        self._pending, self._left, self._means = [], [], []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Common weights, what an exchange under way has brought, and the outer optimizer's momentum:
+        `{name: {bucket: (numel,)}}`.
+        """
+        if self._pending and not self._means:
+            self._means = [self.exchanger.land(pending).clone() for pending in self._pending]
+        found = {"base": self._base, "left": self._left, "means": self._means}
+        state = {name: _numbered(dict(enumerate(tensors))) for name, tensors in found.items() if tensors}
+        if self.outer is not None:
+            state["momentum"] = _numbered(self.outer.momentum_of)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from there; without common weights in it, from those of `begin`."""
+        if self.outer is not None:
+            self.outer.momentum_of = {int(index): one.clone() for index, one in state["momentum"].items()}
+        if "base" not in state:
+            return
+        self._base, self._left, self._means = (
+            [state[name][str(index)].clone().to(base) for index, base in enumerate(self._base)]
+            if name in state
+            else []
+            for name in ("base", "left", "means")
+        )
+        self._pending = []
+
+
+def _numbered(tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    return {str(index): tensor.clone() for index, tensor in tensors.items()}
+
+
+@dataclass
+class OuterSgd:
+    """SGD with Nesterov momentum on the common weights, its gradient the ranks' mean change, negated.
+
+    As torch.optim.SGD(lr, momentum, nesterov=True): with momentum = 0 and lr = 1 it adds the mean change.
+    """
+
+    settings: OuterOptimizer
+    momentum_of: dict[int, Tensor] = field(default_factory=dict)
+    """Momentum of each bucket, by its index; shape (numel,), at least fp32."""
+
+    def step(self, index: int, base: Tensor, mean: Tensor) -> Tensor:
+        """The new common weights."""
+        step, momentum = mean, self.settings.momentum
+        if momentum:
+            wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
+            known = self.momentum_of.get(index)
+            buffer = wide.clone() if known is None else known.mul_(momentum).add_(wide)
+            self.momentum_of[index] = buffer
+            step = torch.add(wide, buffer, alpha=momentum).to(mean.dtype)
+        return torch.add(base, step, alpha=self.settings.lr)
+
+    def take_over(self, buckets: ParameterBuckets, momentum: Mapping[str, Tensor]) -> None:
+        """Start with the momentum that an earlier stage left, by parameter name."""
+        for index, layout in enumerate(buckets.layouts):
+            if all(param.name in momentum for param in layout.params):
+                self.momentum_of[index] = torch.cat([momentum[param.name] for param in layout.params])
+
+    def hand_over(self, buckets: ParameterBuckets, momentum: dict[str, Tensor]) -> None:
+        """Hand the momentum to a later stage, by parameter name."""
+        for index, buffer in self.momentum_of.items():
+            for param in buckets.layouts[index].params:
+                momentum[param.name] = buffer[param.offset : param.offset + param.numel].clone()
 
 
 def buckets_of(plan: SyncPlan, model: nn.Module, cap_bytes: float) -> dict[tuple[int, int], ParameterBuckets]:
-    """The parameters of each fragment that a plan sends, in flat buckets.
-
-    Args:
-        plan: of a stage.
-        model: whose parameters.
-        cap_bytes: largest size of a bucket.
+    """The parameters of each fragment that a plan sends, in flat buckets of at most `cap_bytes`.
 
     Raises:
         ValueError: more fragments than parameters.
@@ -223,11 +344,41 @@ def split_evenly(named: Mapping[str, Tensor], parts: int) -> list[dict[str, Tens
     items = list(named.items())
     total, done = sum(tensor.numel() for tensor in named.values()), 0
     groups: list[dict[str, Tensor]] = [{}]
-    for place, (name, tensor) in enumerate(items):
-        left, wanted = len(items) - place, parts - len(groups)
+    for index, (name, tensor) in enumerate(items):
+        left, wanted = len(items) - index, parts - len(groups)
         middle = done + tensor.numel() / 2
         if groups[-1] and (left <= wanted or (wanted and middle >= total * len(groups) / parts)):
             groups.append({})
         groups[-1][name] = tensor
         done += tensor.numel()
     return groups
+
+
+class QueueRequirements(NamedTuple):
+    """Among which ranks each queue exchanges, as `ddprun_hooks.comm.exchange.Exchange` has them."""
+
+    gradients: GroupRequirements
+    deltas: GroupRequirements
+    plain: GroupRequirements
+
+    @classmethod
+    def of_stages(cls, stages: Iterable["QueueRequirements"]) -> "QueueRequirements":
+        """What serves each of several stages, one at a time."""
+        always = cls({}, {}, {GroupRequirement("world"): 1})
+        return cls(*map(combine, zip(*[always, *stages], strict=True)))
+
+
+def requirements(plan: SyncPlan, stack: Stack, host_stack: Stack, ranks: int) -> QueueRequirements:
+    """What a stage with this plan needs, with its hooks among all ranks and among those of one host."""
+    in_hosts = within_hosts(host_stack.requirements, plan.hosts)
+    gradients = {"all": stack.requirements, "host": in_hosts, None: {}}[plan.gradients]
+    deltas: list[GroupRequirements] = []
+    plain: list[GroupRequirements] = [{GroupRequirement("world"): 1}]
+    for one in plan.transfers:
+        if one.what == "change":
+            deltas.append(in_hosts if one.among == "host" else stack.requirements)
+        elif one.among == "host":
+            plain.append({GroupRequirement("within", plan.hosts): 1})
+        elif one.among != "all":
+            plain.append({GroupRequirement("part", parts=one.among.parts(ranks)): 1})
+    return QueueRequirements(gradients, combine(deltas), combine(plain))

@@ -32,7 +32,7 @@ class HierarchicalSgd(SyncPolicy):
     @model_validator(mode="after")
     def _hosts_meet_when_all_do(self) -> Self:
         if self.across % self.within:
-            text = f"across {self.across} is no multiple of within {self.within}"
+            text = f"across {self.across} is not a multiple of within {self.within}"
             raise within(problem(text, _multiples(self.across, self.within)), "across")
         return self
 
