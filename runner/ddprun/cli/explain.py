@@ -66,7 +66,7 @@ def explain(
     if form == "json":
         click.echo(json.dumps(secrets.redact_all(explained.as_object()), indent=2, ensure_ascii=False))
     else:
-        from ddprun.cli.explained import text
+        from ddprun.explain.text import text
 
         click.echo(secrets.redact(text(explained)))
     return 0

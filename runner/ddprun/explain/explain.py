@@ -1,18 +1,177 @@
-"""What a pipeline sends, when, among whom and how much: looked up before any rank is started."""
+"""What a pipeline sends, when, among whom and how much, without a run: as dataclasses and as JSON."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ddprun.config import Loaded, StepStage
-from ddprun.explain.explained import Exchange, Explained, Pattern, StageExplained
 from ddprun.explain.model_probe import ModelProbe, World, look
 from ddprun.explain.stage_plans import Moment, Sent, StagePlan, stage_plans
-from ddprun.explain.traffic import Amount, Carried, Hooks, Route, Simulations, total
+from ddprun.explain.traffic import Amount, Carried, Route, Simulations, total
 from ddprun.host.device import default_ranks
 from ddprun_hooks.buckets import BucketLayout, ParameterBuckets
+from ddprun_hooks.payload import nbytes
+
+VERSION = 1
 
 _MESSAGE_BYTES = 25 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Buckets that set out together, in the same route."""
+
+    number: int
+    """Within its stage, from 0."""
+
+    moment: Moment
+    route: Route
+    ranks: int
+    """How many ranks are in each group that exchanges."""
+
+    times: int
+    """How often it happens in a step: before each of several forward passes."""
+
+    buckets: tuple[BucketLayout, ...] | None
+    """None: not known."""
+
+    carried: tuple[Carried, ...] | None
+    """What each bucket costs, once; None: not known."""
+
+    unknown: str
+    """Why something of it is not known; empty if all is."""
+
+    amount: Amount | None
+    """What ranks send for it in a step; None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Steps in which the same is sent."""
+
+    steps: tuple[int, ...]
+    """Which of the first `StageExplained.cycle` steps; the rest follows from them."""
+
+    exchanges: tuple[Exchange, ...]
+    amount: Amount | None
+    """Of one such step; None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageExplained:
+    """What one stage sends."""
+
+    plan: StagePlan
+    patterns: tuple[Pattern, ...]
+    """The rarest first."""
+
+    begin: tuple[Exchange, ...]
+    """What is sent before the first step."""
+
+    end: tuple[Exchange, ...] | None
+    """What is sent after the last step, or by a stage without steps. None: not known."""
+
+    ranks: int
+
+    @property
+    def index(self) -> int:
+        """In `stages`."""
+        return self.plan.stage.index
+
+    @property
+    def steps(self) -> int | None:
+        """None: not known, or the stage has none."""
+        return self.plan.steps
+
+    @property
+    def cycle(self) -> int:
+        """After so many steps it begins again; at most as many as the stage has."""
+        return len(self.plan.by_step)
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """All of them, by number."""
+        found = {e.number: e for pattern in self.patterns for e in pattern.exchanges}
+        found |= {e.number: e for e in (*self.begin, *(self.end or ()))}
+        return [found[number] for number in sorted(found)]
+
+    @property
+    def cycle_amount(self) -> Amount | None:
+        """Of `cycle` steps."""
+        return self._of_steps(self.cycle)
+
+    @property
+    def whole_amount(self) -> Amount | None:
+        """Of the whole stage; None if it is not known."""
+        if self.end is None or (self.steps is None and self.patterns):
+            return None
+        amounts = [exchange.amount for exchange in (*self.begin, *self.end)]
+        if self.steps is not None:
+            cycles, rest = divmod(self.steps, self.cycle)
+            cycle = self._of_steps(self.cycle)
+            amounts += [None if cycle is None else cycle * cycles, self._of_steps(rest)]
+        return total(amounts, self.ranks)
+
+    def _of_steps(self, count: int) -> Amount | None:
+        counted = [(one.amount, sum(step <= count for step in one.steps)) for one in self.patterns]
+        amounts = [None if amount is None else amount * steps for amount, steps in counted if steps]
+        return total(amounts, self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A pipeline, explained."""
+
+    loaded: Loaded
+    world: World
+    probe: ModelProbe
+    start: Amount | None
+    """What is sent before the first step, so that all ranks have the same; None if it is not known."""
+
+    stages: tuple[StageExplained, ...]
+
+    @property
+    def parameters(self) -> dict[str, Tensor] | None:
+        """By name; None: not known."""
+        return None if self.probe.model is None else dict(self.probe.model.named_parameters())
+
+    @property
+    def buffers(self) -> dict[str, Tensor] | None:
+        """By name; None: not known."""
+        return None if self.probe.model is None else dict(self.probe.model.named_buffers())
+
+    def as_object(self) -> dict[str, Any]:
+        """For `--format json` (`docs/explain.md`); bytes throughout."""
+        unknown = self.probe.unknown
+        return {
+            "v": VERSION,
+            "pipeline": self.loaded.pipeline.name,
+            "ranks": self.world.ranks,
+            "hosts": self.world.hosts,
+            "model": _model_object(self.loaded.pipeline.model.name, self.parameters),
+            "buffers": self._buffers_object(),
+            "unknown": list(dict.fromkeys(filter(None, (unknown.model, unknown.batch, unknown.optimizer)))),
+            "start": _sent(self.start),
+            "stages": [_stage_object(stage) for stage in self.stages],
+        }
+
+    def _buffers_object(self) -> dict[str, Any] | None:
+        use, buffers = self.probe.buffer_use, self.buffers
+        if use is None or buffers is None:
+            return None
+        return {
+            "count": len(buffers),
+            "bytes": sum(map(nbytes, buffers.values())),
+            "changing": list(use.changing),
+            "changing_bytes": use.bytes,
+            "constant": list(use.constant),
+            "counters": list(use.counters),
+            "read_in_training": use.read,
+        }
 
 
 def explain(
@@ -35,50 +194,34 @@ def explain(
     launch = loaded.pipeline.launch
     world = World(hosts or launch.hosts[1], ranks_per_host or launch.nproc_per_node or default_ranks(loaded))
     probe = look(loaded, world, importing=importing)
-    hooks = Hooks(loaded, importing=importing)
-    simulations = Simulations(loaded, world, hooks, probe.device)
-    stages = tuple(
-        _Stage(plan, probe, hooks, simulations, world).explained() for plan in stage_plans(loaded, probe)
-    )
-    return Explained(loaded, world, probe, _start(probe, simulations, world), stages)
+    simulations = Simulations(loaded, world, probe.device, importing=importing)
+    stages = tuple(_Exchanges(plan, probe, simulations).explained() for plan in stage_plans(loaded, probe))
+    return Explained(loaded, world, probe, _start(probe, simulations), stages)
 
 
-class _Stage:
-    """Makes patterns of steps."""
+class _Exchanges:
+    """The exchanges of one stage."""
 
-    def __init__(
-        self, plan: StagePlan, probe: ModelProbe, hooks: Hooks, simulations: Simulations, world: World
-    ) -> None:
-        self._plan, self._probe, self._hooks = plan, probe, hooks
-        self._simulations, self._world = simulations, world
+    def __init__(self, plan: StagePlan, probe: ModelProbe, simulations: Simulations) -> None:
+        self._plan, self._probe, self._simulations = plan, probe, simulations
+        self._ranks = len(simulations.groups)
         self._known: dict[tuple[Any, ...], Exchange] = {}
 
     def explained(self) -> StageExplained:
-        plan = self._plan
+        plan, steps = self._plan, dict[tuple[Sent, ...], list[int]]()
         begin = tuple(self._exchanges(plan.begin))
-        steps: dict[tuple[Sent, ...], list[int]] = {}
-        for place, what in enumerate(plan.by_step):
-            steps.setdefault(what, []).append(place + 1)
+        for step, sent in enumerate(plan.by_step, 1):
+            steps.setdefault(sent, []).append(step)
         patterns = []
-        for sent, places in steps.items():
+        for sent, numbers in steps.items():
             before = [one for one in sent if one.moment == "before_forward"]
             later = [one for one in sent if one.moment != "before_forward"]
-            found = list(self._exchanges([*before, *plan.backward, *later]))
-            amount = total([e.amount(self._world.ranks) for e in found], self._world.ranks)
-            patterns.append(Pattern(tuple(places), tuple(found), amount))
-        return StageExplained(
-            plan.stage.index,
-            plan.stage.name,
-            plan.settings,
-            plan.steps,
-            len(plan.by_step),
-            tuple(sorted(patterns, key=lambda pattern: len(pattern.steps))),
-            plan.control_messages,
-            begin,
-            None if plan.end is None else tuple(self._exchanges(plan.end)),
-            plan.left_apart,
-            self._world.ranks,
-        )
+            found = tuple(self._exchanges([*before, *plan.backward, *later]))
+            amount = total([exchange.amount for exchange in found], self._ranks)
+            patterns.append(Pattern(tuple(numbers), found, amount))
+        patterns.sort(key=lambda pattern: len(pattern.steps))
+        end = None if plan.end is None else tuple(self._exchanges(plan.end))
+        return StageExplained(plan, tuple(patterns), begin, end, self._ranks)
 
     def _exchanges(self, sent: Sequence[Sent]) -> Iterator[Exchange]:
         groups: dict[tuple[Moment, Route], list[BucketLayout | None]] = {}
@@ -95,41 +238,140 @@ class _Stage:
         self, moment: Moment, route: Route, layouts: list[BucketLayout | None], times: int
     ) -> Exchange:
         stage = self._plan.stage if isinstance(self._plan.stage, StepStage) else None
-        unknown = ""
-        if stage is not None and route.through in ("hooks", "host_hooks"):
-            unknown = self._hooks.unknown(stage)
         buckets = tuple(layout for layout in layouts if layout is not None)
-        carried: list[Carried] | None = []
+        carried = [self._simulations.carry(stage, route, layout) for layout in buckets]
+        known = tuple(one for one in carried if one is not None)
+        unknown = self._simulations.unknown(stage, route)
         if len(buckets) < len(layouts):
             missing = self._probe.unknown
             reasons = {"gradient": missing.batch, "buffers": missing.batch, "optimizer": missing.optimizer}
             unknown = reasons.get(route.kind) or missing.model
-            carried = None
-        for layout in buckets:
-            one = self._simulations.carry(stage, route, layout)
-            if one is None or carried is None:
-                carried = None
-                break
-            carried.append(one)
-        world = self._simulations.groups[0][route.queue]
+        amount = total([one.amount for one in known], self._ranks) if len(known) == len(layouts) else None
         return Exchange(
             len(self._known),
             moment,
             route,
-            route.group(world).size,
+            route.group(self._simulations.groups[0][route.queue]).size,
             times,
             buckets if len(buckets) == len(layouts) else None,
-            None if carried is None else tuple(carried),
+            known if len(known) == len(layouts) else None,
             unknown,
+            None if amount is None else amount * times,
         )
 
 
-def _start(probe: ModelProbe, simulations: Simulations, world: World) -> Amount | None:
+def _start(probe: ModelProbe, simulations: Simulations) -> Amount | None:
     """What rank 0 gives all others, before the first step."""
-    if probe.shapes is None:
+    if probe.model is None:
         return None
-    held = [*probe.shapes.named_parameters(), *probe.shapes.named_buffers()]
-    buckets = ParameterBuckets(dict(held), _MESSAGE_BYTES)
+    held = dict[str, Tensor]([*probe.model.named_parameters(), *probe.model.named_buffers()])
     route = Route("parameters", "plain", "broadcast")
-    carried = [simulations.carry(None, route, layout) for layout in buckets.layouts]
-    return total([None if one is None else one.amount for one in carried], world.ranks)
+    carried = [simulations.carry(None, route, one) for one in ParameterBuckets(held, _MESSAGE_BYTES).layouts]
+    return total([None if one is None else one.amount for one in carried], len(simulations.groups))
+
+
+def bucket_bytes(layout: BucketLayout) -> int:
+    """Size of a bucket before any hook, in bytes."""
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    return layout.numel * dtype.itemsize
+
+
+# As JSON.
+
+
+def _stage_object(stage: StageExplained) -> dict[str, Any]:
+    plan, settings, cycle = stage.plan, stage.plan.settings, stage.cycle_amount
+    found: dict[str, Any] = {"stage": stage.index, "kind": plan.stage.name}
+    if settings is not None:
+        found |= {
+            "steps": plan.steps,
+            "sync": settings.sync.plain(),
+            "hooks": [hook.plain() for hook in settings.hooks],
+            "buffers": settings.buffers.plain(),
+            "accumulate": settings.accumulate,
+            "mutate": settings.mutate.plain() if settings.mutate is not None else None,
+            "update": settings.update.plain() if settings.update is not None else None,
+            "gradients": settings.gradients,
+            "cycle": stage.cycle,
+            "patterns": [
+                {
+                    "steps": list(pattern.steps),
+                    "exchanges": [exchange.number for exchange in pattern.exchanges],
+                    "sent": _sent(pattern.amount),
+                }
+                for pattern in stage.patterns
+            ],
+            "control_words": list(plan.control_messages),
+            "mean_step": _sent(cycle, stage.cycle),
+            "thousand_steps": _sent(cycle, stage.cycle, 1000),
+        }
+    return found | {
+        "exchanges": [_exchange_object(exchange) for exchange in stage.exchanges],
+        "begin": [exchange.number for exchange in stage.begin],
+        "end": None if stage.end is None else [exchange.number for exchange in stage.end],
+        "left_apart": plan.left_apart,
+        "whole": _sent(stage.whole_amount),
+    }
+
+
+def _exchange_object(exchange: Exchange) -> dict[str, Any]:
+    route, buckets = exchange.route, None
+    if exchange.buckets is not None:
+        carried = exchange.carried or [None] * len(exchange.buckets)
+        buckets = [_bucket_object(*one) for one in zip(exchange.buckets, carried, strict=True)]
+    return {
+        "exchange": exchange.number,
+        "when": exchange.moment,
+        "times": exchange.times,
+        "kind": route.kind,
+        "through": route.through,
+        "source": route.source if route.through == "broadcast" else None,
+        "among": route.among,
+        "ranks": exchange.ranks,
+        "unknown": exchange.unknown or None,
+        "sent": _sent(exchange.amount),
+        "buckets": buckets,
+    }
+
+
+def _bucket_object(layout: BucketLayout, carried: Carried | None) -> dict[str, Any]:
+    legs = None
+    if carried is not None:
+        legs = [
+            {
+                "op": leg.op,
+                "among": leg.among,
+                "ranks": leg.ranks,
+                "dtype": leg.dtype,
+                "bytes": leg.bytes,
+                "sent": _sent(leg.amount),
+            }
+            for leg in carried.legs
+        ]
+    return {
+        "bucket": layout.index,
+        "dtype": layout.dtype,
+        "numel": layout.numel,
+        "bytes": bucket_bytes(layout),
+        "params": [param.name for param in layout.params],
+        "sent": _sent(carried.amount) if carried is not None else None,
+        "legs": legs,
+    }
+
+
+def _model_object(name: str, tensors: dict[str, Tensor] | None) -> dict[str, Any]:
+    if tensors is None:
+        return {"name": name, "parameters": None, "numel": None, "bytes": None}
+    return {
+        "name": name,
+        "parameters": len(tensors),
+        "numel": sum(tensor.numel() for tensor in tensors.values()),
+        "bytes": sum(map(nbytes, tensors.values())),
+    }
+
+
+def _sent(amount: Amount | None, steps: int = 1, wanted: int = 1) -> dict[str, float] | None:
+    if amount is None:
+        return None
+    sizes = amount.sizes(steps, wanted)
+    return {name: int(sent) if float(sent).is_integer() else sent for name, sent in sizes.items()}

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddprun.config import (
     AverageStage,
@@ -16,7 +16,7 @@ from ddprun.config import (
     StepStage,
     TrainSettings,
 )
-from ddprun.explain.model_probe import ModelProbe, ModelShapes
+from ddprun.explain.model_probe import ModelProbe
 from ddprun.explain.traffic import Route
 from ddprun.sync.buffers import BufferPlan, BufferUse, counters_of, is_whole, split_by_transfer
 from ddprun.sync.optimizer_state import complete_state, floating_state
@@ -91,7 +91,7 @@ class _Planner:
     def __init__(self, loaded: Loaded, probe: ModelProbe) -> None:
         self._pipeline, self._probe = loaded.pipeline, probe
         self._cap_bytes = loaded.pipeline.ddp.bucket_cap_mb * 2**20
-        self._model = probe.shapes
+        self._model = probe.model
         self._named_buffers = dict(self._model.named_buffers()) if self._model is not None else {}
         self._use = probe.buffer_use or _nothing_excluded(self._model)
         self._setting = loaded.pipeline.buffers
@@ -253,7 +253,7 @@ def _control_messages(plan: SyncPlan, buffers: BufferPlan, steps: int | None, cy
             yield step
 
 
-def _nothing_excluded(model: ModelShapes | None) -> BufferUse:
+def _nothing_excluded(model: nn.Module | None) -> BufferUse:
     """Where nobody has looked: every buffer but a counter may change."""
     if model is None:
         return BufferUse()
