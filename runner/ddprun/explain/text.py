@@ -91,8 +91,8 @@ def _forward(stage: StageExplained, settings: TrainSettings) -> str:
     always = "No parameters are sent in a forward pass, in this stage or any other."
     if settings.mutate is not None:
         why = (
-            "mutate changes each rank's own at the stage's start, and after each synchronisation but the last. "
-            "DDP does not undo that: it sends gradients, no parameters."
+            "mutate changes each rank's own at the stage's start, and after each synchronisation but the "
+            "last. DDP does not undo that: it sends gradients, no parameters."
         )
     elif _drifts(settings):
         why = "noop gives each rank its own back, so ranks drift apart."
