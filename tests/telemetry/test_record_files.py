@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ddprun.telemetry import record_files
-from ddprun.telemetry.record_files import truncate_records, truncate_torn_event
+from ddprun.telemetry import writer as record_files
+from ddprun.telemetry.writer import truncate_records, truncate_torn_event
 
 
 def lines(*steps: int) -> bytes:

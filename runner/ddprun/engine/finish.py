@@ -14,7 +14,7 @@ from ddprun.checkpoint.folder import FOLDER as CHECKPOINTS
 from ddprun.engine.nonfinite import failure
 from ddprun.engine.session import Session
 from ddprun.run_files import replacing, resume_command
-from ddprun.telemetry.records import VERSION, Totals
+from ddprun.telemetry.steps import VERSION, Totals
 from ddprun.telemetry.writer import finite
 
 Status = Literal["done", "interrupted", "failed"]

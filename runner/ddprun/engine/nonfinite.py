@@ -15,7 +15,7 @@ from ddprun.checkpoint import folder
 from ddprun.engine.finite import Nonfinite
 from ddprun.engine.session import Session
 from ddprun.run_files import resume_command
-from ddprun.telemetry.global_step import GlobalStep
+from ddprun.telemetry.recorder import GlobalStep
 
 
 def stops(session: Session, known: Iterable[GlobalStep], on_nan: Literal["continue", "stop"]) -> bool:

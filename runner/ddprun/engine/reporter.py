@@ -10,9 +10,8 @@ from structlog.typing import FilteringBoundLogger
 
 from ddprun.sync.audit import Finding
 from ddprun.telemetry.control_message import Overflow
-from ddprun.telemetry.global_step import GlobalStep
 from ddprun.telemetry.progress import Screen
-from ddprun.telemetry.recorder import StepRecorder
+from ddprun.telemetry.recorder import GlobalStep, StepRecorder
 from ddprun.telemetry.stragglers import Straggler
 from ddprun.track.trackers import Trackers, nobody
 

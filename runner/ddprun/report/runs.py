@@ -17,9 +17,8 @@ from typing import IO, Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field, ValidationError, create_model, model_validator
 
 from ddprun.run_files import open_file, parse, read_object
-from ddprun.telemetry.record_files import ranks_in
 from ddprun.telemetry.steps import PARTS
-from ddprun.telemetry.writer import EVENTS, PROFILE, file_of
+from ddprun.telemetry.writer import EVENTS, PROFILE, file_of, ranks_in
 
 _STEP_NUMBER = re.compile(rb'"step": ?(\d{1,18})\b')
 _TAIL_BYTES = 1 << 20

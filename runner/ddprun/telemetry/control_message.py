@@ -3,7 +3,7 @@
 An `Accumulator` adds up this rank's numbers from one message to the next, and makes messages of resolved
 steps (`steps.py`). The recorder posts those of half a second together and reads those of all ranks a step
 later. `all_ready_us` matches their ready times with this rank's traces, so that `steps.divide` can split its
-waiting; `global_step.py` and `stragglers.py` read the rest.
+waiting; `recorder.global_step` and `stragglers.py` read the rest.
 
 A message is a row of numbers: first those in `SUMS`, added up since the message before; then requests, the
 first finding of hooks, and times at which buckets were ready, in microseconds of rank 0's clock (0: none).
@@ -16,13 +16,10 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ddprun.telemetry.steps import OWN_PARTS, Ints, ResolvedSteps
+from ddprun.telemetry.steps import OWN_PARTS, Ints, Numbers, ResolvedSteps
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Kind
-
-Numbers = NDArray[np.float64]
 
 MOST_READY = 64
 """Ready times in a message, at most."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ddprun.telemetry.records import VERSION
+from ddprun.telemetry.steps import VERSION
 from ddprun.telemetry.writer import PROFILE, Writer, dumps, file_of
 
 _QUIET = "6"

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ddprun.screen import is_terminal
-from ddprun.telemetry.global_step import GlobalStep
+from ddprun.telemetry.recorder import GlobalStep
 from ddprun.telemetry.stragglers import straggler_totals
 
 _LINES_PER_STAGE = 10

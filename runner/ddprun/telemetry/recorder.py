@@ -3,9 +3,9 @@
 The loop calls `start`, `lap` and `end`, which only append to a `MarkBuffer` (`steps.py`). About every half
 second `end` resolves the steps that are over, and posts this rank's control messages about those in which
 ranks synchronised (`control_message.py`). It reads those of all ranks `control_delay_steps` later, when they
-have long arrived, and returns what all ranks know then (`global_step.py`): so all ranks learn the mean loss
-and stop at the same step, and nothing waits for that. Dividing the steps' time and making their records
-(`records.py`) is deferred work, for when the training thread has to wait anyway. The loss of a step in which
+have long arrived, and returns what all ranks know then (`GlobalStep`): so all ranks learn the mean loss and
+stop at the same step, and nothing waits for that. Dividing the steps' time and making their records
+is deferred work, for when the training thread has to wait anyway. The loss of a step in which
 ranks do not synchronise is in the next message.
 """
 
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,30 +24,38 @@ from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.control_message import (
     CHECKPOINT,
     COMPARE_CLOCKS,
+    FINDING_AT,
+    LOSS_AT,
+    REQUESTS_AT,
+    SAMPLES_AT,
     STEPS_AT,
     STOP,
     US_AT,
     Accumulator,
-    Numbers,
+    Overflow,
     OwnMessages,
     all_ready_us,
     mean_losses,
     no_messages,
+    overflow,
+    own_losses,
 )
-from ddprun.telemetry.global_step import GlobalStep, global_step
-from ddprun.telemetry.records import Totals, bucket_record, step_records
 from ddprun.telemetry.steps import (
     PARTS,
     MarkBuffer,
+    Numbers,
     ResolvedSteps,
     Step,
+    Totals,
     Traffic,
+    bucket_record,
     divide,
     landed_table,
     resolve,
+    step_records,
     under_way_us,
 )
-from ddprun.telemetry.stragglers import Stragglers
+from ddprun.telemetry.stragglers import Straggler, Stragglers
 from ddprun.telemetry.writer import Writer, dumps, file_of
 from ddprun_hooks.comm.control import Control, PendingMessage
 from ddprun_hooks.comm.trace import BucketTrace, now_us, read_findings
@@ -71,6 +79,76 @@ _SLICE_US = 2000
 arrived. But each time the work is taken up again it waits for memory, and so does the model's code after it:
 in steps of 3 ms that was 0.2 ms each time.
 """
+
+
+class GlobalStep(NamedTuple):
+    """What is newly known about steps in which ranks synchronised, and about those before each."""
+
+    steps: Sequence[int]
+    """At least one, oldest first."""
+
+    mean_losses: Sequence[float]
+    """For each of them: the mean over all samples of all ranks since the ranks synchronised before."""
+
+    rank_losses: Sequence[float]
+    """Each rank's own mean in the newest."""
+
+    stop: bool
+    """Some rank asked to stop in one of them."""
+
+    checkpoint: bool
+    """Some rank was asked for a checkpoint."""
+
+    compare_clocks: bool
+    """Rank 0 wants the clocks compared again."""
+
+    nonfinite: bool = False
+    """Some rank's loss was not finite in one of the steps, or in one before them."""
+
+    overflows: Sequence[tuple[int, Overflow]] = ()
+    """Steps, and the first overflow of each."""
+
+    straggler: Straggler | None = None
+    """Who is late now; known on rank 0 alone."""
+
+    straggler_changes: Sequence[tuple[int, Straggler | None]] = ()
+    """Steps from which on a rank was found to be late, or nobody any more; known on rank 0 alone."""
+
+
+def global_step(own: OwnMessages, messages: Numbers, stragglers: Stragglers | None) -> GlobalStep | None:
+    """What the messages of all ranks come to; None if they are about no step of any rank.
+
+    Args:
+        own: this rank's.
+        messages: those of all ranks about the same steps, shape (messages, ranks, numbers of a message).
+        stragglers: looks for late ranks; on rank 0 alone.
+    """
+    count = len(own.steps)
+    if count > len(own.rows) and not messages[-1, :, SAMPLES_AT].any():
+        count -= 1  # no rank had a step left at the stage's end
+    if not count:
+        return None
+    changes = [] if stragglers is None else stragglers.add(own.steps[: len(own.rows)], messages)
+    overflows = list[tuple[int, Overflow]]()
+    findings = messages[:count, :, FINDING_AT].astype(int)
+    for message in np.flatnonzero(findings.any(1)).tolist():
+        found = overflow(findings[message].tolist(), own.findings.get(message, ()))
+        if found is not None:
+            overflows.append((own.steps[message], found))
+    requests = np.bitwise_or.reduce(messages[..., REQUESTS_AT].astype(int), axis=0)  # of each rank
+    of_any_rank = int(np.bitwise_or.reduce(requests))
+    return GlobalStep(
+        steps=own.steps[:count],
+        mean_losses=mean_losses(messages[:count]),
+        rank_losses=own_losses(messages[count - 1]),
+        stop=of_any_rank & STOP > 0,
+        checkpoint=of_any_rank & CHECKPOINT > 0,
+        compare_clocks=int(requests[0]) & COMPARE_CLOCKS > 0,
+        nonfinite=not np.isfinite(messages[..., LOSS_AT]).all(),
+        overflows=overflows,
+        straggler=None if stragglers is None else stragglers.current,
+        straggler_changes=changes,
+    )
 
 
 class DeferredWork:

@@ -24,10 +24,9 @@ from ddprun.telemetry.control_message import (
     OWN_COLUMNS,
     READY_COLUMNS,
     SYNC_READY_AT,
-    Numbers,
     reported_buckets,
 )
-from ddprun.telemetry.steps import OWN_PARTS
+from ddprun.telemetry.steps import OWN_PARTS, Numbers
 
 Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]
 
