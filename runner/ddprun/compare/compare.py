@@ -5,6 +5,7 @@ disturbs the machine disturbs all of them alike. What is compared is the time of
 variant runs twice: how far its twin is from it is noise, and so is every difference that is not larger.
 """
 
+import asyncio
 import os
 import random
 import signal
@@ -12,8 +13,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from ddprun.compare.variants import Variant
 from ddprun.launch.environment import handed_on
 from ddprun.report.digest import Digest, digest
 from ddprun.report.runs import NoRunError, Run
+from ddprun.units import count
 
 _CONFIDENCE = 0.95
 _DRAWS = 2000
@@ -86,57 +88,61 @@ def run_all(
         progress: is called with each news.
     """
     sides = [Side(variant, folder / f"{place}") for place, variant in enumerate(chosen)]
-    order = random.Random(0)
-    with _started(sides, every, arguments) as (scheduler, processes):
-        progress(f"starting {len(sides)} runs")
-        scheduler.wait_for_all()
-        turns = 0
-        while scheduler.any_alive():
-            left = list(scheduler.left())
-            order.shuffle(left)
-            for run in left:
-                scheduler.give(run)
-            if not left:  # a run's ranks are starting again, or it is ending
-                scheduler.wait_for_all()
-                continue
-            turns += 1
-            progress(f"{turns} {'turn' if turns == 1 else 'turns'} of {every} steps")
-        for side, process in zip(sides, processes, strict=True):
-            side.code = process.wait()
+    asyncio.run(_take_turns(sides, every, arguments, progress))
     for side in sides:
         _read(side, every)
     return sides
 
 
-@contextmanager
-def _started(
+async def _take_turns(
+    sides: Sequence[Side], every: int, arguments: Sequence[str], progress: Callable[[str], None]
+) -> None:
+    order, turns = random.Random(0), 0
+    async with _started(sides, every, arguments) as (scheduler, processes):
+        progress(f"starting {len(sides)} runs")
+        await scheduler.wait_for_all()
+        while scheduler.any_alive():
+            left = list(scheduler.left())
+            order.shuffle(left)
+            for run in left:
+                await scheduler.give(run)
+            if not left:  # a run's ranks are starting again, or it is ending
+                await scheduler.wait_for_all()
+                continue
+            turns += 1
+            progress(f"{count(turns, 'turn')} of {every} steps")
+        for side, process in zip(sides, processes, strict=True):
+            side.code = process.wait()
+
+
+@asynccontextmanager
+async def _started(
     sides: Sequence[Side], every: int, arguments: Sequence[str]
-) -> Iterator[tuple[TimeSliceScheduler, list["subprocess.Popen[bytes]"]]]:
+) -> AsyncIterator[tuple[TimeSliceScheduler, list["subprocess.Popen[bytes]"]]]:
     """All processes and their scheduler; both are gone afterwards."""
-    scheduler = TimeSliceScheduler(every)
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for place, side in enumerate(sides):
-            command = [sys.executable, "-P", "-m", "ddprun", "run", str(side.variant.pipeline)]
-            command += ["--run-dir", str(side.folder), *arguments]
-            side.folder.parent.mkdir(parents=True, exist_ok=True)
-            with (
-                handed_on((*side.variant.overrides, "timings.every=1")),
-                side.folder.with_suffix(".log").open("wb") as log,
-            ):
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, COMPARED: scheduler.variable(place)},
-                    start_new_session=True,  # Ctrl-C is for the comparison, which ends them
-                )
-            processes.append(process)
-            scheduler.expect(place, partial(_is_alive, process))
-        yield scheduler, processes
+        async with TimeSliceScheduler(every) as scheduler:  # runs that wait for their turn fail when it ends
+            for number, side in enumerate(sides):
+                command = [sys.executable, "-P", "-m", "ddprun", "run", str(side.variant.pipeline)]
+                command += ["--run-dir", str(side.folder), *arguments]
+                side.folder.parent.mkdir(parents=True, exist_ok=True)
+                with (
+                    handed_on((*side.variant.overrides, "timings.every=1")),
+                    side.folder.with_suffix(".log").open("wb") as log,
+                ):
+                    process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env={**os.environ, COMPARED: scheduler.variable(number)},
+                        start_new_session=True,  # Ctrl-C is for the comparison, which ends them
+                    )
+                processes.append(process)
+                scheduler.expect(number, partial(_is_alive, process))
+            yield scheduler, processes
     finally:
-        scheduler.close()  # runs that wait for their turn fail then
         _end(processes)
 
 

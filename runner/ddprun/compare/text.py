@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ddprun.telemetry.progress import data_size
 from ddprun.telemetry.writer import finite
+from ddprun.units import size
 
 _COLUMNS = {
     "variant": "",
@@ -82,7 +82,7 @@ def _cell(key: str, row: Row) -> str:
         case "exposed_share":
             return f"{value:.0%}"
         case "wire_bytes_per_step":
-            return data_size(value)
+            return size(value)
         case "cosine" | "loss":
             return f"{value:.4f}"
     return str(value)

@@ -107,26 +107,24 @@ class TimeSliceScheduler:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Hear what a rank says: who it is, then `p` each time it waits for its turn."""
         self._writers.add(writer)
-        try:
+        if (member := await self._identified(reader)) is not None:
+            member.connected.add(writer)
             with suppress(OSError):
-                if (member := await self._identified(reader)) is not None:
-                    member.connected.add(writer)
-                    while await reader.read(1) == b"p":
-                        member.paused.add(writer)
-                        self._changed.set()
-                    member.paused.discard(writer)
-                    member.connected.discard(writer)
-        finally:
-            self._writers.discard(writer)
+                while await reader.read(1) == b"p":
+                    member.paused.add(writer)
+                    self._changed.set()
+            member.paused.discard(writer)
+            member.connected.discard(writer)
             self._changed.set()
-            writer.close()
+        self._writers.discard(writer)
+        writer.close()
 
     async def _identified(self, reader: asyncio.StreamReader) -> _Member | None:
         try:
             hello = json.loads(await asyncio.wait_for(reader.readline(), _HELLO_S))
             known = hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode())
             member, ranks = self._members[hello["run"]], int(hello["ranks"])
-        except (TimeoutError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         if not known:
             return None

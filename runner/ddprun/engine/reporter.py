@@ -119,7 +119,7 @@ class Reporter:
         del facts["rank"]
         self.events.warning("straggler", step=step, **facts)
         share = f"{now.late_us / now.step_us:.0%} of the time between two synchronisations"
-        self.note(f"step {step}: {now.describe()}, {share}; the others wait for it")
+        self.note(f"step {step}: {now.describe()}, {share}")
 
     def _report_overflow(self, step: int, found: Overflow) -> None:
         """A cast has made a mean infinite: the event each time, a line on the screen the first time."""

@@ -20,10 +20,10 @@ from ddprun.report import charts
 from ddprun.report.charts import LOOKS, Chart
 from ddprun.report.digest import Curve, Digest
 from ddprun.report.findings import sentences, stragglers
-from ddprun.telemetry.progress import data_size
 from ddprun.telemetry.steps import PARTS
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.telemetry.writer import finite
+from ddprun.units import count, size
 
 _FAULTS = {
     "resumed": "resumed",
@@ -198,7 +198,7 @@ def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
     world = started.get("world_size", digest.ranks)
     yield "pipeline", started.get("pipeline")
     yield "status", summary.get("status", "still running, or killed")
-    yield "ranks", f"{world} on {hosts} {'host' if hosts == 1 else 'hosts'}"
+    yield "ranks", f"{world} on {count(hosts, 'host')}"
     yield "device", f"{started.get('device')} over {started.get('backend')}"
     yield "steps", summary.get("steps", run.last_step)
     yield "steps per second", summary.get("steps_per_s")
@@ -210,7 +210,7 @@ def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
     if exposed_s is not None and steps_s:
         yield "exposed communication", f"{exposed_s:.2f} s, {exposed_s / steps_s:.0%} of step time"
     if "wire_bytes" in summary:
-        yield "sent by all ranks", data_size(summary["wire_bytes"])
+        yield "sent by all ranks", size(summary["wire_bytes"])
     yield "seconds", summary.get("seconds")
     for name, version in (summary.get("versions") or {}).items():
         yield name, version
@@ -308,7 +308,7 @@ def _communication(digest: Digest) -> Iterator[Block]:
     rows, shares = [], []
     for one in digest.sent:
         steps, payloads = max(1, one.steps) * max(1, digest.ranks), max(1, one.payloads)
-        sizes = [data_size(number / steps) for number in (one.bytes, one.wire_bytes, one.between_hosts_bytes)]
+        sizes = [size(number / steps) for number in (one.bytes, one.wire_bytes, one.between_hosts_bytes)]
         times = [number / payloads / 1000 for number in (one.us, one.encode_us, one.decode_us)]
         hooks = ", ".join(one.hooks) or "none: all-reduce"
         rows.append([one.kind, hooks, one.payloads / steps, *sizes, *times])
@@ -374,8 +374,7 @@ def _buffers(digest: Digest) -> Iterator[Block]:
 
 def _faults(digest: Digest) -> Iterator[Block]:
     found = [event for event in digest.run.events if event["event"] in _FAULTS]
-    starts = len(digest.run.all("started"))
-    yield Text(f"Started {starts} {'time' if starts == 1 else 'times'}.")
+    yield Text(f"Started {count(len(digest.run.all('started')), 'time')}.")
     if not found:
         yield Text("Nothing went wrong.")
         return

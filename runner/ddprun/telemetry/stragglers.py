@@ -76,7 +76,9 @@ class Straggler:
     def describe(self) -> str:
         """In one line."""
         where = "" if self.bucket is None else f", bucket {self.bucket}"
-        return f"rank {self.rank} is late by {self.late_us / 1000:.1f} ms ({self.cause}{where})"
+        return (
+            f"the others wait for rank {self.rank}: {self.late_us / 1000:.1f} ms late ({self.cause}{where})"
+        )
 
 
 class _StepMessages(NamedTuple):
