@@ -224,40 +224,35 @@ class _Exchanges:
         return StageExplained(plan, tuple(patterns), begin, end, self._ranks)
 
     def _exchanges(self, sent: Sequence[Sent]) -> Iterator[Exchange]:
-        groups: dict[tuple[Moment, Route], list[BucketLayout | None]] = {}
+        """Those that set out at one moment in one route together; repeated ones as one with its `times`."""
+        groups: dict[tuple[Moment, Route], Counter[tuple[BucketLayout, ...] | None]] = {}
         for one in sent:
-            groups.setdefault((one.moment, one.route), []).append(one.layout)
-        for (moment, route), layouts in groups.items():
-            times = Counter(layouts)
-            key = moment, route, tuple(times), times[layouts[0]]
+            groups.setdefault((one.moment, one.route), Counter())[one.layouts] += 1
+        for (moment, route), counted in groups.items():
+            times, buckets = next(iter(counted.values())), None
+            if None not in counted:
+                buckets = tuple(layout for layouts in counted for layout in layouts or ())
+            key = moment, route, buckets, times
             if key not in self._known:
-                self._known[key] = self._exchange(moment, route, list(times), times[layouts[0]])
+                self._known[key] = self._exchange(*key)
             yield self._known[key]
 
     def _exchange(
-        self, moment: Moment, route: Route, layouts: list[BucketLayout | None], times: int
+        self, moment: Moment, route: Route, buckets: tuple[BucketLayout, ...] | None, times: int
     ) -> Exchange:
-        stage = self._plan.stage if isinstance(self._plan.stage, StepStage) else None
-        buckets = tuple(layout for layout in layouts if layout is not None)
-        carried = [self._simulations.carry(stage, route, layout) for layout in buckets]
-        known = tuple(one for one in carried if one is not None)
-        unknown = self._simulations.unknown(stage, route)
-        if len(buckets) < len(layouts):
-            missing = self._probe.unknown
+        stage, missing = self._plan.stage, self._probe.unknown
+        of = stage if isinstance(stage, StepStage) else None
+        unknown, carried, amount = self._simulations.unknown(of, route), None, None
+        if buckets is None:
             reasons = {"gradient": missing.batch, "buffers": missing.batch, "optimizer": missing.optimizer}
             unknown = reasons.get(route.kind) or missing.model
-        amount = total([one.amount for one in known], self._ranks) if len(known) == len(layouts) else None
-        return Exchange(
-            len(self._known),
-            moment,
-            route,
-            route.group(self._simulations.groups[0][route.queue]).size,
-            times,
-            buckets if len(buckets) == len(layouts) else None,
-            known if len(known) == len(layouts) else None,
-            unknown,
-            None if amount is None else amount * times,
-        )
+        else:
+            found = [self._simulations.carry(of, route, layout) for layout in buckets]
+            carried = tuple(one for one in found if one is not None) if None not in found else None
+        if carried is not None:
+            amount = total([one.amount * times for one in carried], self._ranks)
+        ranks = route.group(self._simulations.groups[0][route.queue]).size
+        return Exchange(len(self._known), moment, route, ranks, times, buckets, carried, unknown, amount)
 
 
 def _start(probe: ModelProbe, simulations: Simulations) -> Amount | None:

@@ -30,11 +30,11 @@ Moment = Literal["begin", "before_forward", "backward", "after_step", "end", "on
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A bucket that sets out."""
+    """Buckets that set out together."""
 
     moment: Moment
     route: Route
-    layout: BucketLayout | None
+    layouts: tuple[BucketLayout, ...] | None
     """None: not known."""
 
 
@@ -133,7 +133,7 @@ class _Planner:
             settings,
             steps,
             begin,
-            tuple(self._gradients(plan)),
+            self._gradients(plan),
             tuple(by_step[:cycle]),
             tuple(_control_messages(plan, buffers, steps, cycle)),
             None if steps is None and cycle > 1 else end,
@@ -194,15 +194,13 @@ class _Planner:
         assert settings.epochs is not None, "a stage has steps or epochs"
         return None if per_epoch is None else settings.epochs * per_epoch
 
-    def _gradients(self, plan: SyncPlan) -> Iterator[Sent]:
+    def _gradients(self, plan: SyncPlan) -> tuple[Sent, ...]:
         if plan.gradients is None:
-            return
+            return ()
         route = Route("gradient", "world", "hooks")
         if plan.gradients == "host":
             route = Route("gradient", "world", "host_hooks", True, plan.hosts)
-        buckets = self._probe.gradients
-        for layout in [None] if buckets is None else buckets:
-            yield Sent("backward", route, layout)
+        return (Sent("backward", route, self._probe.gradients),)
 
     def _transfer(self, moment: Moment, one: Transfer, plan: SyncPlan) -> tuple[Sent, ...]:
         """The buckets of a transfer that sets out."""
@@ -225,8 +223,7 @@ class _Planner:
                 route = Route("delta", "deltas", "host_hooks" if inside else "hooks", inside, hosts)
         if self._model is None:
             return self._sent(moment, route, None)
-        buckets = buckets_of(plan, self._model, self._cap_bytes)[one.fragment]
-        return tuple(Sent(moment, route, layout) for layout in buckets.layouts)
+        return (Sent(moment, route, buckets_of(plan, self._model, self._cap_bytes)[one.fragment].layouts),)
 
     def _buffers(self, moment: Moment, names: Sequence[str]) -> tuple[Sent, ...]:
         named = {name: self._named_buffers[name] for name in names}
@@ -237,11 +234,9 @@ class _Planner:
         )
 
     def _sent(self, moment: Moment, route: Route, named: Mapping[str, Tensor] | None) -> tuple[Sent, ...]:
-        """What it takes to send tensors; one of unknown size if they are not known."""
-        if named is None:
-            return (Sent(moment, route, None),)
-        layouts = ParameterBuckets(named, self._cap_bytes).layouts
-        return tuple(Sent(moment, route, layout) for layout in layouts)
+        """Tensors in their buckets; None: not known."""
+        layouts = None if named is None else ParameterBuckets(named, self._cap_bytes).layouts
+        return () if layouts == () else (Sent(moment, route, layouts),)
 
 
 def _control_messages(plan: SyncPlan, buffers: BufferPlan, steps: int | None, cycle: int) -> Iterator[int]:

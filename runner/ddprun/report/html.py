@@ -20,21 +20,22 @@ from ddprun.report import charts
 from ddprun.report.charts import LOOKS, Chart
 from ddprun.report.digest import Curve, Digest
 from ddprun.report.findings import sentences, stragglers
+from ddprun.report.runs import event_name
 from ddprun.telemetry.steps import PARTS
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.telemetry.writer import finite
 from ddprun.units import count, size
 
-_FAULTS = {
-    "resumed": "resumed",
-    "hang": "hang",
-    "checkpoint_left_out": "checkpoint left out",
-    "checkpoint_passed_by": "damaged checkpoint not used",
-    "overflow": "overflow",
-    "nonfinite": "not finite",
-    "data_differs": "ranks read different data",
-    "step_skipped": "step skipped",
-}
+_FAULTS = [
+    "resumed",
+    "hang",
+    "checkpoint_left_out",
+    "checkpoint_passed_by",
+    "overflow",
+    "nonfinite",
+    "data_differs",
+    "step_skipped",
+]
 _MOST_FAULTS = 50
 _CURVE_ROWS = 20
 _NO_STEPS = "No step records."
@@ -91,12 +92,7 @@ Block = Text | Table | Figure
 
 
 def page(runs: Runs, comparison: Table | None = None) -> str:
-    """The page.
-
-    Args:
-        runs: at least one.
-        comparison: a table of them, to stand first.
-    """
+    """The page about at least one run; a table that compares them stands first."""
     found: dict[str, list[Block]] = {"Comparison": [comparison] if comparison else []}
     found |= {title: list(blocks(runs)) for title, blocks in _SECTIONS.items()}
     sections = {title: blocks for title, blocks in found.items() if blocks}
@@ -379,7 +375,7 @@ def _faults(digest: Digest) -> Iterator[Block]:
         yield Text("Nothing went wrong.")
         return
     rows = [
-        [event.get("time"), _FAULTS[event["event"]], event.get("step"), _details(event)]
+        [event.get("time"), event_name(event["event"]), event.get("step"), _details(event)]
         for event in found[-_MOST_FAULTS:]
     ]
     left_out = f"The last {_MOST_FAULTS} of {len(found)}." if len(found) > _MOST_FAULTS else ""

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from ddprun.report.runs import Run, between
+from ddprun.report.runs import Run, between, event_name
 from ddprun.run_files import replacing
 from ddprun.telemetry.writer import finite
 
@@ -34,34 +34,32 @@ _PROFILER = 100_000
 _FLOWS = 1_000_000_000
 _KINDS = ("gradient", "delta", "parameters", "buffers", "optimizer")
 _PER_KIND = 10_000
-_EVENT_NAMES = {
-    "straggler": "straggler",
-    "straggler_over": "straggler over",
-    "checkpoint_taken": "checkpoint taken",
-    "checkpoint_left_out": "checkpoint left out",
-    "overflow": "overflow",
-    "nonfinite": "not finite",
-    "step_skipped": "step skipped",
-    "audit": "audit",
-    "hang": "hang",
-    "resumed": "resumed",
-    "reconciled": "ranks made equal",
-    "average": "average",
-    "broadcast": "broadcast",
-    "evaluated": "evaluated",
-    "stage_started": "stage",
-}
+_EVENT_KINDS = [
+    "straggler",
+    "straggler_over",
+    "checkpoint_taken",
+    "checkpoint_left_out",
+    "overflow",
+    "nonfinite",
+    "step_skipped",
+    "audit",
+    "hang",
+    "resumed",
+    "reconciled",
+    "average",
+    "broadcast",
+    "evaluated",
+    "stage_started",
+]
+"""That are shown, besides checkpoints that were written."""
 
 Event = dict[str, Any]
 
 
 def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> int:
-    """Write `trace.json`; gives how many steps are in it.
+    """Write a run's `trace.json`; gives how many steps are in it.
 
-    Args:
-        run: whose.
-        target: the file.
-        steps: first and last; None: a selection that is small enough.
+    `steps` are the first and the last; None: a selection that is small enough.
     """
     chosen = _choose(run) if steps is None else range(steps[0], steps[1] + 1)
     with replacing(target.parent, target.name) as file:
@@ -212,8 +210,8 @@ def _run_events(run: Run) -> Iterator[Event]:
             name = f"checkpoint of step {event['step']}"
             yield {"ph": "b", "name": name, "ts": round(at - event["seconds"] * 1e6), **one}
             yield {"ph": "e", "name": name, "ts": at, **one}
-        elif kind in _EVENT_NAMES:
+        elif kind in _EVENT_KINDS:
             left_out = ("event", "level", "time", "monotonic_us", "rank")
             args = {key: value for key, value in event.items() if key not in left_out}
             about = {**_at(_RUN, _EVENT_TRACK), "ts": at, "args": args}
-            yield {"ph": "i", "s": "t", "name": _EVENT_NAMES[kind], **about}
+            yield {"ph": "i", "s": "t", "name": event_name(kind), **about}

@@ -121,12 +121,8 @@ class Accumulator:
             self.found += found
 
     def messages(self, resolved: ResolvedSteps, *, buckets: int, offset_us: float) -> OwnMessages:
-        """Add up resolved steps, and make a message of each in which ranks synchronised.
-
-        Args:
-            resolved: the steps after those added so far.
-            buckets: gradient buckets of the stage.
-            offset_us: how far this rank's clock is ahead of rank 0's.
+        """Add up the steps that were resolved after those before, and make a message of each in which ranks
+        synchronised. This rank's clock is `offset_us` ahead of rank 0's.
         """
         steps = resolved.steps
         rows = [row for row, step in enumerate(steps) if step.synchronised]
@@ -187,11 +183,7 @@ NOTHING_ADDED: Mapping[str, Any] = MappingProxyType(Accumulator().state_dict())
 
 
 def mean_losses(messages: Numbers) -> list[float]:
-    """Over all samples of all ranks, for each message.
-
-    Args:
-        messages: of all ranks, shape (messages, ranks, numbers of a message).
-    """
+    """Over all samples of all ranks, for each message; shape (messages, ranks, numbers of a message)."""
     # The order of additions must not depend on how many messages there are: `sum` would choose one.
     return own_losses(np.add.accumulate(messages[..., : SAMPLES_AT + 1], axis=1)[:, -1])
 
@@ -206,7 +198,7 @@ def own_losses(messages: Numbers) -> list[float]:
 def all_ready_us(
     resolved: ResolvedSteps, own: OwnMessages, messages: Numbers | None, *, buckets: int, offset_us: float
 ) -> Numbers:
-    """When the last rank had each trace's bucket ready, on this rank's clock; 0: not known.
+    """When the last rank had each trace's bucket ready, on this rank's clock; 0: not known. Shape (traces,).
 
     Backward fills buckets in order, so a bucket that is not reported was ready when the next one was.
 
@@ -216,9 +208,6 @@ def all_ready_us(
         messages: those of all ranks, shape (messages, ranks, numbers of a message); None: there are none.
         buckets: gradient buckets of the stage.
         offset_us: how far this rank's clock is ahead of rank 0's.
-
-    Returns:
-        Shape (traces,).
     """
     if messages is None:
         return np.zeros(len(resolved.traces))
@@ -272,9 +261,6 @@ def first_finding(traces: Sequence[BucketTrace[int]]) -> int:
     """The first bucket that did not come back finite, as a number for the control message.
 
     0: all did. Otherwise kind, bucket, and 1: this rank's own values were finite, or 2: they were not.
-
-    Args:
-        traces: whose findings have been read.
     """
     for trace in sorted(traces, key=lambda trace: (trace.kind, trace.bucket)):
         for finding in trace.findings:
@@ -284,11 +270,9 @@ def first_finding(traces: Sequence[BucketTrace[int]]) -> int:
 
 
 def overflow(findings: Sequence[int], traces: Sequence[BucketTrace[int]]) -> Overflow | None:
-    """Which overflow the ranks' findings show; the same on every rank, since all get the same mean.
+    """Which overflow each rank's `first_finding` shows; the same on every rank, since all get the same mean.
 
-    Args:
-        findings: each rank's `first_finding`.
-        traces: of this rank, in which hooks have found something.
+    `traces` are those of this rank in which hooks have found something.
     """
     if not any(findings) or any(number % _CODES == 2 for number in findings):
         return None

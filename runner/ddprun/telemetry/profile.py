@@ -24,14 +24,9 @@ _SLICES, _FLOWS = "X", "sf"
 
 
 class Profiler:
-    """Profiles some steps of a run (https://docs.pytorch.org/docs/stable/profiler.html).
+    """Profiles some steps of a run, the first to the last (https://docs.pytorch.org/docs/stable/profiler.html).
 
     Starting and stopping takes up to seconds. That is done between steps, on all ranks alike.
-
-    Args:
-        steps: the first step to profile, and the last one.
-        writer: takes the records.
-        rank: this one.
     """
 
     def __init__(self, steps: Sequence[int], writer: Writer, rank: int) -> None:

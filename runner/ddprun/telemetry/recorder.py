@@ -4,9 +4,9 @@ The loop calls `start`, `lap` and `end`, which only append to a `MarkBuffer` (`s
 second `end` resolves the steps that are over, and posts this rank's control messages about those in which
 ranks synchronised (`control_message.py`). It reads those of all ranks `control_delay_steps` later, when they
 have long arrived, and returns what all ranks know then (`GlobalStep`): so all ranks learn the mean loss and
-stop at the same step, and nothing waits for that. Dividing the steps' time and making their records
-is deferred work, for when the training thread has to wait anyway. The loss of a step in which
-ranks do not synchronise is in the next message.
+stop at the same step, and nothing waits for that. Dividing the steps' time and making their records is
+deferred work, for when the training thread has to wait anyway. The loss of a step in which ranks do not
+synchronise is in the next message.
 """
 
 import math
@@ -118,10 +118,7 @@ class GlobalStep(NamedTuple):
 def global_step(own: OwnMessages, messages: Numbers, stragglers: Stragglers | None) -> GlobalStep | None:
     """What the messages of all ranks come to; None if they are about no step of any rank.
 
-    Args:
-        own: this rank's.
-        messages: those of all ranks about the same steps, shape (messages, ranks, numbers of a message).
-        stragglers: looks for late ranks; on rank 0 alone.
+    `messages` are about the same steps as `own`, shape (messages, ranks, numbers of a message).
     """
     count = len(own.steps)
     if count > len(own.rows) and not messages[-1, :, SAMPLES_AT].any():
@@ -202,7 +199,7 @@ class StepRecorder:
         clock: of the device the steps run on.
         control: for control messages.
         writer: takes the records.
-        every: write the records of every n-th step.
+        every: n.
         stragglers: looks for late ranks; on rank 0 alone.
     """
 
@@ -262,11 +259,7 @@ class StepRecorder:
         self._batches: deque[_Batch] = deque()  # whose messages are under way
 
     def begin_stage(self, params: Sequence[tuple[str, ...]]) -> None:
-        """Begin another stage.
-
-        Args:
-            params: of each gradient bucket that ranks exchange in it; the same on all ranks.
-        """
+        """Begin another stage, with the parameters of each gradient bucket that ranks exchange in it."""
         self._buckets, self.steps_per_post, self._unposted = len(params), 1, 0
         if self.stragglers is not None:
             self.stragglers.begin_stage(params)
@@ -335,11 +328,8 @@ class StepRecorder:
     ) -> list[GlobalStep]:
         """End the step; returns what all ranks newly know about earlier ones.
 
-        Args:
-            stop: this rank wants to stop.
-            checkpoint: this rank was asked for a checkpoint.
-            compare_clocks: this rank wants the clocks compared.
-            synchronised: the ranks have exchanged in this step; alike on all of them.
+        `stop`, `checkpoint` and `compare_clocks` are what this rank asks for. `synchronised`: the ranks have
+        exchanged in this step; alike on all of them.
         """
         step = self.current
         self.lap("other_us")
@@ -476,7 +466,7 @@ class StepRecorder:
             batch.posted = self._control.post(torch.from_numpy(own.numbers.ravel()))
 
     def _note_uncounted(self, traces: Iterable[tuple[int, BucketTrace[int]]]) -> None:
-        """Note collectives that hooks have issued themselves, in traces with their steps."""
+        """Note collectives that hooks have issued themselves; traces come with their steps."""
         for step, trace in traces:
             for note in trace.uncounted:
                 if note not in self._known_uncounted:
@@ -510,10 +500,7 @@ class StepRecorder:
     def _finish(self, resolved: ResolvedSteps, own: OwnMessages, messages: Numbers | None) -> Iterator[None]:
         """Deferred work: divide the steps' waiting, count their time, and record them.
 
-        Args:
-            resolved: the steps.
-            own: this rank's messages about them.
-            messages: those of all ranks, shape (messages, ranks, numbers of a message); None: there are none.
+        `messages`: those of all ranks, shape (messages, ranks, numbers of a message); None: there are none.
         """
         all_ready = all_ready_us(resolved, own, messages, buckets=self._buckets, offset_us=self.offset_us)
         exposed = divide(resolved, all_ready)

@@ -339,15 +339,7 @@ def divide(resolved: ResolvedSteps, all_ready_us: Numbers) -> Ints:
 
 
 def under_way_us(landed: Ints, count: int) -> Ints:
-    """Time in which at least one bucket was under way, from ready to done, in microseconds.
-
-    Args:
-        landed: as of `ResolvedSteps`.
-        count: of steps.
-
-    Returns:
-        Shape (steps,).
-    """
+    """Time in which some bucket was under way, from ready to done, in microseconds: shape (steps,)."""
     if not landed.size:
         return np.zeros(count, dtype=np.int64)
     windows = np.empty((3, count), dtype=np.int64)
@@ -358,15 +350,12 @@ def under_way_us(landed: Ints, count: int) -> Ints:
 
 
 def covered_us(intervals: Ints, windows: Ints) -> Ints:
-    """How much of each window the union of intervals covers, on several time lines at once.
+    """How much of each window the union of intervals covers, on several time lines at once: shape (windows,).
 
     Args:
         intervals: time line (counted from 0), start and end of each, microseconds; shape (3, intervals). One
             that ends before it starts covers nothing.
         windows: likewise; shape (3, windows), at least one.
-
-    Returns:
-        Shape (windows,).
     """
     low, high = int(windows[1].min()), int(windows[2].max())
 
@@ -519,16 +508,7 @@ def bucket_record(
     step: int,
     rank: int,
 ) -> dict[str, Any]:
-    """One line of `buckets/rank-….jsonl`.
-
-    Args:
-        trace: of a bucket that has landed.
-        all_ready_us: when the last rank had it ready, on this rank's clock; None: not known.
-        gradients_us: when each parameter's gradient was complete; empty where that was not measured.
-        stage: its index in `stages`.
-        step: in the whole run.
-        rank: this one.
-    """
+    """One line of `buckets/rank-….jsonl`, of a bucket that has landed; arguments are as in `StepRecord`."""
     encode = decode = wire_bytes = between_hosts = 0
     for span in trace.spans:
         if span.phase == "encode":

@@ -75,10 +75,8 @@ class Straggler:
 
     def describe(self) -> str:
         """In one line."""
-        where = "" if self.bucket is None else f", bucket {self.bucket}"
-        return (
-            f"the others wait for rank {self.rank}: {self.late_us / 1000:.1f} ms late ({self.cause}{where})"
-        )
+        cause = self.cause if self.bucket is None else f"{self.cause}, bucket {self.bucket}"
+        return f"the others wait for rank {self.rank}: {self.late_us / 1000:.1f} ms late ({cause})"
 
 
 class _StepMessages(NamedTuple):
@@ -95,9 +93,7 @@ class _StepMessages(NamedTuple):
 class Stragglers:
     """Looks for stragglers while training goes on, in bounded memory.
 
-    Args:
-        window: steps to look at.
-        over: a straggler is late by more than this share of a step.
+    A straggler is late by more than the share `over` of a step, in the median of `window` steps.
     """
 
     def __init__(self, window: int, over: float) -> None:
@@ -114,11 +110,7 @@ class Stragglers:
         """All that were found, oldest first; of very many the shortest are left out."""
 
     def begin_stage(self, params: Sequence[tuple[str, ...]]) -> None:
-        """Forget the steps of the stage before.
-
-        Args:
-            params: of each gradient bucket.
-        """
+        """Forget the steps of the stage before; `params` are those of each gradient bucket."""
         self._steps.clear()
         self._since, self._params, self._suspect, self.current = 0, params, None, None
 
@@ -131,11 +123,7 @@ class Stragglers:
         self.episodes = [Straggler(**{**episode, "params": tuple(episode["params"])}) for episode in state]
 
     def add(self, steps: Sequence[int], messages: Numbers) -> list[tuple[int, Straggler | None]]:
-        """Take what all ranks say about some steps.
-
-        Args:
-            steps: that the first messages are about.
-            messages: of all ranks, shape (messages, ranks, numbers of a message).
+        """Take what all ranks say about some steps, which the first messages are about.
 
         Returns:
             Each change of `current`: the step, and who is late from then on (None: nobody any more).
@@ -302,11 +290,7 @@ class StragglerTotal:
 
 
 def straggler_totals(episodes: Iterable[Mapping[str, Any]]) -> list[StragglerTotal]:
-    """Totals by rank, cause, bucket and parameters; the one that cost most comes first.
-
-    Args:
-        episodes: as in `summary.json`.
-    """
+    """Totals of a summary's episodes by rank, cause, bucket and parameters; the one that cost most first."""
     alike: dict[tuple[int, str, int | None, tuple[str, ...]], list[Mapping[str, Any]]] = {}
     for one in episodes:
         alike.setdefault((one["rank"], one["cause"], one["bucket"], tuple(one["params"])), []).append(one)

@@ -6,14 +6,15 @@ A resume cuts off what came after the checkpoint (`truncate_records`).
 """
 
 import json
+import mmap
 import queue
 import re
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, MutableMapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,7 +34,6 @@ _FLUSH_EVERY_S = 0.5
 _LOOK_EVERY_S = 0.05
 _FILE = re.compile(r"rank-(\d{5,9})\.jsonl")
 _TOKEN = ".rank-0"
-_BLOCK_BYTES = 1 << 20
 
 
 def file_of(kind: str, rank: int) -> str:
@@ -60,13 +60,7 @@ class Writer:
         self._thread.start()
 
     def put(self, file: str, lines: bytes, count: int = 1) -> None:
-        """Append to `file`.
-
-        Args:
-            file: below the folder.
-            lines: what to append.
-            count: how many records that is.
-        """
+        """Append `lines`, which are `count` records, to `file`, which is below the folder."""
         with self._lock:
             if self._waiting + count > _MOST_WAITING:
                 self.dropped += count
@@ -105,31 +99,28 @@ class Writer:
             else:
                 name, lines, count = item
                 if self.failure is None:
-                    self._write(name, lines)
+                    with self.noting_failure():
+                        if name not in self._files:
+                            self._files[name] = open_file(self.folder, name, "ab", make_folders=True)
+                        self._files[name].write(lines)
                 with self._lock:
                     self._waiting -= count
-        self._each_file(lambda file: file.close())
-
-    def _write(self, name: str, lines: bytes) -> None:
-        try:
-            if name not in self._files:
-                self._files[name] = open_file(self.folder, name, "ab", make_folders=True)
-            self._files[name].write(lines)
-        except OSError as error:
-            self._failed(error)
+        for file in self._files.values():
+            with self.noting_failure():
+                file.close()
 
     def _flush_files(self) -> None:
-        self._each_file(lambda file: file.flush())
-
-    def _each_file(self, call: Callable[[IO[bytes]], None]) -> None:
         for file in self._files.values():
-            try:
-                call(file)
-            except OSError as error:
-                self._failed(error)
+            with self.noting_failure():
+                file.flush()
 
-    def _failed(self, error: OSError) -> None:
-        self.failure = self.failure or error.strerror or str(error)
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Keep the first error of a disk in `failure`."""
+        try:
+            yield
+        except OSError as error:
+            self.failure = self.failure or error.strerror or str(error)
 
 
 def dumps(record: dict[str, Any]) -> bytes:
@@ -157,15 +148,10 @@ def finite(value: Any) -> Any:
 def event_log(
     writer: Writer | None, redact: Callable[[dict[str, Any]], dict[str, Any]], **bound: Any
 ) -> structlog.typing.FilteringBoundLogger:
-    """A structlog logger whose lines the writer's thread writes.
+    """A structlog logger whose lines the writer's thread writes; None discards them (every rank but 0).
 
     Each line has `event`, `level`, `time` (UTC, ISO 8601), `monotonic_us` (this rank's clock, as in the
-    records) and the caller's fields.
-
-    Args:
-        writer: where the lines go; None discards them (every rank but 0).
-        redact: replaces secrets in an event's fields.
-        bound: fields of every line, such as `rank`.
+    records), the caller's fields and those that are `bound`, all as `redact` returns them without secrets.
     """
 
     def stamp(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -241,11 +227,11 @@ class RecordFiles:
                 if self._control.rank == rank:
                     self._control.send_bytes(self._new_bytes(kind), 0)
                 elif self._control.rank == 0 and (data := self._control.receive_bytes(rank)):
-                    try:
-                        with open_file(self._target, file_of(kind, rank), "ab", make_folders=True) as file:
-                            file.write(data)
-                    except OSError as error:  # a disk that fails costs records, not the run
-                        self.writer.failure = self.writer.failure or error.strerror or str(error)
+                    with (
+                        self.writer.noting_failure(),  # a disk that fails costs records, not the run
+                        open_file(self._target, file_of(kind, rank), "ab", make_folders=True) as file,
+                    ):
+                        file.write(data)
 
     def close(self) -> None:
         """End the writing; what `collect` has not brought over is lost with its host."""
@@ -301,28 +287,20 @@ def truncate_torn_event(run_dir: Path) -> None:
 def _truncate(run_dir: Path, name: str, step: int | None) -> None:
     with open_file(run_dir, name, "r+b") as file:
         size = file.seek(0, 2)
-        if (end := _end_of(file, size, step)) < size:
+        if size and (end := _end_of(file, step)) < size:
             file.truncate(end)
 
 
-def _end_of(file: IO[bytes], end: int, step: int | None) -> int:
-    """Where the last whole line that stays ends, in bytes; searched from the file's end."""
-    rest = b""
-    while end > 0:
-        start = max(0, end - _BLOCK_BYTES)
-        file.seek(start)
-        block = file.read(end - start) + rest
-        # The block's first line may have begun before it.
-        first = block.find(b"\n") + 1 if start else 0
-        lines = block[first:].splitlines(keepends=True) if first or not start else []
-        place = start + len(block)
-        for line in reversed(lines):
-            if line.endswith(b"\n") and _stays(line, step):
-                return place
-            place -= len(line)
-        rest = block[:first] if first else block
-        end = start
-    return 0
+def _end_of(file: IO[bytes], step: int | None) -> int:
+    """Where the last whole line that stays ends, in bytes; `file` is not empty."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        end = data.rfind(b"\n") + 1
+        while end:
+            start = data.rfind(b"\n", 0, end - 1) + 1
+            if _stays(data[start:end], step):
+                break
+            end = start
+        return end
 
 
 def _stays(line: bytes, step: int | None) -> bool:
