@@ -206,9 +206,9 @@ def test_adding_up_goes_on_from_a_checkpoint() -> None:
         "samples": 2,
         "steps": 1,
         "us": 30,
+        **dict(zip(OWN_PARTS, range(1, 8), strict=True)),
         "last_step": 9,
-        "code": 0,
-        "spent": [1, 2, 3, 4, 5, 6, 7],
+        "first_finding": 0,
     }
     before = Accumulator.of(plain)
     assert before.state_dict() == plain

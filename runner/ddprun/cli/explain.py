@@ -53,15 +53,17 @@ def explain(
         if loaded.warnings:
             click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
-        from ddprun.explain.explain import explain as look_up
+        from ddprun.explain import explain as explaining
 
-        explained = look_up(loaded, hosts=nnodes, ranks_per_host=nproc_per_node, importing=not no_import)
+        explained = explaining.explain(
+            loaded, hosts=nnodes, ranks_per_host=nproc_per_node, importing=not no_import
+        )
     except PipelineError as error:
         click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
         return 2
     except Exception as error:  # of the user's own code, such as a model's forward
-        told = f"ddprun explain: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
-        click.echo(secrets.redact(told), err=True)
+        message = f"ddprun explain: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
+        click.echo(secrets.redact(message), err=True)
         return 1
     if form == "json":
         click.echo(json.dumps(secrets.redact_all(explained.as_object()), indent=2, ensure_ascii=False))

@@ -78,16 +78,11 @@ def run_all(
     arguments: Sequence[str],
     progress: Callable[[str], None],
 ) -> list[Side]:
-    """Run the variants in turns, and read what they left.
+    """Run the variants in turns of `every` steps, and read what they left in `folder`.
 
-    Args:
-        chosen: what to compare.
-        folder: for what they leave behind.
-        every: steps of a turn.
-        arguments: of `ddprun run`, for all.
-        progress: is called with each news.
+    `arguments` of `ddprun run` are the same for all; `progress` is called with each piece of news.
     """
-    sides = [Side(variant, folder / f"{place}") for place, variant in enumerate(chosen)]
+    sides = [Side(variant, folder / f"{index}") for index, variant in enumerate(chosen)]
     asyncio.run(_take_turns(sides, every, arguments, progress))
     for side in sides:
         _read(side, every)

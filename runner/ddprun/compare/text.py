@@ -34,12 +34,9 @@ Row = Mapping[str, Any]
 
 
 def table(rows: Sequence[Row], form: str, width: int | None) -> str:
-    """The table as text.
+    """The table of at least one row in one of `FORMATS`.
 
-    Args:
-        rows: at least one.
-        form: one of `FORMATS`.
-        width: columns of text; None: those of the terminal, on which it will be shown.
+    `width`: columns of text; None: those of the terminal, on which it will be shown.
     """
     out = io.StringIO()
     if form == "json":

@@ -36,11 +36,7 @@ class _Member:
 
 
 class TimeSliceScheduler:
-    """Lets one run work at a time; an asynchronous context manager.
-
-    Args:
-        every: steps of a turn.
-    """
+    """Lets one run work at a time, for a turn of `every` steps; an asynchronous context manager."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -67,12 +63,7 @@ class TimeSliceScheduler:
         return json.dumps({"port": port, "secret": self._secret, "run": run, "every": self._every})
 
     def expect(self, run: int, alive: Callable[[], bool]) -> None:
-        """Take up a run that has been started.
-
-        Args:
-            run: its number.
-            alive: whether its process still runs.
-        """
+        """Take up a run that has been started; `alive` says whether its process still runs."""
         self._members[run] = _Member(alive)
 
     async def wait_for_all(self) -> None:

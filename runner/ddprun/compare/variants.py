@@ -31,14 +31,9 @@ def variants(
     noop: bool,
     twin: bool,
 ) -> list[Variant]:
-    """All variants, in the order of the table.
+    """All variants, in the order of the table: all combinations of the values, as YAML, that keys `vary` by.
 
-    Args:
-        pipelines: the files.
-        overrides: for all of them.
-        vary: keys, each with its values as YAML; all combinations are compared.
-        noop: add the first one with nothing sent.
-        twin: add the first one once more.
+    `noop` adds the first one with nothing sent, `twin` the first one once more. `overrides` are for all.
     """
     found = []
     settings = list(product(*([f"{key}={value}" for value in values] for key, values in vary)))
@@ -77,13 +72,7 @@ def fitted(variant: Variant, steps: int | None) -> Variant:
 
 
 def _with_steps(stage: Any, written: Any, steps: int) -> str:
-    """The override that gives a stage so many steps, whatever its length was.
-
-    Args:
-        stage: of the pipeline.
-        written: `stages` as the file has it.
-        steps: how many.
-    """
+    """The override that gives a stage so many steps; `written`: `stages` as the file has it."""
     if written is None:
         return f"stages=[{{{stage.name}: {{steps: {steps}}}}}]"
     item = written[stage.index]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddprun.config import Loaded, StepStage
-from ddprun.explain.model_probe import ModelProbe, World, look
+from ddprun.explain.model_probe import ModelProbe, World, probe_model
 from ddprun.explain.stage_plans import Moment, Sent, StagePlan, stage_plans
 from ddprun.explain.traffic import Amount, Carried, Route, Simulations, total
 from ddprun.host.device import default_ranks
@@ -193,7 +193,7 @@ def explain(
     """
     launch = loaded.pipeline.launch
     world = World(hosts or launch.hosts[1], ranks_per_host or launch.nproc_per_node or default_ranks(loaded))
-    probe = look(loaded, world, importing=importing)
+    probe = probe_model(loaded, world, importing=importing)
     simulations = Simulations(loaded, world, probe.device, importing=importing)
     stages = tuple(_Exchanges(plan, probe, simulations).explained() for plan in stage_plans(loaded, probe))
     return Explained(loaded, world, probe, _start(probe, simulations), stages)

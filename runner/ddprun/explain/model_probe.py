@@ -1,4 +1,4 @@
-"""What a run finds out before its first step, found out by one process that talks to nobody."""
+"""What a run finds out before its first step, found out by one process on its own."""
 
 import gc
 import os
@@ -45,7 +45,7 @@ class World:
 
     def layout(self, rank: int) -> Placement:
         """Where the ranks are, seen from one of them."""
-        names = [f"host {place // self.ranks_per_host}" for place in range(self.ranks)]
+        names = [f"host {index // self.ranks_per_host}" for index in range(self.ranks)]
         return Placement(rank, tuple(names), (self.ranks_per_host,) * self.ranks)
 
 
@@ -85,7 +85,7 @@ class ModelProbe:
     device: torch.device
 
 
-def look(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
+def probe_model(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
     """Build what a rank builds, and look at it as a rank does.
 
     Args:

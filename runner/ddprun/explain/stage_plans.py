@@ -119,8 +119,8 @@ class _Planner:
         for step in range(1, length + 1):
             sent = self._buffers("before_forward", buffers.before_forward()) * settings.accumulate
             _, setting_out, effect = progress.after_step(step)
-            for place in setting_out:
-                sent += self._transfer("after_step", plan.transfers[place], plan)
+            for index in setting_out:
+                sent += self._transfer("after_step", plan.transfers[index], plan)
             replicas.note(effect, plan, noop=noop)
             met = plan.synchronizes(step)
             sent += self._buffers("after_step", buffers.after_step(step, synchronized=met))
@@ -172,8 +172,8 @@ class _Planner:
         reconcile = not self._next_takes_ranks_as_they_are(stage)
         _, setting_out, effect = progress.finish(reconcile=reconcile and replicas.parameters != "common")
         sent: tuple[Sent, ...] = ()
-        for place in setting_out:
-            sent += self._transfer("end", plan.transfers[place], plan)
+        for index in setting_out:
+            sent += self._transfer("end", plan.transfers[index], plan)
         if effect != "nothing":
             replicas.note(effect, plan, noop=noop)
         if reconcile and replicas.parameters != "common":

@@ -421,12 +421,7 @@ def paragraph(label: str, text: str) -> Iterator[str]:
 
 
 def table(rows: Sequence[Sequence[str]], aligned: str) -> list[str]:
-    """Rows as lines.
-
-    Args:
-        rows: the first is the head.
-        aligned: `<` or `>` for each column.
-    """
+    """Rows as lines; the first is the head, and each column is `aligned` by `<` or `>`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True))
@@ -444,12 +439,9 @@ def _capital(text: str) -> str:
 
 
 def named_steps(steps: Sequence[int], cycle: int, last: int | None) -> str:
-    """Steps in words, such as `steps 8, 16, 24 …`.
+    """Steps in words, such as `steps 8, 16, 24 …`: some of the first `cycle`, after which they repeat.
 
-    Args:
-        steps: the steps among the first `cycle`, in order.
-        cycle: the number of steps after which they repeat.
-        last: the last step of the stage; None: unknown.
+    `last` is the last step of the stage; None: unknown.
     """
     if len(steps) == cycle:
         return "every step"

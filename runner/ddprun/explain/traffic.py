@@ -199,10 +199,7 @@ class Simulations:
     def carry(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Carried | None:
         """What it takes to carry a bucket; None if the hooks that it meets are not known.
 
-        Args:
-            stage: whose hooks it meets; None if it meets none.
-            route: how it travels.
-            layout: of the bucket.
+        `stage`: whose hooks it meets; None if it meets none.
 
         Raises:
             PipelineError: a hook that would break the run.
@@ -245,7 +242,7 @@ class Simulations:
         return self._hooks(stage, inside_host=route.through == "host_hooks")
 
     def _check(self, stage: StepStage, stack: Stack, needs: GroupRequirements) -> None:
-        """See whether the ranks lie as a stage needs them, and tell what of it needs them otherwise."""
+        """Check that the ranks lie as a stage needs them; a fault names what of it needs them otherwise."""
         layout = self._world.layout(0)
         for key, of in (
             ("hooks", {need: needs[need] for need in stack.requirements if need in needs}),

@@ -119,25 +119,21 @@ class Digest:
 
 
 class _Column:
-    """For each recorded step the mean of a number over ranks; memory does not grow with the steps' numbers.
-
-    Args:
-        steps: in order.
-    """
+    """For each recorded step, in order, the mean of a number over ranks, in bounded memory."""
 
     def __init__(self, steps: Sequence[int]) -> None:
         self._steps = steps
         self.sums = array("d", bytes(8 * len(steps)))
         self.counts = array("l", bytes(array("l").itemsize * len(steps)))
 
-    def add(self, place: int | None, value: float | None) -> None:
+    def add(self, index: int | None, value: float | None) -> None:
         # While a run goes on, records of later steps than `steps` come.
-        if value is not None and place is not None:
-            self.sums[place] += value
-            self.counts[place] += 1
+        if value is not None and index is not None:
+            self.sums[index] += value
+            self.counts[index] += 1
 
-    def mean(self, place: int | None) -> float | None:
-        return self.sums[place] / self.counts[place] if place is not None and self.counts[place] else None
+    def mean(self, index: int | None) -> float | None:
+        return self.sums[index] / self.counts[index] if index is not None and self.counts[index] else None
 
     def of(self, step: int) -> float:
         """The mean of a step; 0 if there is none."""
@@ -148,7 +144,7 @@ class _Column:
         length = max(1, math.ceil(last / _POINTS))
         found = Curve([], [], [], [])
         for number, group in groupby(range(len(self._steps)), lambda at: (self._steps[at] - 1) // length):
-            known = [value for place in group if (value := self.mean(place)) is not None]
+            known = [value for index in group if (value := self.mean(index)) is not None]
             if known:
                 start = number * length
                 found.steps.append(start + (min(last, start + length) - start + 1) / 2)
@@ -159,8 +155,8 @@ class _Column:
 
 
 def _place(steps: Sequence[int], step: int) -> int | None:
-    place = bisect_left(steps, step)
-    return place if place < len(steps) and steps[place] == step else None
+    index = bisect_left(steps, step)
+    return index if index < len(steps) and steps[index] == step else None
 
 
 def digest(run: Run) -> Digest:
@@ -240,8 +236,8 @@ def _read_buckets(found: Digest) -> None:
 def _steps_to_show(recorded: Sequence[int], step: _Column, waited: _Column) -> dict[int, str]:
     """Steps whose timeline is shown, and why: some evenly over the run, and the three that stand out."""
     count = min(len(recorded), _TIMELINES - 2)
-    places = [round(place * (len(recorded) - 1) / max(1, count - 1)) for place in range(count)]
-    chosen = {recorded[place]: "" for place in places}
+    places = [round(index * (len(recorded) - 1) / max(1, count - 1)) for index in range(count)]
+    chosen = {recorded[index]: "" for index in places}
     later = recorded[len(recorded) // 10 :]  # the first steps are slower than all others
     by_length = sorted(later, key=step.of)
     special = {

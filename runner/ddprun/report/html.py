@@ -142,8 +142,8 @@ def named(digests: Sequence[Digest]) -> Runs:
         if len(set(names)) == len(names) and length >= min(2, len(paths[0].parts)):
             return list(zip(names, digests, strict=True))
     return [
-        (f"{path} ({place})", digest)
-        for place, (path, digest) in enumerate(zip(paths, digests, strict=True), 1)
+        (f"{path} ({index})", digest)
+        for index, (path, digest) in enumerate(zip(paths, digests, strict=True), 1)
     ]
 
 
@@ -287,9 +287,9 @@ def _gradients(digest: Digest) -> Iterator[Block]:
     rows: list[list[Any]] = []
     for bucket, one in digest.gathered.items():
         total = one.completed_by.total()
-        for place, (name, times) in enumerate(one.completed_by.most_common(3)):
-            about = ["", ""] if place else [bucket, len(one.params)]
-            spread = "" if place else one.us / total / 1000
+        for index, (name, times) in enumerate(one.completed_by.most_common(3)):
+            about = ["", ""] if index else [bucket, len(one.params)]
+            spread = "" if index else one.us / total / 1000
             rows.append([*about, name, f"{times / total:.0%}", spread])
     if rows:
         heads = ["bucket", "parameters", "last gradient", "how often", "first to last gradient, ms"]
@@ -351,12 +351,12 @@ def _stragglers(digest: Digest) -> Iterator[Block]:
 def _stages(digest: Digest) -> Iterator[Block]:
     begun = {event["stage"]: event for event in digest.run.all("stage_started")}
     rows = []
-    for place, stage in enumerate((digest.run.summary or {}).get("stages", ())):
-        event = begun.get(place, {})
+    for index, stage in enumerate((digest.run.summary or {}).get("stages", ())):
+        event = begun.get(index, {})
         sync = event.get("sync")
         sync = sync if sync is None or isinstance(sync, str) else json.dumps(sync)
         about = [stage.get(key) for key in ("kind", "steps", "seconds")]
-        rows.append([place, *about, sync, ", ".join(event.get("hooks", ())) or None])
+        rows.append([index, *about, sync, ", ".join(event.get("hooks", ())) or None])
     if rows:
         yield Table(["stage", "kind", "steps", "seconds", "sync", "hooks"], rows)
     else:

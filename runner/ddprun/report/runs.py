@@ -384,13 +384,13 @@ class Clocks:
         if rank >= len(self._measured):
             return at_us
         times, offsets = self._measured[rank]
-        place = bisect_right(times, at_us)  # on the rank's own clock, which may have started at another time
-        if place == 0:
+        index = bisect_right(times, at_us)  # on the rank's own clock, which may have started at another time
+        if index == 0:
             return at_us - offsets[0]
-        before = offsets[place - 1]
-        if place == len(times):
+        before = offsets[index - 1]
+        if index == len(times):
             return at_us - before
-        length, after = times[place] - times[place - 1], offsets[place]
+        length, after = times[index] - times[index - 1], offsets[index]
         if length <= 0 or abs(after - before) > _MAX_DRIFT * length:
             return at_us - before  # another clock, as after a restart on another host
-        return at_us - before - (at_us - times[place - 1]) / length * (after - before)
+        return at_us - before - (at_us - times[index - 1]) / length * (after - before)

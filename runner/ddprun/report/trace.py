@@ -87,7 +87,7 @@ def _choose(run: Run) -> range | set[int]:
     if last <= room:
         return range(1, last + 1)
     intervals = max(1, room // length)
-    starts = [1 + round(place * (last - length) / max(1, intervals - 1)) for place in range(intervals)]
+    starts = [1 + round(index * (last - length) / max(1, intervals - 1)) for index in range(intervals)]
     return run.profiled.union(*(between(run.recorded, start, start + length) for start in starts))
 
 
@@ -169,8 +169,8 @@ def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Even
         yield slice_(track, f"{name} of step {line['step']}", line["ready_us"], line["done_us"], **facts)
         for param, at in zip(params, line.get("params_ready_us", ()), strict=False):
             if at is not None:
-                place = {**_at(rank + 1, track), "ts": time(at)}
-                yield {"ph": "i", "s": "t", "name": f"{param} ready", **place}
+                about = {**_at(rank + 1, track), "ts": time(at)}
+                yield {"ph": "i", "s": "t", "name": f"{param} ready", **about}
         all_ready = line.get("all_ready_us") or 0
         for leg in line["legs"]:
             start, end = leg["start_us"], leg["done_us"]

@@ -44,7 +44,7 @@ def reported_buckets(buckets: int) -> list[int]:
     """The gradient buckets whose ready times are in a message: of very many every n-th, and the last."""
     if buckets <= MOST_READY:
         return list(range(buckets))
-    return [math.ceil((place + 1) * buckets / MOST_READY) - 1 for place in range(MOST_READY)]
+    return [math.ceil((index + 1) * buckets / MOST_READY) - 1 for index in range(MOST_READY)]
 
 
 def message_length(buckets: int) -> int:
@@ -97,22 +97,14 @@ class Accumulator:
 
     def state_dict(self) -> dict[str, Any]:
         """As a checkpoint can hold it."""
-        loss_sum, samples, steps, us, *spent = self.sums.tolist()
-        return {
-            "loss_sum": loss_sum,
-            "samples": int(samples),
-            "steps": int(steps),
-            "us": int(us),
-            "last_step": self.last_step,
-            "code": self.first_finding,
-            "spent": spent,
-        }
+        sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
+        return {**sums, "last_step": self.last_step, "first_finding": self.first_finding}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Accumulator":
         """From what `state_dict` returned."""
-        sums = [state["loss_sum"], state["samples"], state["steps"], state["us"], *state["spent"]]
-        return cls(np.array(sums, dtype=np.float64), state["last_step"], state["code"])
+        sums = np.array([state[name] for name in SUMS], dtype=np.float64)
+        return cls(sums, state["last_step"], state["first_finding"])
 
     def note_findings(self, traces: Iterable[BucketTrace[int]]) -> None:
         """Keep what hooks have found in these traces, and the first of it as a number."""

@@ -397,10 +397,10 @@ def _losses(buffer: MarkBuffer, clock: Clock) -> tuple[list[float], list[int]]:
     loss_sums, samples = list[float](), list[int]()
     for step in buffer.steps:
         loss_sum, count = 0.0, 0
-        for place in range(first, step.losses_end):
-            if counts[place]:
-                loss_sum += means[place] * counts[place]
-                count += counts[place]
+        for index in range(first, step.losses_end):
+            if counts[index]:
+                loss_sum += means[index] * counts[index]
+                count += counts[index]
         loss_sums.append(loss_sum)
         samples.append(count)
         first = step.losses_end
@@ -411,10 +411,10 @@ def _table(numbers: Sequence[int], columns: int) -> Ints:
     return np.array(numbers, dtype=np.int64).reshape(-1, columns).T
 
 
-def _sums(places: Ints, values: Ints, count: int) -> Ints:
-    """The sum of the values at each of `count` places."""
+def _sums(indices: Ints, values: Ints, count: int) -> Ints:
+    """The sum of the values at each of `count` indices."""
     # In double precision: exact up to 2**53 microseconds, which are 285 years.
-    return np.bincount(places, values, count).astype(np.int64)
+    return np.bincount(indices, values, count).astype(np.int64)
 
 
 # Records.

@@ -8,7 +8,7 @@ closing table and the report.
 
 A rank is late by the distance of its last ready time to the median of the others'. It is a straggler if, in
 the median over a window of steps, it is late by more than a share of the step and by more than what the other
-ranks scatter by, and if every look within half a second finds that. Its cause is the part of the step in
+ranks scatter by, and if every judgement within half a second finds that. Its cause is the part of the step in
 which it exceeds the median of the others most. What no part accounts for is communication: its last exchange
 ended later than theirs.
 """
@@ -99,12 +99,12 @@ class Stragglers:
     def __init__(self, window: int, over: float) -> None:
         self._window, self._over = window, over
         self._steps: deque[_StepMessages] = deque(maxlen=window)
-        self._since = 0  # steps since the last look
+        self._since = 0  # steps since the last judgement
         self._params: Sequence[tuple[str, ...]] = ()
-        self._suspect: Straggler | None = None  # found by the last look, whether it lasts or not
+        self._suspect: Straggler | None = None  # found by the last judgement, whether it lasts or not
         self._suspect_since_us = 0.0
         self.current: Straggler | None = None
-        """Found by the last look, and lasting."""
+        """Found by the last judgement, and lasting."""
 
         self.episodes: list[Straggler] = []
         """All that were found, oldest first; of very many the shortest are left out."""
@@ -144,12 +144,12 @@ class Stragglers:
             self._steps.extend(more)
             self._since += len(more)
             first += len(more)
-            if len(self._steps) == self._window and self._since >= half and self._look():
+            if len(self._steps) == self._window and self._since >= half and self._judge():
                 changes.append((more[-1].step, self.current))
         return changes
 
-    def _look(self) -> bool:
-        """Look who is late; whether that has changed."""
+    def _judge(self) -> bool:
+        """Find out who is late; whether that has changed."""
         self._since = 0
         before, self.current = self.current, self._lasting(self._latest_straggler())
         found = self.current
@@ -157,8 +157,8 @@ class Stragglers:
             return before is not None
         same = ("rank", "cause", "bucket")
         if before is not None and all(getattr(before, name) == getattr(found, name) for name in same):
-            looks = max(1, (before.last_step - before.first_step) // max(1, self._window // 2))
-            found.late_us = (before.late_us * looks + found.late_us) / (looks + 1)
+            judgements = max(1, (before.last_step - before.first_step) // max(1, self._window // 2))
+            found.late_us = (before.late_us * judgements + found.late_us) / (judgements + 1)
             found.first_step = before.first_step
             self.episodes[-1] = found
             return False
@@ -168,7 +168,7 @@ class Stragglers:
         return True
 
     def _lasting(self, found: Straggler | None) -> Straggler | None:
-        """The straggler that a look has found, if every look for a while has found its rank."""
+        """The straggler that was found, if every judgement for a while has found its rank."""
         before, self._suspect = self._suspect, found
         if found is None:
             return None
@@ -209,8 +209,8 @@ class Stragglers:
             return None
         if before is None and float(np.quantile(late[:, rank], 0.25)) <= least_us / _HYSTERESIS:
             return None  # late in many steps, and in as many not
-        cause, place = _cause(rank, late_us, numbers, None if before is None else before.cause)
-        bucket = None if place is None else reported_buckets(len(self._params))[place]
+        cause, index = _cause(rank, late_us, numbers, None if before is None else before.cause)
+        bucket = None if index is None else reported_buckets(len(self._params))[index]
         params = () if bucket is None else self._params[bucket]
         first, last = self._steps[0].step, self._steps[-1].step
         return Straggler(rank, cause, bucket, params, late_us, step_us, first, last)

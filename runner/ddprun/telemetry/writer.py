@@ -31,7 +31,7 @@ FOLDERS = ("steps", "buckets", PROFILE)
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _MOST_WAITING = 50_000
 _FLUSH_EVERY_S = 0.5
-_LOOK_EVERY_S = 0.05
+_POLL_S = 0.05
 _FILE = re.compile(r"rank-(\d{5,9})\.jsonl")
 _TOKEN = ".rank-0"
 
@@ -72,7 +72,7 @@ class Writer:
         """Wait until everything put so far is in the files; returns at once after `close`."""
         done = threading.Event()
         self._queue.put(done)
-        while not done.wait(_LOOK_EVERY_S) and self._thread.is_alive():
+        while not done.wait(_POLL_S) and self._thread.is_alive():
             pass
 
     def close(self) -> None:
