@@ -43,12 +43,9 @@ class Side:
 
     variant: Variant
     folder: Path
-    code: int | None = None
-    """The exit code of its process."""
-
+    code: int | None = None  # the exit code of its process
     digest: Digest | None = None
-    turns_s: dict[int, float] = field(default_factory=dict)
-    """The mean time of a step in each turn, by the turn's number."""
+    turns_s: dict[int, float] = field(default_factory=dict)  # mean time of a step, by the turn's number
 
     @property
     def done(self) -> bool:

@@ -21,12 +21,8 @@ _POLL_S = 0.2
 class _Member:
     """One run."""
 
-    alive: Callable[[], bool]
-    """Whether its process still runs."""
-
-    ranks: int | None = None
-    """How many it has; None until one has connected."""
-
+    alive: Callable[[], bool]  # whether its process still runs
+    ranks: int | None = None  # how many it has; None until one has connected
     connected: set[asyncio.StreamWriter] = field(default_factory=set)
     paused: set[asyncio.StreamWriter] = field(default_factory=set)
 

@@ -19,8 +19,7 @@ class Variant:
     name: str
     pipeline: Path
     overrides: tuple[str, ...] = ()
-    twin: bool = False
-    """The first variant once more: what differs between the two is noise."""
+    twin: bool = False  # the first variant once more: what differs between the two is noise
 
 
 def variants(

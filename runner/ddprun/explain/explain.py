@@ -25,40 +25,24 @@ _MESSAGE_BYTES = 25 << 20
 class Exchange:
     """Buckets that set out together, in the same route."""
 
-    number: int
-    """Within its stage, from 0."""
-
+    number: int  # within its stage, from 0
     moment: Moment
     route: Route
-    ranks: int
-    """How many ranks are in each group that exchanges."""
-
-    times: int
-    """How often it happens in a step: before each of several forward passes."""
-
-    buckets: tuple[BucketLayout, ...] | None
-    """None: not known."""
-
-    carried: tuple[Carried, ...] | None
-    """What each bucket costs, once; None: not known."""
-
-    unknown: str
-    """Why something of it is not known; empty if all is."""
-
-    amount: Amount | None
-    """What ranks send for it in a step; None: not known."""
+    ranks: int  # how many ranks are in each group that exchanges
+    times: int  # how often it happens in a step: before each of several forward passes
+    buckets: tuple[BucketLayout, ...] | None  # None: not known
+    carried: tuple[Carried, ...] | None  # what each bucket costs, once; None: not known
+    unknown: str  # why something of it is not known; empty if all is
+    amount: Amount | None  # what ranks send for it in a step; None: not known
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """Steps in which the same is sent."""
 
-    steps: tuple[int, ...]
-    """Which of the first `StageExplained.cycle` steps; the rest follows from them."""
-
+    steps: tuple[int, ...]  # which of the first `StageExplained.cycle` steps; the rest follows from them
     exchanges: tuple[Exchange, ...]
-    amount: Amount | None
-    """Of one such step; None: not known."""
+    amount: Amount | None  # of one such step; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +50,9 @@ class StageExplained:
     """What one stage sends."""
 
     plan: StagePlan
-    patterns: tuple[Pattern, ...]
-    """The rarest first."""
-
-    begin: tuple[Exchange, ...]
-    """What is sent before the first step."""
-
-    end: tuple[Exchange, ...] | None
-    """What is sent after the last step, or by a stage without steps. None: not known."""
-
+    patterns: tuple[Pattern, ...]  # the rarest first
+    begin: tuple[Exchange, ...]  # before the first step
+    end: tuple[Exchange, ...] | None  # after the last step, or of a stage without steps; None: not known
     ranks: int
 
     @property
@@ -129,9 +107,7 @@ class Explained:
     loaded: Loaded
     world: World
     probe: ModelProbe
-    start: Amount | None
-    """What is sent before the first step, so that all ranks have the same; None if it is not known."""
-
+    start: Amount | None  # sent before the first step, so that ranks are equal; None: not known
     stages: tuple[StageExplained, ...]
 
     @property

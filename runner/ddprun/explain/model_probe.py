@@ -54,9 +54,7 @@ class Unknown:
     """Why something cannot be known without importing what the file names; empty where it is known."""
 
     model: str = ""
-    batch: str = ""
-    """For backward and forward passes: model, data and loss are wanted."""
-
+    batch: str = ""  # for backward and forward passes: model, data and loss are wanted
     optimizer: str = ""
 
 
@@ -64,22 +62,11 @@ class Unknown:
 class ModelProbe:
     """What is known about a run before it starts."""
 
-    model: nn.Module | None
-    """None: not known."""
-
-    gradients: tuple[BucketLayout, ...] | None
-    """Gradient buckets in the order in which backward fills them; None: not known. Empty if no stage sends
-    any."""
-
-    buffer_use: BufferUse | None
-    """What rank 0's first batch does to the buffers; None: not known."""
-
-    optimizer: Optimizer | None
-    """None: not known."""
-
-    optimizer_state: Mapping[Tensor, dict[str, Any]]
-    """Its state after a step, by parameter, without values; empty if no stage sends it."""
-
+    model: nn.Module | None  # None: not known
+    gradients: tuple[BucketLayout, ...] | None  # as backward fills them; (): none are sent; None: not known
+    buffer_use: BufferUse | None  # what rank 0's first batch does to the buffers; None: not known
+    optimizer: Optimizer | None  # None: not known
+    optimizer_state: Mapping[Tensor, dict[str, Any]]  # after a step, without values; empty if not sent
     feed: Feed | None
     unknown: Unknown
     device: torch.device

@@ -34,8 +34,7 @@ class Sent:
 
     moment: Moment
     route: Route
-    layouts: tuple[BucketLayout, ...] | None
-    """None: not known."""
+    layouts: tuple[BucketLayout, ...] | None  # None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +42,14 @@ class StagePlan:
     """What one stage sends."""
 
     stage: Stage
-    settings: TrainSettings | None = None
-    """None for a stage without steps."""
-
-    steps: int | None = None
-    """None: not known, or the stage has none."""
-
-    begin: tuple[Sent, ...] = ()
-    """What is sent before the first step."""
-
-    backward: tuple[Sent, ...] = ()
-    """What backward sends, in every step."""
-
-    by_step: tuple[tuple[Sent, ...], ...] = ()
-    """What else is sent, by step, up to where it begins again from the first."""
-
-    control_messages: tuple[int, ...] = ()
-    """The first steps in which ranks exchange a control message; they come again with the cycle."""
-
-    end: tuple[Sent, ...] | None = ()
-    """What is sent after the last step, or by a stage without steps. None: not known."""
-
-    left_apart: bool = False
-    """The next stage wants the ranks as they are, so that nothing makes them equal at the end."""
+    settings: TrainSettings | None = None  # None for a stage without steps
+    steps: int | None = None  # None: not known, or the stage has none
+    begin: tuple[Sent, ...] = ()  # before the first step
+    backward: tuple[Sent, ...] = ()  # what backward sends, in every step
+    by_step: tuple[tuple[Sent, ...], ...] = ()  # what else is sent, by step of a cycle
+    control_messages: tuple[int, ...] = ()  # first steps with one; they repeat with the cycle
+    end: tuple[Sent, ...] | None = ()  # at the end, or by a stage without steps; None: not known
+    left_apart: bool = False  # the next stage wants ranks as they are: nothing makes them equal at the end
 
 
 def stage_plans(loaded: Loaded, probe: ModelProbe) -> Iterator[StagePlan]:

@@ -35,8 +35,7 @@ class Amount:
     """Bytes that ranks send, each rank's own, in rank order."""
 
     by_rank: tuple[int, ...]
-    between_hosts: tuple[int, ...]
-    """The part that leaves each rank's host."""
+    between_hosts: tuple[int, ...]  # the part that leaves each rank's host
 
     @classmethod
     def none(cls, ranks: int) -> Amount:
@@ -81,20 +80,11 @@ class Route:
 
     kind: Kind
     queue: QueueName
-    through: Literal["hooks", "host_hooks", "sum", "broadcast"]
-    """The stage's hooks, those that are left of them inside a host, or neither."""
-
-    inside: bool = False
-    """Among the ranks of each host only."""
-
-    hosts: int | None = None
-    """Into how many hosts the ranks are split for that; None: as they were launched."""
-
-    source: int = 0
-    """Whose payload is broadcast."""
-
-    part: Partition | None = None
-    """Among the ranks of each of its groups."""
+    through: Literal["hooks", "host_hooks", "sum", "broadcast"]  # `host_hooks`: inside a host
+    inside: bool = False  # among the ranks of each host only
+    hosts: int | None = None  # into how many hosts the ranks are split for that; None: as they were launched
+    source: int = 0  # whose payload is broadcast
+    part: Partition | None = None  # among the ranks of each of its groups
 
     @property
     def hooked(self) -> bool:
@@ -119,13 +109,9 @@ class SentLeg:
 
     op: str
     among: Among
-    ranks: int
-    """How many ranks are in each of its groups."""
-
+    ranks: int  # how many ranks are in each of its groups
     dtype: str
-    bytes: int
-    """Size of what is summed, gathered or exchanged, in bytes; where ranks differ, the largest."""
-
+    bytes: int  # size of what is summed, gathered or exchanged, in bytes; where ranks differ, the largest
     amount: Amount
 
 

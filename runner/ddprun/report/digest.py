@@ -32,9 +32,7 @@ _NAMED_PARAMS = 8
 class Curve:
     """Means over intervals of steps."""
 
-    steps: list[float]
-    """The middle of each interval."""
-
+    steps: list[float]  # the middle of each interval
     means: list[float | None]
     lowest: list[float | None]
     highest: list[float | None]
@@ -46,15 +44,11 @@ class Sent:
 
     kind: str
     hooks: tuple[str, ...]
-    steps: int = 0
-    """How many of the steps that were read had such a payload."""
-
+    steps: int = 0  # how many of the steps that were read had such a payload
     bytes: int = 0
     wire_bytes: int = 0
     between_hosts_bytes: int = 0
-    us: int = 0
-    """From ready to done."""
-
+    us: int = 0  # from ready to done
     encode_us: int = 0
     decode_us: int = 0
     payloads: int = 0
@@ -65,11 +59,8 @@ class Gathered:
     """How the gradients of a bucket became complete, over the steps and ranks that were read."""
 
     params: tuple[str, ...]
-    completed_by: Counter[str] = field(default_factory=Counter)
-    """How often each parameter's gradient was the last."""
-
-    us: int = 0
-    """From the first gradient to the last, summed over steps and ranks."""
+    completed_by: Counter[str] = field(default_factory=Counter)  # how often each gradient was the last
+    us: int = 0  # from the first gradient to the last, summed over steps and ranks
 
 
 @dataclass(slots=True)
@@ -77,32 +68,17 @@ class Digest:
     """A run in numbers."""
 
     run: Run
-    recorded: list[int]
-    """The steps that have records."""
-
-    parts_us: list[dict[str, float]]
-    """For each rank the mean time of each part of a step, and `step_us`."""
-
-    synced_steps: int
-    """Recorded steps in which ranks exchanged their losses."""
-
+    recorded: list[int]  # the steps that have records
+    parts_us: list[dict[str, float]]  # for each rank the mean time of each part of a step, and `step_us`
+    synced_steps: int  # recorded steps in which ranks exchanged their losses
     loss: Curve
-    rank_losses: list[Curve]
-    """Of the first ranks."""
-
-    parts: dict[str, Curve]
-    """Each part of a step, mean over ranks."""
-
+    rank_losses: list[Curve]  # of the first ranks
+    parts: dict[str, Curve]  # each part of a step, mean over ranks
     sent: list[Sent] = field(default_factory=list)
-    bucket_steps: int = 0
-    """Steps whose bucket records were read."""
-
+    bucket_steps: int = 0  # steps whose bucket records were read
     fidelity: dict[str, Curve] = field(default_factory=dict)
-    gathered: dict[int, Gathered] = field(default_factory=dict)
-    """By gradient bucket; empty if `timings.gradients` was off."""
-
-    timelines: list[dict[str, Any]] = field(default_factory=list)
-    """Of some steps: what every rank did when."""
+    gathered: dict[int, Gathered] = field(default_factory=dict)  # by gradient bucket, if measured
+    timelines: list[dict[str, Any]] = field(default_factory=list)  # of some steps: what every rank did when
 
     @property
     def ranks(self) -> int:

@@ -60,8 +60,7 @@ class Table:
     heads: Sequence[str]
     rows: Sequence[Sequence[Any]]
     caption: str = ""
-    folded: str = ""
-    """If not empty, the table is folded away under this title."""
+    folded: str = ""  # if not empty, the table is folded away under this title
 
     @property
     def numeric(self) -> list[bool]:
@@ -75,9 +74,7 @@ class Figure:
     """A chart, or several of which the reader chooses one."""
 
     kind: ClassVar[str] = "figure"
-    label: str
-    """What it shows, for a screen reader."""
-
+    label: str  # what it shows, for a screen reader
     chart: Chart
     choices: Sequence[str] = ()
     id: str = ""

@@ -363,11 +363,8 @@ def between(steps: Sequence[int], low: int, high: int) -> Sequence[int]:
 class Clocks:
     """How far each rank's clock was ahead of rank 0's, measured from time to time."""
 
-    at_us: list[int]
-    """When it was measured, on rank 0's clock."""
-
-    offset_us: list[list[float]]
-    """For each measurement the offset of every rank."""
+    at_us: list[int]  # when it was measured, on rank 0's clock
+    offset_us: list[list[float]]  # for each measurement the offset of every rank
 
     @cached_property
     def _measured(self) -> list[tuple[list[float], list[float]]]:

@@ -56,17 +56,10 @@ def message_length(buckets: int) -> int:
 class OwnMessages:
     """Messages of this rank."""
 
-    numbers: Numbers
-    """Shape (messages, numbers of a message)."""
-
-    steps: list[int]
-    """The step that each is about; behind them the last step of a stage, if `add_rest` was called."""
-
-    rows: list[int]
-    """These steps' rows in `ResolvedSteps`; the rest of a stage has none."""
-
-    findings: dict[int, Sequence[BucketTrace[int]]]
-    """By message, the traces since the message before in which hooks have found something."""
+    numbers: Numbers  # shape (messages, numbers of a message)
+    steps: list[int]  # that each is about; behind them the stage's last step, if `add_rest` was called
+    rows: list[int]  # these steps' rows in `ResolvedSteps`; the rest of a stage has none
+    findings: dict[int, Sequence[BucketTrace[int]]]  # by message, traces in which hooks have found something
 
     def add_rest(self, rest: "Accumulator", last_step: int) -> None:
         """Add a message with what is left at a stage's end, since steps without a message came last.
@@ -92,8 +85,7 @@ class Accumulator:
     sums: Numbers = field(default_factory=lambda: np.zeros(len(SUMS)))
     last_step: int = 0
     first_finding: int = 0
-    found: list[BucketTrace[int]] = field(default_factory=list)
-    """Traces in which hooks have found something."""
+    found: list[BucketTrace[int]] = field(default_factory=list)  # traces in which hooks have found something
 
     def state_dict(self) -> dict[str, Any]:
         """As a checkpoint can hold it."""

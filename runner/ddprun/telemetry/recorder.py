@@ -84,35 +84,16 @@ in steps of 3 ms that was 0.2 ms each time.
 class GlobalStep(NamedTuple):
     """What is newly known about steps in which ranks synchronised, and about those before each."""
 
-    steps: Sequence[int]
-    """At least one, oldest first."""
-
-    mean_losses: Sequence[float]
-    """For each of them: the mean over all samples of all ranks since the ranks synchronised before."""
-
-    rank_losses: Sequence[float]
-    """Each rank's own mean in the newest."""
-
-    stop: bool
-    """Some rank asked to stop in one of them."""
-
-    checkpoint: bool
-    """Some rank was asked for a checkpoint."""
-
-    compare_clocks: bool
-    """Rank 0 wants the clocks compared again."""
-
-    nonfinite: bool = False
-    """Some rank's loss was not finite in one of the steps, or in one before them."""
-
-    overflows: Sequence[tuple[int, Overflow]] = ()
-    """Steps, and the first overflow of each."""
-
-    straggler: Straggler | None = None
-    """Who is late now; known on rank 0 alone."""
-
-    straggler_changes: Sequence[tuple[int, Straggler | None]] = ()
-    """Steps from which on a rank was found to be late, or nobody any more; known on rank 0 alone."""
+    steps: Sequence[int]  # at least one, oldest first
+    mean_losses: Sequence[float]  # of each: over the samples of all ranks since they synchronised before
+    rank_losses: Sequence[float]  # each rank's own mean in the newest
+    stop: bool  # some rank asked to stop in one of them
+    checkpoint: bool  # some rank was asked for a checkpoint
+    compare_clocks: bool  # rank 0 wants the clocks compared again
+    nonfinite: bool = False  # some rank's loss was not finite in one of the steps, or in one before them
+    overflows: Sequence[tuple[int, Overflow]] = ()  # steps, and the first overflow of each
+    straggler: Straggler | None = None  # who is late now; known on rank 0 alone
+    straggler_changes: Sequence[tuple[int, Straggler | None]] = ()  # from which step on who is late; rank 0
 
 
 def global_step(own: OwnMessages, messages: Numbers, stragglers: Stragglers | None) -> GlobalStep | None:
@@ -183,13 +164,10 @@ class DeferredWork:
 class _Batch:
     """Steps that were resolved together, until the messages about them have arrived."""
 
-    resolved: ResolvedSteps | None
-    """None: there were none, but a message was posted all the same."""
-
+    resolved: ResolvedSteps | None  # None: there were none, but a message was posted all the same
     own: OwnMessages
     last_step: int
-    posted: PendingMessage | None = None
-    """None: there are no messages about these steps."""
+    posted: PendingMessage | None = None  # None: there are no messages about these steps
 
 
 class StepRecorder:

@@ -57,14 +57,9 @@ _OWN = [_HOOK if part == "hook_us" else _COLUMN[part] for part in OWN_PARTS]
 class Traffic:
     """What is exchanged beside backward, in a running step or between steps."""
 
-    sent: list[BucketTrace[Any]] = field(default_factory=list)
-    """What was sent; it may not have landed yet."""
-
-    landed: list[BucketTrace[Any]] = field(default_factory=list)
-    """What was waited for; it may have been sent in an earlier step."""
-
-    waits: list[tuple[Any, Any]] = field(default_factory=list)
-    """When the training thread only waited: marks, from and to."""
+    sent: list[BucketTrace[Any]] = field(default_factory=list)  # it may not have landed yet
+    landed: list[BucketTrace[Any]] = field(default_factory=list)  # waited for; maybe sent in an earlier step
+    waits: list[tuple[Any, Any]] = field(default_factory=list)  # waiting only: marks, from and to
 
 
 @dataclass(slots=True)
@@ -76,16 +71,11 @@ class Step:
     marks_end: int = 0
     traces_end: int = 0
     losses_end: int = 0
-    backward_end: int | None = None
-    """Index of the mark at which the backward pass ended, if it exchanged gradients."""
-
-    gradients: Mapping[str, Any] | None = None
-    """A mark for each parameter whose gradient was complete; None: not measured."""
-
+    backward_end: int | None = None  # index of the mark that ended it, if it exchanged gradients
+    gradients: Mapping[str, Any] | None = None  # marks of complete gradients; None: not measured
     sync: Traffic | None = None
     synchronised: bool = True
-    requests: int = 0
-    """Of this rank: a sum of `control_message.STOP` and the like."""
+    requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
 
 
 @dataclass(slots=True)
@@ -95,21 +85,12 @@ class MarkBuffer:
     The running step appends behind the steps that are over.
     """
 
-    steps: list[Step] = field(default_factory=list)
-    """That are over."""
-
-    parts: list[str] = field(default_factory=list)
-    """Which of `PARTS` ended at each mark; "" at a step's first mark, which only starts its time."""
-
+    steps: list[Step] = field(default_factory=list)  # that are over
+    parts: list[str] = field(default_factory=list)  # of `PARTS`, which ended at each mark; "": a step began
     marks: list[Any] = field(default_factory=list)
-    traces: list[BucketTrace[Any]] = field(default_factory=list)
-    """Gradient buckets of backward passes."""
-
-    losses: list[Any] = field(default_factory=list)
-    """This rank's mean loss of each micro-batch, as `Clock.on_host` returns it."""
-
-    samples: list[int] = field(default_factory=list)
-    """Of each micro-batch."""
+    traces: list[BucketTrace[Any]] = field(default_factory=list)  # gradient buckets of backward passes
+    losses: list[Any] = field(default_factory=list)  # mean of each micro-batch, from `Clock.on_host`
+    samples: list[int] = field(default_factory=list)  # of each micro-batch
 
     def close(self, step: Step) -> None:
         """End the running step."""
@@ -147,50 +128,22 @@ class MarkBuffer:
 class ResolvedSteps:
     """Steps that are over. Times are microseconds of this rank's clock; lists have an item for each step."""
 
-    steps: list[Step]
-    """In the order in which they were taken."""
-
-    parts: list[str]
-    """As in the buffer."""
-
-    times: list[int]
-    """Of the marks."""
-
-    durations: Ints
-    """From the mark before to each mark."""
-
-    bounds: list[int]
-    """Where each step's marks begin, and where the last one's end."""
-
+    steps: list[Step]  # in the order in which they were taken
+    parts: list[str]  # as in the buffer
+    times: list[int]  # of the marks
+    durations: Ints  # from the mark before to each mark
+    bounds: list[int]  # where each step's marks begin, and where the last one's end
     step_us: list[int]
-    us: Ints
-    """Of each part, shape (steps, parts). Exposed communication is still in backward and sync until `divide`
-    has taken it out."""
-
-    traces: list[BucketTrace[int]]
-    """That were waited for, in the order of sections."""
-
-    landed: Ints
-    """Section, bucket, ready and done of each trace; shape (4, traces)."""
-
-    work: Ints
-    """Section, start and end of hooks' work on other threads; shape (3, n)."""
-
-    waits: Ints
-    """Section, start and end of each time in which the training thread only waited; shape (3, n)."""
-
-    waited_us: Ints
-    """Sums of `waits`, shape (sections,)."""
-
-    in_hooks_us: Ints
-    """Time of hooks on the training thread, shape (sections,)."""
-
-    loss_sums: list[float]
-    """Of this rank, over the step's samples."""
-
+    us: Ints  # shape (steps, parts); exposed communication is in backward and sync until `divide`
+    traces: list[BucketTrace[int]]  # that were waited for, in the order of sections
+    landed: Ints  # section, bucket, ready and done of each trace; shape (4, traces)
+    work: Ints  # section, start and end of hooks' work on other threads; shape (3, n)
+    waits: Ints  # section, start and end of each time in which the training thread only waited; shape (3, n)
+    waited_us: Ints  # sums of `waits`, shape (sections,)
+    in_hooks_us: Ints  # time of hooks on the training thread, shape (sections,)
+    loss_sums: list[float]  # of this rank, over the step's samples
     samples: list[int]
-    gradients: Sequence[Mapping[str, int]]
-    """When each parameter's gradient was complete; empty where that was not measured."""
+    gradients: Sequence[Mapping[str, int]]  # when each was complete; empty where not measured
 
     def loss(self, row: int) -> float:
         """This rank's mean loss of a step; NaN without samples."""
@@ -425,11 +378,8 @@ class StepRecord(NamedTuple):
 
     record: dict[str, Any]
     traces: Sequence[BucketTrace[int]]
-    all_ready_us: Sequence[int]
-    """When the last rank had each trace's bucket ready, on this rank's clock; 0: not known."""
-
-    gradients_us: Mapping[str, int]
-    """When each parameter's gradient was complete; empty where that was not measured."""
+    all_ready_us: Sequence[int]  # when the last rank had each bucket ready, on our clock; 0: not known
+    gradients_us: Mapping[str, int]  # when each parameter's was complete; empty where not measured
 
     def buckets(self) -> Iterator[dict[str, Any]]:
         """The records of the step's buckets."""

@@ -58,18 +58,10 @@ class Straggler:
 
     rank: int
     cause: Cause
-    bucket: int | None
-    """The gradient bucket that was late, if the cause is backward and gradients are exchanged."""
-
-    params: tuple[str, ...]
-    """The parameters in that bucket."""
-
-    late_us: float
-    """By how much, in the median of a step; the mean over windows."""
-
-    step_us: float
-    """How long a step takes, in the median."""
-
+    bucket: int | None  # gradient bucket that was late, if the cause is backward and gradients are exchanged
+    params: tuple[str, ...]  # the parameters in that bucket
+    late_us: float  # by how much, in the median of a step; the mean over windows
+    step_us: float  # how long a step takes, in the median
     first_step: int
     last_step: int
 
@@ -83,11 +75,8 @@ class _StepMessages(NamedTuple):
     """What all ranks say about one step."""
 
     step: int
-    skew_us: float
-    """From the first rank that had its last bucket ready to the last rank; in backward and beside it."""
-
-    numbers: Numbers
-    """Shape (ranks, numbers of a message)."""
+    skew_us: float  # from the first rank ready with its last bucket to the last; in backward and beside it
+    numbers: Numbers  # shape (ranks, numbers of a message)
 
 
 class Stragglers:
@@ -264,15 +253,9 @@ class StragglerTotal:
     cause: str
     bucket: int | None
     params: tuple[str, ...]
-    late_us: float
-    """By how much in each synchronisation: the mean over `steps`."""
-
-    step_us: float
-    """The time between two synchronisations, which may be several steps: the mean over `steps`."""
-
-    steps: int
-    """How many steps the episodes lasted."""
-
+    late_us: float  # by how much in each synchronisation: the mean over `steps`
+    step_us: float  # the time between two synchronisations, which may be several steps: the mean over `steps`
+    steps: int  # how many steps the episodes lasted
     episodes: int
     first_step: int
     last_step: int
