@@ -190,38 +190,23 @@ class StepRecorder:
         every: int,
         stragglers: Stragglers | None = None,
     ) -> None:
-        self._clock = clock
-        self._control = control
-        self._writer = writer
-        self._every = every
+        self._clock, self._control, self._writer, self._every = clock, control, writer, every
         self._most_per_post = _MOST_ON_A_DEVICE if clock.lag else _MOST_PER_POST
         self.stragglers = stragglers
-        self.deferred = DeferredWork()
-        """What is left to do for steps that are over; methods here finish it when they need its results."""
-
-        self.mark: Callable[[], Any] = clock.mark
-        """This moment on the training thread's time line."""
-
+        self.deferred = DeferredWork()  # methods here finish it when they need its results
+        self.mark: Callable[[], Any] = clock.mark  # this moment on the training thread's time line
+        self.offset_us = 0.0  # how far this rank's clock is ahead of rank 0's
         self.observe: Callable[[dict[str, Any], Sequence[BucketTrace[int]]], None] | None = None
         """Is called with every step's record, and with the traces of what landed in it."""
-
-        self.offset_us = 0.0
-        """How far this rank's clock is ahead of rank 0's."""
 
         self.control_delay_steps = 1
         """Messages are read so many steps after the last one's: more where they share a slow link with what
         is exchanged during training."""
 
-        self.steps_per_post = 1
-        """Steps whose messages are posted together; the same on all ranks."""
-
+        self.steps_per_post = 1  # steps whose messages are posted together; the same on all ranks
         self.totals = Totals()
-        self.own_loss = math.nan
-        """This rank's mean loss in the newest resolved step."""
-
-        self.nonfinite: tuple[int, float] | None = None
-        """The first resolved step whose own loss was not finite, and the loss."""
-
+        self.own_loss = math.nan  # this rank's mean loss in the newest resolved step
+        self.nonfinite: tuple[int, float] | None = None  # first step whose own loss was not finite, and it
         self.uncounted: list[tuple[int, Uncounted]] = []
         """Collectives that hooks have issued themselves, each once, with the step; the reporter clears it."""
 
