@@ -284,7 +284,7 @@ def test_an_interrupt_ends_all_runs(tmp_path: Path) -> None:
         (["--output", "full"], "the folder full is not empty"),
         (
             ["--steps", "9", "--set", "stages=[{train: {steps: 1}}, {train: {steps: 2}}]"],
-            "2 stages take steps, so it is not known",
+            "2 stages take steps: --steps needs a pipeline with one",
         ),
     ],
 )

@@ -16,9 +16,7 @@ import click
 )
 @click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts; by default the file's.")
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks per host; by default as in a run.")
-@click.option(
-    "--no-import", is_flag=True, help="Import nothing of the user's; what then stays unknown is said."
-)
+@click.option("--no-import", is_flag=True, help="Import none of your own code; what stays unknown is named.")
 @click.option(
     "--format",
     "form",
@@ -35,7 +33,7 @@ def explain(
     no_import: bool,
     form: str,
 ) -> int:
-    """Tell what a pipeline sends: which buckets, when, among whom, how many bytes. No rank is started.
+    """Show what a pipeline sends: which buckets, when, among whom, how many bytes. No rank is started.
 
     Builds the model and the data, and runs forward and backward passes on one batch. Exit code 0; 2 if the
     pipeline cannot run; 1 if code that it names fails.

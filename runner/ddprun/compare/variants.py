@@ -61,7 +61,7 @@ def fitted(variant: Variant, steps: int | None) -> Variant:
     more: list[str] = []
     if steps is not None:
         if len(stages) != 1:
-            text = f"{len(stages)} stages take steps, so it is not known which one --steps is for"
+            text = f"{len(stages)} stages take steps: --steps needs a pipeline with one"
             raise PipelineError([loaded.fault("stages", text, "leave --steps out, or name one stage")])
         more.append(_with_steps(stages[0], loaded.root.data().get("stages"), steps))
     if noop:

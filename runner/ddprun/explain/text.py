@@ -33,7 +33,7 @@ def _head(explained: Explained) -> Iterator[str]:
             "Hosts", "Nothing goes between hosts. --nnodes 2 shows what would go between two."
         )
     if parameters is None or buffers is None:
-        yield from paragraph("Model", f"Its size cannot be known, as {explained.probe.unknown.model}.")
+        yield from paragraph("Model", f"Its size is unknown: {explained.probe.unknown.model}.")
         return
     values = sum(one.numel() for one in parameters.values())
     held, more = (sum(one.nbytes for one in found.values()) for found in (parameters, buffers))
@@ -117,7 +117,7 @@ def _buffers(stage: StageExplained, setting: Buffers, explained: Explained) -> s
         return f"{chosen}the model has none. DDP's own broadcast before each forward pass would send nothing."
     if use is None or held is None:
         reason = explained.probe.unknown.batch or explained.probe.unknown.model
-        return f"{chosen}whether any change cannot be known, as {reason}. They are not among the bytes below."
+        return f"{chosen}whether any change is unknown: {reason}. They are not counted below."
     moments = {exchange.moment for exchange in stage.exchanges if exchange.route.kind == "buffers"}
     if "before_forward" in moments:
         when = "They are sent before each forward pass."
@@ -162,7 +162,7 @@ def _backward(stage: StageExplained, settings: TrainSettings) -> str:
     if settings.accumulate > 1:
         what += f", in the last of its {settings.accumulate} micro-steps"
     if exchange.buckets is None:
-        return f"{what}. Into which buckets DDP puts them cannot be known, as {exchange.unknown}."
+        return f"{what}. DDP's buckets are unknown: {exchange.unknown}."
     return (
         f"{what}, in {count(len(exchange.buckets), 'bucket')}, each sent as soon as backward has filled it, "
         "while backward goes on."
@@ -187,7 +187,7 @@ def _after_steps(stage: StageExplained, settings: TrainSettings) -> Iterator[str
         yield from paragraph("" if index else "After a step", _capital(line))
     if overlap := max((one.delay for one in settings.plan.transfers), default=0):
         when = f"is applied exactly {count(overlap, 'step')} later"
-        yield from paragraph("", f"An exchange goes on beside training, and {when}.")
+        yield from paragraph("", f"An exchange overlaps with training, and {when}.")
     yield from _tables(exchanges, stage.ranks)
 
 
@@ -207,16 +207,16 @@ def _end(stage: StageExplained) -> Iterator[str]:
 def _control_messages(stage: StageExplained) -> str:
     steps = stage.plan.control_messages
     if not steps:
-        return "None: ranks hear nothing of each other before the stage's end."
+        return "None: ranks exchange no messages before the stage's end."
     if max(steps) <= stage.cycle:
         when = _when(steps, stage)
-    else:  # the first exchanges that go on beside training are applied in the second cycle
+    else:  # the first exchanges that overlap with training are applied in the second cycle
         repeated = sorted(step + cycle * stage.cycle for step in steps for cycle in range(3))
         listed = [step for step in repeated if stage.steps is None or step <= stage.steps]
         when = f"steps {', '.join(map(str, listed[:4]))}{' …' if len(listed) > 4 else ''}"
     return (
-        f"For {when} each rank tells the others its loss, and whether it is to stop: a few numbers, for all "
-        "steps of half a second at once, which are not among the bytes below."
+        f"For {when} each rank sends the others its loss, and whether to stop: a few numbers, for all steps "
+        "of half a second at once, not counted below."
     )
 
 
@@ -345,7 +345,7 @@ def _ranks_of(exchange: Exchange) -> str:
 def _group(ranks: int, among: Among) -> str:
     if among == "all":
         return {1: "the only rank", 2: "both ranks"}.get(ranks, f"all {ranks} ranks")
-    of = {"host": "each host", "across": "one place on every host", "part": "each group"}[among]
+    of = {"host": "each host", "across": "one local rank on every host", "part": "each group"}[among]
     return f"the {count(ranks, 'rank')} of {of}"
 
 
@@ -356,7 +356,7 @@ def _tables(exchanges: Sequence[Exchange], ranks: int) -> Iterator[str]:
         kind = exchange.route.kind
         if exchange.buckets is None and kind != "gradient":
             kind_text = {"delta": "changes", "optimizer": "optimizer's state"}.get(kind, kind)
-            yield from paragraph("", f"The size of the {kind_text} cannot be known, as {exchange.unknown}.")
+            yield from paragraph("", f"The size of the {kind_text} is unknown: {exchange.unknown}.")
         elif exchange.buckets is not None and kind != "buffers":
             by_route.setdefault(exchange.route, []).append(exchange)
     for alike in by_route.values():
@@ -367,7 +367,7 @@ def _tables(exchanges: Sequence[Exchange], ranks: int) -> Iterator[str]:
         yield from _labelled("", table([head, *rows], "><>>><"))
         unknown = next((exchange.unknown for exchange in alike if exchange.unknown), "")
         if unknown:
-            yield from paragraph("", f"How they travel cannot be known, as {unknown}.")
+            yield from paragraph("", f"How they travel is unknown: {unknown}.")
         yield from _legs([one for exchange in alike for one in exchange.carried or ()])
 
 

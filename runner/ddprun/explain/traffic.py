@@ -27,7 +27,7 @@ QueueName = Literal["world", "deltas", "plain"]
 """As `ddprun_hooks.comm.exchange.Exchange` calls their groups; `world` is that of gradients."""
 
 Among = Literal["all", "host", "across", "part"]
-"""All ranks, those of each host, those of one place on every host, or those of each part of a partition."""
+"""All ranks, those of each host, of one local rank on every host, or of each part of a partition."""
 
 
 @dataclass(frozen=True, slots=True)
