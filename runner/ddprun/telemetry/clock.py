@@ -62,14 +62,12 @@ class Clock:
 
 
 class StreamClock(Clock):
-    """Marks on a GPU's stream: CUDA events, so that nothing in the step waits for the device.
+    """Marks on a GPU's stream, which the training thread works on: CUDA events, so that nothing in the step
+    waits for the device.
 
     An event is placed in time by its distance from the last base event. `cudaEventElapsedTime` gives
     milliseconds as a 32-bit float, so the base moves along with the steps that are resolved; `tie` ties it to
     the host's clock anew. Reading a mark waits until the device has passed it.
-
-    Args:
-        device: the GPU whose current stream the training thread works on.
     """
 
     lag = 1
@@ -131,10 +129,6 @@ class GradientTimes:
 
     DDP counts a parameter as ready right after that, and sends its bucket with the last one
     (https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_post_accumulate_grad_hook.html).
-
-    Args:
-        model: whose parameters.
-        mark: of the recorder's clock.
     """
 
     def __init__(self, model: nn.Module, mark: Callable[[], Any]) -> None:

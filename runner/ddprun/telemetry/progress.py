@@ -33,13 +33,9 @@ class Screen:
         """A stage begins; `steps` is None where nobody can know."""
 
     def step(self, done: int, known: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
-        """`done` steps of the stage are finished.
+        """`done` steps of the stage are finished; `known` is the newest that all ranks know, None: nothing yet.
 
-        Args:
-            done: steps.
-            known: what all ranks know newest; None: nothing yet.
-            own_loss: rank 0's newest.
-            steps_per_s: since the stage began.
+        `own_loss` is rank 0's newest; `steps_per_s` counts since the stage began.
         """
 
     def end(self) -> None:

@@ -171,14 +171,9 @@ class _Batch:
 
 
 class StepRecorder:
-    """Keeps the time of every step of this rank and writes every n-th.
+    """Keeps the time of every step of this rank and writes the records of every n-th (`every`).
 
-    Args:
-        clock: of the device the steps run on.
-        control: for control messages.
-        writer: takes the records.
-        every: n.
-        stragglers: looks for late ranks; on rank 0 alone.
+    On rank 0 alone, `stragglers` looks for late ranks.
     """
 
     def __init__(
