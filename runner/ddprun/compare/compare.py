@@ -31,9 +31,7 @@ from ddprun.units import count
 _CONFIDENCE = 0.95
 _DRAWS = 2000
 _MIN_TURNS = 6
-_LAST_SHARE = 0.1
-"""Of the samples: the loss is the mean over these."""
-
+_LAST_SHARE = 0.1  # of the samples: the loss is the mean over these
 _END_S = 15.0
 
 

@@ -24,13 +24,10 @@ _COLUMNS = {
     "loss": "loss",
     "verdict": "",
 }
-HEADS = list(_COLUMNS.values())
-"""Of the columns for a reader; JSON and CSV have more."""
-
+HEADS = list(_COLUMNS.values())  # of the columns for a reader; JSON and CSV have more
 FORMATS = ("text", "json", "csv", "markdown")
 
-Row = Mapping[str, Any]
-"""As `compare.rows` makes it."""
+Row = Mapping[str, Any]  # as `compare.rows` makes it
 
 
 def table(rows: Sequence[Row], form: str, width: int | None) -> str:

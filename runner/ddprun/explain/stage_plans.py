@@ -128,13 +128,13 @@ class _Planner:
         """Parameters as they are, averaged."""
         route = Route("parameters", "plain", "sum")
         named = None if self._model is None else averaged_parameters(self._model)
-        return self._sent(moment, route, named)
+        return self._bucketed(moment, route, named)
 
     def broadcast(self, source: int) -> tuple[Sent, ...]:
         """Parameters of one rank."""
         route = Route("parameters", "plain", "broadcast", source=source)
         named = None if self._model is None else dict[str, Tensor](self._model.named_parameters())
-        return self._sent("once", route, named)
+        return self._bucketed("once", route, named)
 
     def before_reading(self) -> tuple[Sent, ...]:
         """Buffers that an evaluate or save stage reads."""
@@ -184,7 +184,7 @@ class _Planner:
         route = Route("gradient", "world", "hooks")
         if plan.gradients == "host":
             route = Route("gradient", "world", "host_hooks", True, plan.hosts)
-        return (Sent("backward", route, self._probe.gradients),)
+        return _sent("backward", route, self._probe.gradients)
 
     def _transfer(self, moment: Moment, one: Transfer, plan: SyncPlan) -> tuple[Sent, ...]:
         """The buckets of a transfer that sets out."""
@@ -195,10 +195,10 @@ class _Planner:
                 route = Route("optimizer", "plain", "sum", inside, hosts, part=one.partition)
                 optimizer = self._probe.optimizer
                 if optimizer is None:
-                    return self._sent(moment, route, None)
+                    return self._bucketed(moment, route, None)
                 optimizer.state.update(self._probe.optimizer_state)
                 complete_state(optimizer)
-                return self._sent(moment, route, floating_state(optimizer))
+                return self._bucketed(moment, route, floating_state(optimizer))
             case "parameters" if one.source is not None:
                 route = Route("parameters", "plain", "broadcast", source=one.source)
             case "parameters":
@@ -206,25 +206,30 @@ class _Planner:
             case "change":
                 route = Route("delta", "deltas", "host_hooks" if inside else "hooks", inside, hosts)
         if self._model is None:
-            return self._sent(moment, route, None)
-        return (Sent(moment, route, buckets_of(plan, self._model, self._cap_bytes)[one.fragment].layouts),)
+            return _sent(moment, route, None)
+        return _sent(moment, route, buckets_of(plan, self._model, self._cap_bytes)[one.fragment].layouts)
 
     def _buffers(self, moment: Moment, names: Sequence[str]) -> tuple[Sent, ...]:
         named = {name: self._named_buffers[name] for name in names}
         averaged, broadcast = split_by_transfer(named, self._setting)
         return (
-            *self._sent(moment, Route("buffers", "plain", "sum"), averaged),
-            *self._sent(moment, Route("buffers", "plain", "broadcast"), broadcast),
+            *self._bucketed(moment, Route("buffers", "plain", "sum"), averaged),
+            *self._bucketed(moment, Route("buffers", "plain", "broadcast"), broadcast),
         )
 
-    def _sent(self, moment: Moment, route: Route, named: Mapping[str, Tensor] | None) -> tuple[Sent, ...]:
+    def _bucketed(self, moment: Moment, route: Route, named: Mapping[str, Tensor] | None) -> tuple[Sent, ...]:
         """Tensors in their buckets; None: not known."""
         layouts = None if named is None else ParameterBuckets(named, self._cap_bytes).layouts
-        return () if layouts == () else (Sent(moment, route, layouts),)
+        return _sent(moment, route, layouts)
+
+
+def _sent(moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | None) -> tuple[Sent, ...]:
+    """Nothing where there are no buckets."""
+    return () if layouts == () else (Sent(moment, route, layouts),)
 
 
 def _control_messages(plan: SyncPlan, buffers: BufferPlan, steps: int | None, cycle: int) -> Iterator[int]:
-    """An exchange that goes on beside training may be applied, for the first time, in the second cycle."""
+    """An exchange that overlaps with training may be applied, for the first time, in the second cycle."""
     known: set[int] = set()
     for step in range(1, min(2 * cycle, steps or 2 * cycle) + 1):
         if (plan.synchronizes(step) or buffers.synchronizes(step)) and step % cycle not in known:

@@ -13,8 +13,7 @@ from ddprun.units import count, size
 
 _WIDTH = 110
 _INDENT = 16
-_ROWS = 12
-"""Longer tables lose their middle; `--format json` has all."""
+_ROWS = 12  # longer tables lose their middle; `--format json` has all
 
 
 def text(explained: Explained) -> str:

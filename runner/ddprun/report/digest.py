@@ -17,9 +17,7 @@ from typing import Any
 from ddprun.report.runs import Run
 from ddprun.telemetry.steps import PARTS
 
-_POINTS = 400
-"""Of a curve, at most."""
-
+_POINTS = 400  # of a curve, at most
 _BUCKET_LINES = 200_000
 _TIMELINES = 10
 _TIMELINE_RANKS = 64

@@ -7,15 +7,9 @@ from ddprun.report.digest import Digest
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import count
 
-_MUCH = 0.15
-"""A share of a step's time that is worth a change."""
-
-_MUCH_OF_THE_WAITING = 0.25
-"""A late rank that causes less of all waiting is not what to begin with."""
-
-_WINDOW = 20
-"""Synchronising steps that stragglers are looked for in, by default."""
-
+_MUCH = 0.15  # a share of a step's time that is worth a change
+_MUCH_OF_THE_WAITING = 0.25  # a late rank that causes less of all waiting is not what to begin with
+_WINDOW = 20  # synchronising steps that stragglers are looked for in, by default
 _ADVICE = {
     "data": "Try more `loader.workers`, or look at that rank's disk.",
     "forward": "Look at what else runs on that rank's cores or GPU, and at inputs that cost more.",

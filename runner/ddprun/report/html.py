@@ -40,8 +40,7 @@ _MOST_FAULTS = 50
 _CURVE_ROWS = 20
 _NO_STEPS = "No step records."
 
-Runs = Sequence[tuple[str, Digest]]
-"""Each with the name under which the page shows it."""
+Runs = Sequence[tuple[str, Digest]]  # each with the name under which the page shows it
 
 
 @dataclass(frozen=True, slots=True)

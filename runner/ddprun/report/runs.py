@@ -25,9 +25,7 @@ _TAIL_BYTES = 1 << 20
 _MAX_LINE_BYTES = 64 << 20
 _MAX_SUMMARY_BYTES = 256 << 20
 _MAX_PROFILED_STEPS = 100_000
-_MAX_DRIFT = 1e-3
-"""Clocks of computers drift by less than this."""
-
+_MAX_DRIFT = 1e-3  # clocks of computers drift by less than this
 _EVENT_NAMES = {
     "checkpoint_passed_by": "damaged checkpoint not used",
     "data_differs": "ranks read different data",

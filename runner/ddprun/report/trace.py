@@ -16,12 +16,8 @@ from ddprun.report.runs import Run, between, event_name
 from ddprun.run_files import replacing
 from ddprun.telemetry.writer import finite
 
-_EVENTS = 200_000
-"""In a trace at most, about: what a browser still opens at once."""
-
-_INTERVAL = 10
-"""Consecutive recorded steps in a trace that leaves others out."""
-
+_EVENTS = 200_000  # in a trace at most, about: what a browser still opens at once
+_INTERVAL = 10  # consecutive recorded steps in a trace that leaves others out
 _TRACKS = 1_000_000
 """Track numbers are unique over all processes, and none is a process's: Perfetto would take it for that
 process's main thread.

@@ -21,15 +21,9 @@ from ddprun.telemetry.steps import OWN_PARTS, Ints, Numbers, ResolvedSteps
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Kind
 
-MOST_READY = 64
-"""Ready times in a message, at most."""
-
-STOP, CHECKPOINT, COMPARE_CLOCKS = 1, 2, 4
-"""Requests; a message has their sum."""
-
-SUMS = ("loss_sum", "samples", "steps", "us", *OWN_PARTS)
-"""`us`: how long the steps took."""
-
+MOST_READY = 64  # ready times in a message, at most
+STOP, CHECKPOINT, COMPARE_CLOCKS = 1, 2, 4  # requests; a message has their sum
+SUMS = ("loss_sum", "samples", "steps", "us", *OWN_PARTS)  # `us`: how long the steps took
 LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(5)
 REQUESTS_AT = len(SUMS)
 FINDING_AT, SYNC_READY_AT, READY_AT = range(REQUESTS_AT + 1, REQUESTS_AT + 4)
@@ -235,9 +229,7 @@ class Overflow:
 
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
-_BUCKETS = 1_000_000
-"""More than any model has: kind and bucket share one number."""
-
+_BUCKETS = 1_000_000  # more than any model has: kind and bucket share one number
 _CODES = 3
 
 

@@ -16,9 +16,7 @@ import torch
 from ddprun.telemetry.steps import VERSION
 from ddprun.telemetry.writer import PROFILE, Writer, dumps, file_of
 
-_QUIET = "6"
-"""Kineto's log level: otherwise it says on every rank's screen that it starts and stops."""
-
+_QUIET = "6"  # Kineto's log level: otherwise it says on every rank's screen that it starts and stops
 _SLICES, _FLOWS = "X", "sf"
 """Phases of the Chrome trace format that are kept: what took time, and arrows between them."""
 

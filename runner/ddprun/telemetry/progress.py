@@ -33,7 +33,7 @@ class Screen:
         """A stage begins; `steps` is None where nobody can know."""
 
     def step(self, done: int, known: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
-        """`done` steps of the stage are finished; `known` is the newest that all ranks know, None: nothing yet.
+        """`done` steps of the stage are finished; `known`: the newest that all ranks know, if anything.
 
         `own_loss` is rank 0's newest; `steps_per_s` counts since the stage began.
         """

@@ -71,9 +71,7 @@ _MOST_PER_POST, _MOST_ON_A_DEVICE = 256, 32
 the host gives it nothing to do meanwhile.
 """
 
-_AT_ONCE = 8
-"""Records that are made before looking whether there is still time."""
-
+_AT_ONCE = 8  # records that are made before looking whether there is still time
 _SLICE_US = 2000
 """How long `DeferredWork.do_some` works. Meanwhile no thread of this rank can go on with a bucket that has
 arrived. But each time the work is taken up again it waits for memory, and so does the model's code after it:

@@ -40,9 +40,7 @@ PARTS = (
 OWN_PARTS = ("data_us", "forward_us", "backward_us", "hook_us", "optimizer_us", "sync_us", "other_us")
 """What the training thread did itself: without waiting, and all parts but `hook_us` without hooks."""
 
-VERSION = 1
-"""Of all records."""
-
+VERSION = 1  # of all records
 Ints = NDArray[np.int64]
 Numbers = NDArray[np.float64]
 

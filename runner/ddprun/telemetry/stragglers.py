@@ -39,9 +39,7 @@ _CAUSES: dict[str, Cause] = {
     "sync_us": "sync",
     "other_us": "sync",
 }
-_LEAST_US = 1000.0
-"""Less may be the error of clocks or the noise of a busy machine."""
-
+_LEAST_US = 1000.0  # less may be the error of clocks or the noise of a busy machine
 _SPREADS = 3.0
 _HYSTERESIS = 2.0
 """What was found stays until it is less than half of what it takes to be found, so that nothing flickers."""
