@@ -247,6 +247,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path: Path) -
         "        return super().forward(inputs)\n"
     )
     text = PIPELINE.replace("mlp: {inputs: 64, hidden: [32], outputs: 10}", "failing.Net: {fail: false}")
+    text = text.replace("nproc_per_node: 2", "nproc_per_node: 1")
     (tmp_path / "p.yaml").write_text(text)
     vary = "--vary=model=[{failing.Net: {fail: false}}, {failing.Net: {fail: true}}]"
     done = ddprun(

@@ -89,11 +89,11 @@ def split_over_time(digest: Digest) -> Chart:
     """The parts of a step over the run, means over ranks."""
     data = []
     for part in PARTS:
-        look, curve = LOOKS[part], digest.parts[part]
+        look, curve = LOOKS[part], digest.parts_ms[part]
         if any(curve.means):
             line = {"width": 0.5, "color": look.colour}
             area = {"stackgroup": "step", "mode": "lines", "line": line, "fillcolor": look.colour}
-            data.append({"x": curve.steps, "y": _rounded(curve.means, 1e-3), "name": look.name, **area})
+            data.append({"x": curve.steps, "y": _rounded(curve.means), "name": look.name, **area})
     return {"data": data, "layout": _layout("step", "milliseconds")}
 
 
@@ -177,5 +177,5 @@ def _bars(name: str, marker: Mapping[str, Any], hover: str) -> dict[str, Any]:
     return {"type": "bar", "orientation": "h", "name": name, "marker": marker, "hovertemplate": hover}
 
 
-def _rounded(values: Sequence[float | None], scale: float = 1.0) -> list[float | None]:
-    return [None if value is None else float(f"{value * scale:.5g}") for value in values]
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else float(f"{value:.5g}") for value in values]

@@ -71,7 +71,7 @@ class Digest:
     synced_steps: int  # recorded steps in which ranks exchanged their losses
     loss: Curve
     rank_losses: list[Curve]  # of the first ranks
-    parts: dict[str, Curve]  # each part of a step, mean over ranks
+    parts_ms: dict[str, Curve]  # each part of a step, mean over ranks
     sent: list[Sent] = field(default_factory=list)
     bucket_steps: int = 0  # steps whose bucket records were read
     fidelity: dict[str, Curve] = field(default_factory=dict)
@@ -111,14 +111,14 @@ class _Column:
 
     def of(self, step: int) -> float:
         """The mean of a step; 0 if there is none."""
-        return self.mean(_place(self._steps, step)) or 0.0
+        return self.mean(_index(self._steps, step)) or 0.0
 
-    def curve(self) -> Curve:
+    def curve(self, scale: float = 1.0) -> Curve:
         last = self._steps[-1] if self._steps else 0
         length = max(1, math.ceil(last / _POINTS))
         found = Curve([], [], [], [])
         for number, group in groupby(range(len(self._steps)), lambda at: (self._steps[at] - 1) // length):
-            known = [value for index in group if (value := self.mean(index)) is not None]
+            known = [value * scale for index in group if (value := self.mean(index)) is not None]
             if known:
                 start = number * length
                 found.steps.append(start + (min(last, start + length) - start + 1) / 2)
@@ -128,7 +128,7 @@ class _Column:
         return found
 
 
-def _place(steps: Sequence[int], step: int) -> int | None:
+def _index(steps: Sequence[int], step: int) -> int | None:
     index = bisect_left(steps, step)
     return index if index < len(steps) and steps[index] == step else None
 
@@ -136,35 +136,32 @@ def _place(steps: Sequence[int], step: int) -> int | None:
 def digest(run: Run) -> Digest:
     """Read a run's records."""
     steps = run.recorded
-    loss, step = _Column(steps), _Column(steps)
     rank_losses = [_Column(steps) for _ in run.ranks]
-    parts = {part: _Column(steps) for part in PARTS}
+    columns = {name: _Column(steps) for name in ("mean_loss", *PARTS, "step_us")}
     means = []
     for rank, own_loss in zip(run.ranks, rank_losses, strict=True):
         totals, count = dict.fromkeys((*PARTS, "step_us"), 0), 0
         for line in run.steps(rank):
-            at = _place(steps, line["step"])
-            loss.add(at, line["mean_loss"])
+            at = _index(steps, line["step"])
             own_loss.add(at, line["loss"])
-            step.add(at, line["step_us"])
-            for part, column in parts.items():
-                column.add(at, line[part])
+            for name, column in columns.items():
+                column.add(at, line[name])
             for part in totals:
                 totals[part] += line[part]
             count += 1
         means.append({part: total / count for part, total in totals.items()} if count else {})
     found = Digest(
         run=run,
-        recorded=[number for number, count in zip(steps, step.counts, strict=True) if count],
+        recorded=[number for number, count in zip(steps, columns["step_us"].counts, strict=True) if count],
         parts_us=means,
-        synced_steps=sum(1 for count in loss.counts if count),
-        loss=loss.curve(),
+        synced_steps=sum(1 for count in columns["mean_loss"].counts if count),
+        loss=columns["mean_loss"].curve(),
         rank_losses=[column.curve() for column in rank_losses[:_RANK_LOSSES]],
-        parts={part: column.curve() for part, column in parts.items()},
+        parts_ms={part: columns[part].curve(1e-3) for part in PARTS},
     )
     if found.recorded:
         _read_buckets(found)
-        shown = _steps_to_show(found.recorded, step, parts["exposed_wait_us"])
+        shown = _steps_to_show(found.recorded, columns["step_us"], columns["exposed_wait_us"])
         found.timelines = list(_timelines(run, shown))
     return found
 
@@ -199,7 +196,7 @@ def _read_buckets(found: Digest) -> None:
                 bucket.us += max(ready) - min(ready)
         for line in run.buckets(rank, holding=b'"fidelity"'):
             for name, column in columns.items():
-                column.add(_place(recorded, line["step"]), line["fidelity"][name])
+                column.add(_index(recorded, line["step"]), line["fidelity"][name])
     for key, one in sent.items():
         one.steps = len(steps[key])
     found.sent, found.bucket_steps = list(sent.values()), len(wanted)

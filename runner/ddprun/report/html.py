@@ -238,13 +238,9 @@ def _step_time(runs: Runs) -> Iterator[Block]:
         of_ranks = {f"rank {rank}": one for rank, one in zip(digest.run.ranks, digest.parts_us, strict=True)}
         chart = charts.split(of_ranks, "milliseconds per step")
         yield from _chart(chart, "Step time by rank, in milliseconds", heads, rows(digest))
-        used = {LOOKS[part].name: curve for part, curve in digest.parts.items() if any(curve.means)}
-        in_ms = {
-            name: Curve(curve.steps, [None if mean is None else mean / 1000 for mean in curve.means], [], [])
-            for name, curve in used.items()
-        }
+        used = {LOOKS[part].name: curve for part, curve in digest.parts_ms.items() if any(curve.means)}
         label = "Step time over the run, mean over ranks"
-        yield from _curves(charts.split_over_time(digest), label, in_ms, "milliseconds")
+        yield from _curves(charts.split_over_time(digest), label, used, "milliseconds")
 
     if len(runs) > 1:
         chart = charts.split(
