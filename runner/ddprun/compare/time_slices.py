@@ -94,24 +94,31 @@ class TimeSliceScheduler:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Hear what a rank says: who it is, then `p` each time it waits for its turn."""
         self._writers.add(writer)
-        if (member := await self._identified(reader)) is not None:
-            member.connected.add(writer)
-            with suppress(OSError):
-                while await reader.read(1) == b"p":
-                    member.paused.add(writer)
-                    self._changed.set()
-            member.paused.discard(writer)
-            member.connected.discard(writer)
-            self._changed.set()
-        self._writers.discard(writer)
-        writer.close()
+        try:
+            if (member := await self._identified(reader)) is not None:
+                await self._hear(member, reader, writer)
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _hear(
+        self, member: _Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        member.connected.add(writer)
+        with suppress(OSError):
+            while await reader.read(1) == b"p":
+                member.paused.add(writer)
+                self._changed.set()
+        member.paused.discard(writer)
+        member.connected.discard(writer)
+        self._changed.set()
 
     async def _identified(self, reader: asyncio.StreamReader) -> _Member | None:
         try:
             hello = json.loads(await asyncio.wait_for(reader.readline(), _HELLO_S))
             known = hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode())
             member, ranks = self._members[hello["run"]], int(hello["ranks"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError):
             return None
         if not known:
             return None
