@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.compare.compare import ratio_of
-from ddprun.telemetry.global_step import GlobalStep
-from ddprun.telemetry.recorder import StepRecorder
+from ddprun.telemetry.recorder import GlobalStep, StepRecorder
 from ddprun.telemetry.steps import Step
 
 BLOCK = 32

@@ -94,7 +94,7 @@ PERIODS = {
     "{average: {every: 1}}": ("Every step: what parameters have changed by",),
     "independent": (
         "Nothing is sent.",
-        "None: ranks hear nothing of each other",
+        "None: ranks exchange no messages",
         "averaged over all 4 ranks",
     ),
 }
@@ -123,7 +123,7 @@ def test_hooks_in_several_rounds(file: Path, capsys: Out) -> None:
     hooks = "hooks=[{hierarchical: {hosts: 2, across: [fp16]}}]"
     out = said(file, capsys, "--set", hooks)
     assert "- all_to_all of float32 among the 2 ranks of each host" in out
-    assert "- all_reduce of float16 among the 2 ranks of one place on every host" in out
+    assert "- all_reduce of float16 among the 2 ranks of one local rank on every host" in out
     assert "hooks: [{hierarchical: {across: [fp16], hosts: 2}}]" in out
 
 
@@ -275,7 +275,9 @@ def test_nothing_is_imported(key: str, poisoned: Path, capsys: Out) -> None:
     reasons = {exchange["unknown"] for stage in found["stages"] for exchange in stage["exchanges"]}
     name = "hooks" if key == "leg" else key
     assert reasons - {None} == {f'"{name}: poisoned_module.Thing" is not imported'}
-    assert "cannot be known, as" in folded(said(file, capsys, "--no-import"))
+    assert f'unknown: "{name}: poisoned_module.Thing" is not imported.' in folded(
+        said(file, capsys, "--no-import")
+    )
     assert main(["explain", str(file)]) == 1
     assert "AssertionError: imported" in capsys.readouterr().err
 

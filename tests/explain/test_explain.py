@@ -58,7 +58,7 @@ def check(folder: Path, text: str, ranks: int) -> None:
         assert whole is not None
         assert list(whole.by_rank) == [by_stage[stage.index, rank] for rank in range(ranks)], stage.index
         said += whole.all_ranks
-        overlaps = stage.settings is not None and stage.settings.sync.options.get("overlap_steps")
+        overlaps = stage.plan.settings is not None and stage.plan.settings.sync.options.get("overlap_steps")
         for pattern in () if overlaps else stage.patterns:
             assert pattern.amount is not None
             for step in pattern.steps:
@@ -151,7 +151,7 @@ def test_whole_stages_are_sums_of_steps(sync: str, buffers: str, tmp_path: Path)
             assert amount is not None
             sent += amount
         for exchange in (*stage_explained.begin, *(stage_explained.end or ())):
-            amount = exchange.amount(4)
+            amount = exchange.amount
             assert amount is not None
             sent += amount
         assert stage_explained.whole_amount == sent

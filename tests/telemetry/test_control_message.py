@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ddprun.telemetry.clock import HostClock
+from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.control_message import (
     CHECKPOINT,
     COMPARE_CLOCKS,
@@ -32,7 +32,7 @@ from ddprun.telemetry.control_message import (
     overflow,
     reported_buckets,
 )
-from ddprun.telemetry.global_step import GlobalStep, global_step
+from ddprun.telemetry.recorder import GlobalStep, global_step
 from ddprun.telemetry.steps import OWN_PARTS, Traffic, resolve
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Finding, ParamSlice
@@ -70,7 +70,7 @@ def messages_of(
     """The messages about steps of which so many are resolved together, and what is left for the next one."""
     messages, numbers, accumulator, first = list[Message](), list[NDArray[np.float64]](), Accumulator(), 0
     for length in lengths:
-        resolved = resolve(buffer_of(steps[first : first + length]), HostClock(), every=1)
+        resolved = resolve(buffer_of(steps[first : first + length]), Clock(), every=1)
         own = accumulator.messages(resolved, buckets=buckets, offset_us=OFFSET_US)
         messages += [
             Message(step, first + row, own.findings.get(place, ()))
@@ -155,7 +155,7 @@ def test_findings_that_are_empty_are_kept_too() -> None:
     assert [finding > 0 for finding in numbers[:, FINDING_AT]] == [False, True, False]
     assert left.found == []
     left.note_findings(steps[0].traces)
-    own = left.messages(resolve(buffer_of([step_of(4, 1)]), HostClock(), every=1), buckets=0, offset_us=0.0)
+    own = left.messages(resolve(buffer_of([step_of(4, 1)]), Clock(), every=1), buckets=0, offset_us=0.0)
     assert own.findings == {0: steps[0].traces}
     assert left.found == []
 
@@ -177,7 +177,7 @@ def test_what_hooks_have_found_is_read_at_once() -> None:
         step.backward_end = step.marks[-1]
     buffer = buffer_of(steps)
     with Reads() as reads:
-        resolved = resolve(buffer, HostClock(), every=1)
+        resolved = resolve(buffer, Clock(), every=1)
         own = Accumulator().messages(resolved, buckets=0, offset_us=0.0)
         findings = own.numbers[:, FINDING_AT].astype(int).tolist()
         found = [overflow([0, one], own.findings.get(place, ())) for place, one in enumerate(findings)]
@@ -206,15 +206,13 @@ def test_adding_up_goes_on_from_a_checkpoint() -> None:
         "samples": 2,
         "steps": 1,
         "us": 30,
+        **dict(zip(OWN_PARTS, range(1, 8), strict=True)),
         "last_step": 9,
-        "code": 0,
-        "spent": [1, 2, 3, 4, 5, 6, 7],
+        "first_finding": 0,
     }
     before = Accumulator.of(plain)
     assert before.state_dict() == plain
-    own = before.messages(
-        resolve(buffer_of([step_of(10, 3)]), HostClock(), every=1), buckets=0, offset_us=0.0
-    )
+    own = before.messages(resolve(buffer_of([step_of(10, 3)]), Clock(), every=1), buckets=0, offset_us=0.0)
     (numbers,) = own.numbers
     assert own.steps == [10]
     assert numbers[[SAMPLES_AT, STEPS_AT, US_AT]].tolist() == [5, 2, 40]

@@ -14,16 +14,15 @@ import torch
 import torch.distributed as dist
 
 from ddprun.telemetry import recorder as module
-from ddprun.telemetry.clock import clock_for
-from ddprun.telemetry.global_step import GlobalStep
-from ddprun.telemetry.recorder import DeferredWork, StepRecorder
+from ddprun.telemetry.clock import Clock, clock_for
+from ddprun.telemetry.recorder import DeferredWork, GlobalStep, StepRecorder
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.comm.control import Control
 from ddprun_hooks.comm.trace import BucketTrace, now_us
 from ddprun_hooks.payload import Finding
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """Marks as of a device that is one step behind the host; counts those that had to be waited for."""
 
     lag = 1
@@ -50,8 +49,6 @@ class DeviceClock:
 
     def rebase(self, mark: tuple[int, int]) -> None:
         self.base = mark[1]
-
-    def synchronize(self) -> None: ...
 
     def on_host(self, number: torch.Tensor) -> torch.Tensor:
         return number

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ddprun.telemetry.clock import HostClock
+from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.control_message import (
     LOSS_AT,
     MOST_READY,
@@ -22,8 +22,7 @@ from ddprun.telemetry.control_message import (
     message_length,
     reported_buckets,
 )
-from ddprun.telemetry.records import StepRecord, step_records
-from ddprun.telemetry.steps import PARTS, Traffic, resolve
+from ddprun.telemetry.steps import PARTS, StepRecord, Traffic, resolve, step_records
 from ddprun_hooks.comm.trace import BucketTrace
 from tests.telemetry.steps import MadeStep, buffer_of
 
@@ -79,7 +78,7 @@ def records_of(
             messages[message, place % 2, READY_AT + place] = ready.get(bucket, 0.0)
     rows = {step.number: row for row, step in enumerate(steps)}
     own = OwnMessages(messages[:, 1], list(ready_times), [rows[step] for step in ready_times], {})
-    resolved = resolve(buffer_of(steps), HostClock(), every=1)
+    resolved = resolve(buffer_of(steps), Clock(), every=1)
     if us is not None:
         resolved.us[:] = us
     losses: list[float | None] = [None] * len(steps)

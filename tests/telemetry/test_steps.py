@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddprun.telemetry.clock import HostClock
+from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.steps import (
     PARTS,
     MarkBuffer,
@@ -50,7 +50,7 @@ def traffic(
 
 
 def resolved(*steps: MadeStep) -> ResolvedSteps:
-    return resolve(buffer_of(steps), HostClock(), every=1)
+    return resolve(buffer_of(steps), Clock(), every=1)
 
 
 def splits(found: ResolvedSteps, all_ready_us: Sequence[float]) -> list[Split]:
@@ -280,10 +280,10 @@ def numbers_of(resolved: ResolvedSteps) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("count", [1, 2, 4, 5])
 def test_a_buffer_is_split_between_steps(count: int) -> None:
     """Both pieces give the numbers that the whole buffer gives."""
-    whole = numbers_of(resolve(buffer_of(steps()), HostClock(), every=1))
+    whole = numbers_of(resolve(buffer_of(steps()), Clock(), every=1))
     buffer = buffer_of(steps())
     rest = buffer.split_off(count)
-    pieces = [numbers_of(resolve(piece, HostClock(), every=1)) for piece in (buffer, rest) if piece.steps]
+    pieces = [numbers_of(resolve(piece, Clock(), every=1)) for piece in (buffer, rest) if piece.steps]
     assert [step for piece in pieces for step in piece] == whole
     assert len(pieces[0]) == count
 
@@ -299,14 +299,14 @@ def test_a_buffer_may_be_split_before_its_first_step() -> None:
 def test_a_step_that_does_not_end_leaves_nothing() -> None:
     """Its data ran out, or it failed."""
     buffer = buffer_of(steps())
-    whole = numbers_of(resolve(buffer_of(steps()), HostClock(), every=1))
+    whole = numbers_of(resolve(buffer_of(steps()), Clock(), every=1))
     buffer.parts += ("", "data_us")
     buffer.marks += (9, 10)
     buffer.traces.append(buffer.traces[0])
     buffer.losses.append(7.0)
     buffer.samples.append(3)
     buffer.drop_running()
-    assert numbers_of(resolve(buffer, HostClock(), every=1)) == whole
+    assert numbers_of(resolve(buffer, Clock(), every=1)) == whole
     buffer = MarkBuffer(parts=[""], marks=[1])
     buffer.drop_running()
     assert buffer == MarkBuffer()

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import click
 
-from ddprun.cli.columns import count
 from ddprun.doctor.findings import Finding, Level, Report
+from ddprun.units import count
 
 _TONES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 _WIDTH, _INDENT = 110, 24

@@ -16,9 +16,7 @@ import click
 )
 @click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts; by default the file's.")
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks per host; by default as in a run.")
-@click.option(
-    "--no-import", is_flag=True, help="Import nothing of the user's; what then stays unknown is said."
-)
+@click.option("--no-import", is_flag=True, help="Import none of your own code; what stays unknown is named.")
 @click.option(
     "--format",
     "form",
@@ -35,7 +33,7 @@ def explain(
     no_import: bool,
     form: str,
 ) -> int:
-    """Tell what a pipeline sends: which buckets, when, among whom, how many bytes. No rank is started.
+    """Show what a pipeline sends: which buckets, when, among whom, how many bytes. No rank is started.
 
     Builds the model and the data, and runs forward and backward passes on one batch. Exit code 0; 2 if the
     pipeline cannot run; 1 if code that it names fails.
@@ -53,20 +51,22 @@ def explain(
         if loaded.warnings:
             click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
-        from ddprun.explain.explain import explain as look_up
+        from ddprun.explain import explain as explaining
 
-        explained = look_up(loaded, hosts=nnodes, ranks_per_host=nproc_per_node, importing=not no_import)
+        explained = explaining.explain(
+            loaded, hosts=nnodes, ranks_per_host=nproc_per_node, importing=not no_import
+        )
     except PipelineError as error:
         click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
         return 2
     except Exception as error:  # of the user's own code, such as a model's forward
-        told = f"ddprun explain: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
-        click.echo(secrets.redact(told), err=True)
+        message = f"ddprun explain: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
+        click.echo(secrets.redact(message), err=True)
         return 1
     if form == "json":
         click.echo(json.dumps(secrets.redact_all(explained.as_object()), indent=2, ensure_ascii=False))
     else:
-        from ddprun.cli.explained import text
+        from ddprun.explain.text import text
 
         click.echo(secrets.redact(text(explained)))
     return 0

@@ -5,6 +5,7 @@ disturbs the machine disturbs all of them alike. What is compared is the time of
 variant runs twice: how far its twin is from it is noise, and so is every difference that is not larger.
 """
 
+import asyncio
 import os
 import random
 import signal
@@ -12,8 +13,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,12 @@ from ddprun.compare.variants import Variant
 from ddprun.launch.environment import handed_on
 from ddprun.report.digest import Digest, digest
 from ddprun.report.runs import NoRunError, Run
+from ddprun.units import count
 
 _CONFIDENCE = 0.95
 _DRAWS = 2000
 _MIN_TURNS = 6
-_LAST_SHARE = 0.1
-"""Of the samples: the loss is the mean over these."""
-
+_LAST_SHARE = 0.1  # of the samples: the loss is the mean over these
 _END_S = 15.0
 
 
@@ -41,12 +41,9 @@ class Side:
 
     variant: Variant
     folder: Path
-    code: int | None = None
-    """The exit code of its process."""
-
+    code: int | None = None  # the exit code of its process
     digest: Digest | None = None
-    turns_s: dict[int, float] = field(default_factory=dict)
-    """The mean time of a step in each turn, by the turn's number."""
+    turns_s: dict[int, float] = field(default_factory=dict)  # mean time of a step, by the turn's number
 
     @property
     def done(self) -> bool:
@@ -76,67 +73,66 @@ def run_all(
     arguments: Sequence[str],
     progress: Callable[[str], None],
 ) -> list[Side]:
-    """Run the variants in turns, and read what they left.
+    """Run the variants in turns of `every` steps, and read what they left in `folder`.
 
-    Args:
-        chosen: what to compare.
-        folder: for what they leave behind.
-        every: steps of a turn.
-        arguments: of `ddprun run`, for all.
-        progress: is called with each news.
+    `arguments` of `ddprun run` are the same for all; `progress` is called with each piece of news.
     """
-    sides = [Side(variant, folder / f"{place}") for place, variant in enumerate(chosen)]
-    order = random.Random(0)
-    with _started(sides, every, arguments) as (scheduler, processes):
-        progress(f"starting {len(sides)} runs")
-        scheduler.wait_for_all()
-        turns = 0
-        while scheduler.any_alive():
-            left = list(scheduler.left())
-            order.shuffle(left)
-            for run in left:
-                scheduler.give(run)
-            if not left:  # a run's ranks are starting again, or it is ending
-                scheduler.wait_for_all()
-                continue
-            turns += 1
-            progress(f"{turns} {'turn' if turns == 1 else 'turns'} of {every} steps")
-        for side, process in zip(sides, processes, strict=True):
-            side.code = process.wait()
+    sides = [Side(variant, folder / f"{index}") for index, variant in enumerate(chosen)]
+    asyncio.run(_take_turns(sides, every, arguments, progress))
     for side in sides:
         _read(side, every)
     return sides
 
 
-@contextmanager
-def _started(
+async def _take_turns(
+    sides: Sequence[Side], every: int, arguments: Sequence[str], progress: Callable[[str], None]
+) -> None:
+    order, turns = random.Random(0), 0
+    async with _started(sides, every, arguments) as (scheduler, processes):
+        progress(f"starting {len(sides)} runs")
+        await scheduler.wait_for_all()
+        while scheduler.any_alive():
+            left = list(scheduler.left())
+            order.shuffle(left)
+            for run in left:
+                await scheduler.give(run)
+            if not left:  # a run's ranks are starting again, or it is ending
+                await scheduler.wait_for_all()
+                continue
+            turns += 1
+            progress(f"{count(turns, 'turn')} of {every} steps")
+        for side, process in zip(sides, processes, strict=True):
+            side.code = process.wait()
+
+
+@asynccontextmanager
+async def _started(
     sides: Sequence[Side], every: int, arguments: Sequence[str]
-) -> Iterator[tuple[TimeSliceScheduler, list["subprocess.Popen[bytes]"]]]:
+) -> AsyncIterator[tuple[TimeSliceScheduler, list["subprocess.Popen[bytes]"]]]:
     """All processes and their scheduler; both are gone afterwards."""
-    scheduler = TimeSliceScheduler(every)
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for place, side in enumerate(sides):
-            command = [sys.executable, "-P", "-m", "ddprun", "run", str(side.variant.pipeline)]
-            command += ["--run-dir", str(side.folder), *arguments]
-            side.folder.parent.mkdir(parents=True, exist_ok=True)
-            with (
-                handed_on((*side.variant.overrides, "timings.every=1")),
-                side.folder.with_suffix(".log").open("wb") as log,
-            ):
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, COMPARED: scheduler.variable(place)},
-                    start_new_session=True,  # Ctrl-C is for the comparison, which ends them
-                )
-            processes.append(process)
-            scheduler.expect(place, partial(_is_alive, process))
-        yield scheduler, processes
+        async with TimeSliceScheduler(every) as scheduler:  # runs that wait for their turn fail when it ends
+            for number, side in enumerate(sides):
+                command = [sys.executable, "-P", "-m", "ddprun", "run", str(side.variant.pipeline)]
+                command += ["--run-dir", str(side.folder), *arguments]
+                side.folder.parent.mkdir(parents=True, exist_ok=True)
+                with (
+                    handed_on((*side.variant.overrides, "timings.every=1")),
+                    side.folder.with_suffix(".log").open("wb") as log,
+                ):
+                    process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env={**os.environ, COMPARED: scheduler.variable(number)},
+                        start_new_session=True,  # Ctrl-C is for the comparison, which ends them
+                    )
+                processes.append(process)
+                scheduler.expect(number, partial(_is_alive, process))
+            yield scheduler, processes
     finally:
-        scheduler.close()  # runs that wait for their turn fail then
         _end(processes)
 
 

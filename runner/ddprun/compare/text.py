@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ddprun.telemetry.progress import data_size
 from ddprun.telemetry.writer import finite
+from ddprun.units import size
 
 _COLUMNS = {
     "variant": "",
@@ -24,22 +24,16 @@ _COLUMNS = {
     "loss": "loss",
     "verdict": "",
 }
-HEADS = list(_COLUMNS.values())
-"""Of the columns for a reader; JSON and CSV have more."""
-
+HEADS = list(_COLUMNS.values())  # of the columns for a reader; JSON and CSV have more
 FORMATS = ("text", "json", "csv", "markdown")
 
-Row = Mapping[str, Any]
-"""As `compare.rows` makes it."""
+Row = Mapping[str, Any]  # as `compare.rows` makes it
 
 
 def table(rows: Sequence[Row], form: str, width: int | None) -> str:
-    """The table as text.
+    """The table of at least one row in one of `FORMATS`.
 
-    Args:
-        rows: at least one.
-        form: one of `FORMATS`.
-        width: columns of text; None: those of the terminal, on which it will be shown.
+    `width`: columns of text; None: those of the terminal, on which it will be shown.
     """
     out = io.StringIO()
     if form == "json":
@@ -82,7 +76,7 @@ def _cell(key: str, row: Row) -> str:
         case "exposed_share":
             return f"{value:.0%}"
         case "wire_bytes_per_step":
-            return data_size(value)
+            return size(value)
         case "cosine" | "loss":
             return f"{value:.4f}"
     return str(value)

@@ -19,8 +19,7 @@ class Variant:
     name: str
     pipeline: Path
     overrides: tuple[str, ...] = ()
-    twin: bool = False
-    """The first variant once more: what differs between the two is noise."""
+    twin: bool = False  # the first variant once more: what differs between the two is noise
 
 
 def variants(
@@ -31,14 +30,9 @@ def variants(
     noop: bool,
     twin: bool,
 ) -> list[Variant]:
-    """All variants, in the order of the table.
+    """All variants, in the order of the table: all combinations of the values, as YAML, that keys `vary` by.
 
-    Args:
-        pipelines: the files.
-        overrides: for all of them.
-        vary: keys, each with its values as YAML; all combinations are compared.
-        noop: add the first one with nothing sent.
-        twin: add the first one once more.
+    `noop` adds the first one with nothing sent, `twin` the first one once more. `overrides` are for all.
     """
     found = []
     settings = list(product(*([f"{key}={value}" for value in values] for key, values in vary)))
@@ -67,7 +61,7 @@ def fitted(variant: Variant, steps: int | None) -> Variant:
     more: list[str] = []
     if steps is not None:
         if len(stages) != 1:
-            text = f"{len(stages)} stages take steps, so it is not known which one --steps is for"
+            text = f"{len(stages)} stages take steps: --steps needs a pipeline with one"
             raise PipelineError([loaded.fault("stages", text, "leave --steps out, or name one stage")])
         more.append(_with_steps(stages[0], loaded.root.data().get("stages"), steps))
     if noop:
@@ -77,13 +71,7 @@ def fitted(variant: Variant, steps: int | None) -> Variant:
 
 
 def _with_steps(stage: Any, written: Any, steps: int) -> str:
-    """The override that gives a stage so many steps, whatever its length was.
-
-    Args:
-        stage: of the pipeline.
-        written: `stages` as the file has it.
-        steps: how many.
-    """
+    """The override that gives a stage so many steps; `written`: `stages` as the file has it."""
     if written is None:
         return f"stages=[{{{stage.name}: {{steps: {steps}}}}}]"
     item = written[stage.index]

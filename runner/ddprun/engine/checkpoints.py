@@ -18,7 +18,7 @@ from ddprun.engine.session import Session
 from ddprun.engine.state import shared_keys, state_of
 from ddprun.host.rank_files import keep_checkpoint
 from ddprun.parallel.ranks import Ranks
-from ddprun.telemetry.record_files import RecordFiles
+from ddprun.telemetry.writer import RecordFiles
 from ddprun_hooks.comm.control import open_control
 from ddprun_hooks.comm.groups import Placement
 

@@ -13,7 +13,7 @@ from ddprun import __version__, screen
 from ddprun.checkpoint import folder
 from ddprun.engine.session import Session
 from ddprun.run_files import replacing, resume_command
-from ddprun.telemetry.records import VERSION, Totals
+from ddprun.telemetry.steps import VERSION, Totals
 from ddprun.telemetry.writer import finite
 
 Status = Literal["done", "interrupted", "failed"]

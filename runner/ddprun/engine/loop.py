@@ -34,7 +34,7 @@ from ddprun.engine.data import StepBatches
 from ddprun.engine.replicas import audit_parameters
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, begin_stage, end_stage
-from ddprun.telemetry.global_step import GlobalStep
+from ddprun.telemetry.recorder import GlobalStep
 
 StepFunction = Callable[[StageRun, StepBatches, int], None]
 """A step's own work, up to the optimizer's step. `step` counts from 1 in the stage, here and below."""

@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ddprun.telemetry.global_step import GlobalStep
-from ddprun.telemetry.recorder import StepRecorder
+from ddprun.telemetry.recorder import GlobalStep, StepRecorder
 from ddprun_hooks.comm.control import Control
 
 OnNan = Literal["continue", "stop"]

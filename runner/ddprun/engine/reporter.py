@@ -21,9 +21,8 @@ from ddprun.engine.nonfinite import Nonfinite
 from ddprun.plugins import TRACKERS
 from ddprun.sync.audit import Finding
 from ddprun.telemetry.control_message import Overflow
-from ddprun.telemetry.global_step import GlobalStep
 from ddprun.telemetry.progress import Screen
-from ddprun.telemetry.recorder import StepRecorder
+from ddprun.telemetry.recorder import GlobalStep, StepRecorder
 from ddprun.telemetry.stragglers import Straggler
 from ddprun.track import RunInfo, StepInfo
 from ddprun.track.trackers import Trackers, nobody
@@ -103,7 +102,7 @@ class Reporter:
         facts = asdict(now)
         self.events.warning("straggler", step=step, straggler=facts.pop("rank"), **facts)
         share = f"{now.late_us / now.step_us:.0%} of the time between two synchronisations"
-        self.note(f"step {step}: {now.describe()}, {share}; the others wait for it")
+        self.note(f"step {step}: {now.describe()}, {share}")
 
     def _report_overflow(self, step: int, found: Overflow) -> None:
         """A cast has made a mean infinite: the event each time, a line on the screen the first time."""

@@ -26,8 +26,8 @@ from ddprun.engine.state import StateError, check_fields, reading, restore
 from ddprun.run_files import open_file
 from ddprun.sync.optimizer_state import has_mean, mean_of, mean_state
 from ddprun.telemetry.control_message import NOTHING_ADDED
-from ddprun.telemetry.record_files import truncate_records
-from ddprun.telemetry.records import Totals
+from ddprun.telemetry.steps import Totals
+from ddprun.telemetry.writer import truncate_records
 
 _CHUNK_BYTES = 64 << 20
 

@@ -14,7 +14,7 @@ from ddprun.checkpoint.folder import FOLDER as CHECKPOINTS
 from ddprun.config import Loaded
 from ddprun.parallel.ranks import Ranks
 from ddprun.run_files import Resuming, check_folder, open_file, read_object
-from ddprun.telemetry.record_files import FOLDERS, truncate_torn_event
+from ddprun.telemetry.writer import FOLDERS, truncate_torn_event
 
 PIPELINE, ABOUT, SUMMARY = "pipeline.yaml", "run.json", "summary.json"
 _LOCK = "run.lock"

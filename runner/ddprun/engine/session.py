@@ -31,10 +31,9 @@ from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.plan import ReplicaConsistency
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.clock import Clock, GradientTimes
-from ddprun.telemetry.global_step import GlobalStep
 from ddprun.telemetry.profile import Profiler
-from ddprun.telemetry.record_files import RecordFiles
-from ddprun.telemetry.recorder import StepRecorder
+from ddprun.telemetry.recorder import GlobalStep, StepRecorder
+from ddprun.telemetry.writer import RecordFiles
 from ddprun_hooks.comm.exchange import Exchange
 
 

@@ -31,10 +31,9 @@ from ddprun.sync.synchronizer import QueueRequirements, requirements
 from ddprun.telemetry.clock import GradientTimes, clock_for
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.progress import screen_for
-from ddprun.telemetry.record_files import RecordFiles
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun.telemetry.stragglers import Stragglers
-from ddprun.telemetry.writer import event_log
+from ddprun.telemetry.writer import RecordFiles, event_log
 from ddprun_hooks.comm.control import Control, open_control
 from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.errors import HookSetupError

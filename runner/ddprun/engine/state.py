@@ -23,7 +23,7 @@ from ddprun.engine.nonfinite import Nonfinite
 from ddprun.engine.session import Session
 from ddprun.sync.audit import Finding
 from ddprun.telemetry.control_message import Accumulator
-from ddprun.telemetry.records import Totals
+from ddprun.telemetry.steps import Totals
 
 
 class StateError(ValueError):

@@ -1,4 +1,4 @@
-"""What a run finds out before its first step, found out by one process that talks to nobody."""
+"""What a run finds out before its first step, found out by one process on its own."""
 
 import gc
 import os
@@ -44,32 +44,8 @@ class World:
 
     def layout(self, rank: int) -> Placement:
         """Where the ranks are, seen from one of them."""
-        names = [f"host {place // self.ranks_per_host}" for place in range(self.ranks)]
+        names = [f"host {index // self.ranks_per_host}" for index in range(self.ranks)]
         return Placement(rank, tuple(names), (self.ranks_per_host,) * self.ranks)
-
-
-class ModelShapes(nn.Module):
-    """A model's names and shapes. Its parameters hold no values, so working with them costs nothing."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._shapes = {
-            name: nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
-            for name, param in parameters.items()
-        }
-        self._held = dict(buffers)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and shapes."""
-        yield from self._shapes.items()
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The buffers, with their values."""
-        yield from self._held.items()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +53,7 @@ class Unknown:
     """Why something cannot be known without importing what the file names; empty where it is known."""
 
     model: str = ""
-    batch: str = ""
-    """For backward and forward passes: model, data and loss are wanted."""
-
+    batch: str = ""  # for backward and forward passes: model, data and loss are wanted
     optimizer: str = ""
 
 
@@ -87,28 +61,17 @@ class Unknown:
 class ModelProbe:
     """What is known about a run before it starts."""
 
-    shapes: ModelShapes | None
-    """None: the model is not known."""
-
-    gradients: tuple[BucketLayout, ...] | None
-    """Gradient buckets in the order in which backward fills them; None: not known. Empty if no stage sends
-    any."""
-
-    buffer_use: BufferUse | None
-    """What rank 0's first batch does to the buffers; None: not known."""
-
-    optimizer: Optimizer | None
-    """None: not known."""
-
-    optimizer_state: Mapping[Tensor, dict[str, Any]]
-    """Its state after a step, by parameter, without values; empty if no stage sends it."""
-
+    model: nn.Module | None  # None: not known
+    gradients: tuple[BucketLayout, ...] | None  # as backward fills them; (): none are sent; None: not known
+    buffer_use: BufferUse | None  # what rank 0's first batch does to the buffers; None: not known
+    optimizer: Optimizer | None  # None: not known
+    optimizer_state: Mapping[Tensor, dict[str, Any]]  # after a step, without values; empty if not sent
     feed: Feed | None
     unknown: Unknown
     device: torch.device
 
 
-def look(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
+def probe_model(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
     """Build what a rank builds, and look at it as a rank does.
 
     Args:
@@ -129,13 +92,11 @@ def look(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
         make_folder_importable(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
-    model = None
+    model = feed = optimizer = None
     if not unknown.model:
         model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
-    feed = None
     if importing or pipeline.train_data().source == "built-in":
         feed = _open_feed(loaded, world)
-    optimizer = None
     if model is not None and not unknown.optimizer:
         optimizer = build.build_optimizer(loaded, model)
         for stage in pipeline.step_stages():
@@ -151,10 +112,7 @@ def look(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
         if gradients is None:
             gradients = _buckets(loaded, model, objective, precision, feed)
     state = _state(optimizer) if optimizer is not None and _sends_state(loaded) else {}
-    shapes = (
-        None if model is None else ModelShapes(dict(model.named_parameters()), dict(model.named_buffers()))
-    )
-    return ModelProbe(shapes, gradients, verdict, optimizer, state, feed, unknown, device)
+    return ModelProbe(model, gradients, verdict, optimizer, state, feed, unknown, device)
 
 
 def is_foreign(choice: Choice) -> bool:
@@ -165,16 +123,16 @@ def is_foreign(choice: Choice) -> bool:
 def _unknown(loaded: Loaded) -> Unknown:
     """What stays unknown if nothing of the user's is imported."""
     pipeline = loaded.pipeline
-    wanted = {"model": pipeline.model, "data": pipeline.train_data(), "loss": pipeline.loss}
-    foreign = [f'"{key}: {choice.name}"' for key, choice in wanted.items() if is_foreign(choice)]
-    model = foreign[0] if is_foreign(pipeline.model) else ""
-    batch = " and ".join(foreign)
-    optimizer = f'"optimizer: {pipeline.optimizer.name}"' if is_foreign(pipeline.optimizer) else ""
-    verb = "is" if len(foreign) == 1 else "are"
+
+    def reason(**wanted: Choice) -> str:
+        foreign = [f'"{key}: {choice.name}"' for key, choice in wanted.items() if is_foreign(choice)]
+        verb = "is" if len(foreign) == 1 else "are"
+        return f"{' and '.join(foreign)} {verb} not imported" if foreign else ""
+
     return Unknown(
-        f"{model} is not imported" if model else "",
-        f"{batch} {verb} not imported" if batch else "",
-        f"{optimizer} is not imported" if optimizer else "",
+        reason(model=pipeline.model),
+        reason(model=pipeline.model, data=pipeline.train_data(), loss=pipeline.loss),
+        reason(optimizer=pipeline.optimizer),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddprun.config import (
     AverageStage,
@@ -16,7 +16,7 @@ from ddprun.config import (
     StepStage,
     TrainSettings,
 )
-from ddprun.explain.model_probe import ModelProbe, ModelShapes
+from ddprun.explain.model_probe import ModelProbe
 from ddprun.explain.traffic import Route
 from ddprun.sync.buffers import BufferPlan, BufferUse, counters_of, split_by_transfer
 from ddprun.sync.optimizer_state import complete_state, floating_state, has_mean
@@ -30,12 +30,11 @@ Moment = Literal["begin", "before_forward", "backward", "after_step", "end", "on
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A bucket that sets out."""
+    """Buckets that set out together."""
 
     moment: Moment
     route: Route
-    layout: BucketLayout | None
-    """None: not known."""
+    layouts: tuple[BucketLayout, ...] | None  # None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +42,14 @@ class StagePlan:
     """What one stage sends."""
 
     stage: Stage
-    settings: TrainSettings | None = None
-    """None for a stage without steps."""
-
-    steps: int | None = None
-    """None: not known, or the stage has none."""
-
-    begin: tuple[Sent, ...] = ()
-    """What is sent before the first step."""
-
-    backward: tuple[Sent, ...] = ()
-    """What backward sends, in every step."""
-
-    by_step: tuple[tuple[Sent, ...], ...] = ()
-    """What else is sent, by step, up to where it begins again from the first."""
-
-    control_messages: tuple[int, ...] = ()
-    """The first steps in which ranks exchange a control message; they come again with the cycle."""
-
-    end: tuple[Sent, ...] | None = ()
-    """What is sent after the last step, or by a stage without steps. None: not known."""
-
-    left_apart: bool = False
-    """The next stage wants the ranks as they are, so that nothing makes them equal at the end."""
+    settings: TrainSettings | None = None  # None for a stage without steps
+    steps: int | None = None  # None: not known, or the stage has none
+    begin: tuple[Sent, ...] = ()  # before the first step
+    backward: tuple[Sent, ...] = ()  # what backward sends, in every step
+    by_step: tuple[tuple[Sent, ...], ...] = ()  # what else is sent, by step of a cycle
+    control_messages: tuple[int, ...] = ()  # first steps with one; they repeat with the cycle
+    end: tuple[Sent, ...] | None = ()  # at the end, or by a stage without steps; None: not known
+    left_apart: bool = False  # the next stage wants ranks as they are: nothing makes them equal at the end
 
 
 def stage_plans(loaded: Loaded, probe: ModelProbe) -> Iterator[StagePlan]:
@@ -91,7 +75,7 @@ class _Planner:
     def __init__(self, loaded: Loaded, probe: ModelProbe) -> None:
         self._pipeline, self._probe = loaded.pipeline, probe
         self._cap_bytes = loaded.pipeline.ddp.bucket_cap_mb * 2**20
-        self._model = probe.shapes
+        self._model = probe.model
         self._named_buffers = dict(self._model.named_buffers()) if self._model is not None else {}
         self._use = probe.buffer_use or _nothing_excluded(self._model)
         self._setting = loaded.pipeline.buffers
@@ -119,8 +103,8 @@ class _Planner:
         for step in range(1, length + 1):
             sent = self._buffers("before_forward", buffers.before_forward()) * settings.accumulate
             _, setting_out, effect = progress.after_step(step)
-            for place in setting_out:
-                sent += self._transfer("after_step", plan.transfers[place], plan)
+            for index in setting_out:
+                sent += self._transfer("after_step", plan.transfers[index], plan)
             replicas.note(effect, plan, noop=noop)
             met = plan.synchronizes(step)
             sent += self._buffers("after_step", buffers.after_step(step, synchronized=met))
@@ -133,7 +117,7 @@ class _Planner:
             settings,
             steps,
             begin,
-            tuple(self._gradients(plan)),
+            self._gradients(plan),
             tuple(by_step[:cycle]),
             tuple(_control_messages(plan, buffers, steps, cycle)),
             None if steps is None and cycle > 1 else end,
@@ -144,13 +128,13 @@ class _Planner:
         """Parameters as they are, averaged."""
         route = Route("parameters", "plain", "sum")
         named = None if self._model is None else averaged_parameters(self._model)
-        return self._sent(moment, route, named)
+        return self._bucketed(moment, route, named)
 
     def broadcast(self, source: int) -> tuple[Sent, ...]:
         """Parameters of one rank."""
         route = Route("parameters", "plain", "broadcast", source=source)
         named = None if self._model is None else dict[str, Tensor](self._model.named_parameters())
-        return self._sent("once", route, named)
+        return self._bucketed("once", route, named)
 
     def before_reading(self) -> tuple[Sent, ...]:
         """Buffers that an evaluate or save stage reads."""
@@ -172,8 +156,8 @@ class _Planner:
         reconcile = not self._next_takes_ranks_as_they_are(stage)
         _, setting_out, effect = progress.finish(reconcile=reconcile and replicas.parameters != "common")
         sent: tuple[Sent, ...] = ()
-        for place in setting_out:
-            sent += self._transfer("end", plan.transfers[place], plan)
+        for index in setting_out:
+            sent += self._transfer("end", plan.transfers[index], plan)
         if effect != "nothing":
             replicas.note(effect, plan, noop=noop)
         if reconcile and replicas.parameters != "common":
@@ -194,15 +178,13 @@ class _Planner:
         assert settings.epochs is not None, "a stage has steps or epochs"
         return None if per_epoch is None else settings.epochs * per_epoch
 
-    def _gradients(self, plan: SyncPlan) -> Iterator[Sent]:
+    def _gradients(self, plan: SyncPlan) -> tuple[Sent, ...]:
         if plan.gradients is None:
-            return
+            return ()
         route = Route("gradient", "world", "hooks")
         if plan.gradients == "host":
             route = Route("gradient", "world", "host_hooks", True, plan.hosts)
-        buckets = self._probe.gradients
-        for layout in [None] if buckets is None else buckets:
-            yield Sent("backward", route, layout)
+        return _sent("backward", route, self._probe.gradients)
 
     def _transfer(self, moment: Moment, one: Transfer, plan: SyncPlan) -> tuple[Sent, ...]:
         """The buckets of a transfer that sets out."""
@@ -213,10 +195,10 @@ class _Planner:
                 route = Route("optimizer", "plain", "sum", inside, hosts, part=one.partition)
                 optimizer = self._probe.optimizer
                 if optimizer is None:
-                    return self._sent(moment, route, None)
+                    return self._bucketed(moment, route, None)
                 optimizer.state.update(self._probe.optimizer_state)
                 complete_state(optimizer)
-                return self._sent(moment, route, floating_state(optimizer))
+                return self._bucketed(moment, route, floating_state(optimizer))
             case "parameters" if one.source is not None:
                 route = Route("parameters", "plain", "broadcast", source=one.source)
             case "parameters":
@@ -224,28 +206,30 @@ class _Planner:
             case "change":
                 route = Route("delta", "deltas", "host_hooks" if inside else "hooks", inside, hosts)
         if self._model is None:
-            return self._sent(moment, route, None)
-        buckets = buckets_of(plan, self._model, self._cap_bytes)[one.fragment]
-        return tuple(Sent(moment, route, layout) for layout in buckets.layouts)
+            return _sent(moment, route, None)
+        return _sent(moment, route, buckets_of(plan, self._model, self._cap_bytes)[one.fragment].layouts)
 
     def _buffers(self, moment: Moment, names: Sequence[str]) -> tuple[Sent, ...]:
         named = {name: self._named_buffers[name] for name in names}
         averaged, broadcast = split_by_transfer(named, self._setting)
         return (
-            *self._sent(moment, Route("buffers", "plain", "sum"), averaged),
-            *self._sent(moment, Route("buffers", "plain", "broadcast"), broadcast),
+            *self._bucketed(moment, Route("buffers", "plain", "sum"), averaged),
+            *self._bucketed(moment, Route("buffers", "plain", "broadcast"), broadcast),
         )
 
-    def _sent(self, moment: Moment, route: Route, named: Mapping[str, Tensor] | None) -> tuple[Sent, ...]:
-        """What it takes to send tensors; one of unknown size if they are not known."""
-        if named is None:
-            return (Sent(moment, route, None),)
-        layouts = ParameterBuckets(named, self._cap_bytes).layouts
-        return tuple(Sent(moment, route, layout) for layout in layouts)
+    def _bucketed(self, moment: Moment, route: Route, named: Mapping[str, Tensor] | None) -> tuple[Sent, ...]:
+        """Tensors in their buckets; None: not known."""
+        layouts = None if named is None else ParameterBuckets(named, self._cap_bytes).layouts
+        return _sent(moment, route, layouts)
+
+
+def _sent(moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | None) -> tuple[Sent, ...]:
+    """Nothing where there are no buckets."""
+    return () if layouts == () else (Sent(moment, route, layouts),)
 
 
 def _control_messages(plan: SyncPlan, buffers: BufferPlan, steps: int | None, cycle: int) -> Iterator[int]:
-    """An exchange that goes on beside training may be applied, for the first time, in the second cycle."""
+    """An exchange that overlaps with training may be applied, for the first time, in the second cycle."""
     known: set[int] = set()
     for step in range(1, min(2 * cycle, steps or 2 * cycle) + 1):
         if (plan.synchronizes(step) or buffers.synchronizes(step)) and step % cycle not in known:
@@ -253,7 +237,7 @@ def _control_messages(plan: SyncPlan, buffers: BufferPlan, steps: int | None, cy
             yield step
 
 
-def _nothing_excluded(model: ModelShapes | None) -> BufferUse:
+def _nothing_excluded(model: nn.Module | None) -> BufferUse:
     """Where nobody has looked: every buffer but a counter may change."""
     if model is None:
         return BufferUse()

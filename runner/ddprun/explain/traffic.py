@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from ddprun.config import Choice, Loaded, PipelineError, StepStage
+from ddprun.config import Loaded, PipelineError, StepStage
 from ddprun.engine import build
 from ddprun.explain.model_probe import World, is_foreign
 from ddprun.sync.plan import Partition
@@ -27,7 +27,7 @@ QueueName = Literal["world", "deltas", "plain"]
 """As `ddprun_hooks.comm.exchange.Exchange` calls their groups; `world` is that of gradients."""
 
 Among = Literal["all", "host", "across", "part"]
-"""All ranks, those of each host, those of one place on every host, or those of each part of a partition."""
+"""All ranks, those of each host, of one local rank on every host, or of each part of a partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,7 @@ class Amount:
     """Bytes that ranks send, each rank's own, in rank order."""
 
     by_rank: tuple[int, ...]
-    between_hosts: tuple[int, ...]
-    """The part that leaves each rank's host."""
+    between_hosts: tuple[int, ...]  # the part that leaves each rank's host
 
     @classmethod
     def none(cls, ranks: int) -> Amount:
@@ -59,20 +58,20 @@ class Amount:
         """Of all ranks together."""
         return sum(self.by_rank)
 
-    @property
-    def leaves_hosts(self) -> int:
-        """What leaves some host, of all ranks together."""
-        return sum(self.between_hosts)
+    def sizes(self, steps: int = 1, wanted: int = 1) -> dict[str, float]:
+        """What `wanted` average steps send, in bytes, if `steps` of them send this amount."""
+        all_ranks = self.all_ranks * wanted / steps
+        return {
+            "per_rank": all_ranks / len(self.by_rank),
+            "all_ranks": all_ranks,
+            "between_hosts": sum(self.between_hosts) * wanted / steps,
+        }
 
 
 def total(amounts: Iterable[Amount | None], ranks: int) -> Amount | None:
     """The sum; None if one of them is not known."""
-    known = Amount.none(ranks)
-    for amount in amounts:
-        if amount is None:
-            return None
-        known = known + amount
-    return known
+    known = list(amounts)
+    return None if None in known else sum(filter(None, known), Amount.none(ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +80,16 @@ class Route:
 
     kind: Kind
     queue: QueueName
-    through: Literal["hooks", "host_hooks", "sum", "broadcast"]
-    """The stage's hooks, those that are left of them inside a host, or neither."""
+    through: Literal["hooks", "host_hooks", "sum", "broadcast"]  # `host_hooks`: inside a host
+    inside: bool = False  # among the ranks of each host only
+    hosts: int | None = None  # into how many hosts the ranks are split for that; None: as they were launched
+    source: int = 0  # whose payload is broadcast
+    part: Partition | None = None  # among the ranks of each of its groups
 
-    inside: bool = False
-    """Among the ranks of each host only."""
-
-    hosts: int | None = None
-    """Into how many hosts the ranks are split for that; None: as they were launched."""
-
-    source: int = 0
-    """Whose payload is broadcast."""
-
-    part: Partition | None = None
-    """Among the ranks of each of its groups."""
+    @property
+    def hooked(self) -> bool:
+        """Whether hooks handle the bucket."""
+        return self.through in ("hooks", "host_hooks")
 
     @property
     def among(self) -> Among:
@@ -114,13 +109,9 @@ class SentLeg:
 
     op: str
     among: Among
-    ranks: int
-    """How many ranks are in each of its groups."""
-
+    ranks: int  # how many ranks are in each of its groups
     dtype: str
-    bytes: int
-    """Size of what is summed, gathered or exchanged, in bytes; where ranks differ, the largest."""
-
+    bytes: int  # size of what is summed, gathered or exchanged, in bytes; where ranks differ, the largest
     amount: Amount
 
 
@@ -133,57 +124,25 @@ class Carried:
     amount: Amount
 
 
-class Hooks:
-    """The stacks of the stages, made anew for each rehearsal: hooks keep state.
-
-    Args:
-        loaded: the pipeline.
-        importing: hooks of the user's may be imported.
-    """
-
-    def __init__(self, loaded: Loaded, *, importing: bool) -> None:
-        self._loaded = loaded
-        self._importing = importing
-
-    def unknown(self, stage: StepStage) -> str:
-        """Why it cannot be known what the stage's hooks send; empty if it can."""
-        if self._importing:
-            return ""
-        hooks = stage.effective(self._loaded.pipeline).hooks
-        names = [name for hook in hooks for name in _foreign(hook)]
-        return f'"hooks: {names[0]}" is not imported' if names else ""
-
-    def make(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
-        """A stack of its own; plain all-reduce where the hooks are not known.
-
-        Raises:
-            PipelineError: a hook that cannot be had.
-        """
-        if self.unknown(stage):
-            return Stack([])
-        hooks = stage.effective(self._loaded.pipeline).hooks
-        return build.build_stack(self._loaded, stage.key_path("hooks"), hooks, inside_host=inside_host)
-
-
 class Simulations:
     """Carries buckets over ranks that are not there.
 
     Args:
         loaded: the pipeline.
         world: the ranks.
-        hooks: of the stages.
         device: where payloads are.
+        importing: hooks of the user's may be imported.
 
     Raises:
         PipelineError: the ranks do not lie as a stage needs them.
     """
 
-    def __init__(self, loaded: Loaded, world: World, hooks: Hooks, device: torch.device) -> None:
-        self._loaded, self._world, self._hooks, self._device = loaded, world, hooks, device
+    def __init__(self, loaded: Loaded, world: World, device: torch.device, *, importing: bool) -> None:
+        self._loaded, self._world, self._device, self._importing = loaded, world, device, importing
         needed: list[QueueRequirements] = []
         for stage in loaded.pipeline.step_stages():
             settings = stage.effective(loaded.pipeline)
-            stacks = hooks.make(stage), hooks.make(stage, inside_host=True)
+            stacks = self._hooks(stage), self._hooks(stage, inside_host=True)
             needed.append(requirements(settings.plan, *stacks, world.ranks))
             self._check(stage, stacks[0], combine(needed[-1]))
         names: tuple[QueueName, ...] = ("world", "deltas", "plain")
@@ -196,25 +155,44 @@ class Simulations:
 
         self._known: dict[tuple[str, Route, BucketLayout], Carried] = {}
 
+    def unknown(self, stage: StepStage | None, route: Route) -> str:
+        """Why it cannot be known what the hooks on a route send; empty if it can."""
+        names = self._not_imported(stage) if stage is not None and route.hooked else []
+        return f'"hooks: {names[0]}" is not imported' if names else ""
+
+    def _not_imported(self, stage: StepStage) -> list[str]:
+        """Names of the stage's hooks that are somebody else's code, legs included."""
+        found = []
+        for hook in () if self._importing else stage.effective(self._loaded.pipeline).hooks:
+            if is_foreign(hook):
+                found.append(hook.name)
+            elif hook.name == "hierarchical":
+                specs = [spec for leg in ("within", "across") for spec in hook.options.get(leg, ())]
+                found += [name for spec in specs if (name := parse_spec(spec)[0]) not in BUILT_IN]
+        return found
+
+    def _hooks(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
+        """The stage's hooks, made anew since they keep state; plain all-reduce where they are not known.
+
+        Raises:
+            PipelineError: a hook that cannot be had.
+        """
+        if self._not_imported(stage):
+            return Stack([])
+        hooks = stage.effective(self._loaded.pipeline).hooks
+        return build.build_stack(self._loaded, stage.key_path("hooks"), hooks, inside_host=inside_host)
+
     def carry(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Carried | None:
         """What it takes to carry a bucket; None if the hooks that it meets are not known.
 
-        Args:
-            stage: whose hooks it meets; None if it meets none.
-            route: how it travels.
-            layout: of the bucket.
+        `stage`: whose hooks it meets; None if it meets none.
 
         Raises:
             PipelineError: a hook that would break the run.
         """
-        hooked = route.through in ("hooks", "host_hooks")
-        described = ""
-        if hooked:
-            assert stage is not None, "hooks are a stage's"
-            if self._hooks.unknown(stage):
-                return None
-            described = self._hooks.make(stage).described
-        key = described, route, layout
+        if self.unknown(stage, route):
+            return None
+        key = self._hooks(stage).described if stage is not None and route.hooked else "", route, layout
         if key not in self._known:
             try:
                 self._known[key] = self._carry(stage, route, layout)
@@ -247,10 +225,10 @@ class Simulations:
         if route.through == "broadcast":
             return broadcast_stack(route.source)
         assert stage is not None, "hooks are a stage's"
-        return self._hooks.make(stage, inside_host=route.through == "host_hooks")
+        return self._hooks(stage, inside_host=route.through == "host_hooks")
 
     def _check(self, stage: StepStage, stack: Stack, needs: GroupRequirements) -> None:
-        """See whether the ranks lie as a stage needs them, and tell what of it needs them otherwise."""
+        """Check that the ranks lie as a stage needs them; a fault names what of it needs them otherwise."""
         layout = self._world.layout(0)
         for key, of in (
             ("hooks", {need: needs[need] for need in stack.requirements if need in needs}),
@@ -299,15 +277,3 @@ def _joined(
                 tuple(leg.between_hosts_bytes if leg is not None else 0 for leg in row),
             ),
         )
-
-
-def _foreign(hook: Choice) -> Iterator[str]:
-    """Names of the hooks in a choice that are somebody else's code, its legs included."""
-    if is_foreign(hook):
-        yield hook.name
-    elif hook.name == "hierarchical":
-        for leg in ("within", "across"):
-            for spec in hook.options.get(leg, ()):
-                name = parse_spec(spec)[0]
-                if name not in BUILT_IN:
-                    yield name

@@ -56,9 +56,9 @@ def _layout(x: str, y: str = "", **more: Any) -> dict[str, Any]:
 def curves(named: Mapping[str, Curve], y: str) -> Chart:
     """Lines over steps, each with the band between its lowest and its highest value."""
     data: list[dict[str, Any]] = []
-    for place, (name, curve) in enumerate(named.items()):
-        colour = _COLOURS[place % len(_COLOURS)]
-        line = {"color": colour, "dash": _DASHES[place % len(_DASHES)], "width": 2}
+    for index, (name, curve) in enumerate(named.items()):
+        colour = _COLOURS[index % len(_COLOURS)]
+        line = {"color": colour, "dash": _DASHES[index % len(_DASHES)], "width": 2}
         if curve.lowest != curve.highest and len(named) <= 3:
             hidden = {"hoverinfo": "skip", "showlegend": False, "mode": "lines", "line": {"width": 0}}
             band = {"x": curve.steps, "fillcolor": f"{colour}33", **hidden}
@@ -72,12 +72,7 @@ def curves(named: Mapping[str, Curve], y: str) -> Chart:
 
 
 def split(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
-    """A bar for each row: its parts of a step, one after the other.
-
-    Args:
-        rows: by name, the microseconds of each part.
-        x: title of the axis of milliseconds.
-    """
+    """A bar of milliseconds for each row: its parts of a step, given in microseconds, one after the other."""
     data = []
     for part in PARTS:
         ms = [us.get(part, 0.0) / 1000 for us in rows.values()]
@@ -94,11 +89,11 @@ def split_over_time(digest: Digest) -> Chart:
     """The parts of a step over the run, means over ranks."""
     data = []
     for part in PARTS:
-        look, curve = LOOKS[part], digest.parts[part]
+        look, curve = LOOKS[part], digest.parts_ms[part]
         if any(curve.means):
             line = {"width": 0.5, "color": look.colour}
             area = {"stackgroup": "step", "mode": "lines", "line": line, "fillcolor": look.colour}
-            data.append({"x": curve.steps, "y": _rounded(curve.means, 1e-3), "name": look.name, **area})
+            data.append({"x": curve.steps, "y": _rounded(curve.means), "name": look.name, **area})
     return {"data": data, "layout": _layout("step", "milliseconds")}
 
 
@@ -182,5 +177,5 @@ def _bars(name: str, marker: Mapping[str, Any], hover: str) -> dict[str, Any]:
     return {"type": "bar", "orientation": "h", "name": name, "marker": marker, "hovertemplate": hover}
 
 
-def _rounded(values: Sequence[float | None], scale: float = 1.0) -> list[float | None]:
-    return [None if value is None else float(f"{value * scale:.5g}") for value in values]
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else float(f"{value:.5g}") for value in values]

@@ -17,9 +17,7 @@ from typing import Any
 from ddprun.report.runs import Run
 from ddprun.telemetry.steps import PARTS
 
-_POINTS = 400
-"""Of a curve, at most."""
-
+_POINTS = 400  # of a curve, at most
 _BUCKET_LINES = 200_000
 _TIMELINES = 10
 _TIMELINE_RANKS = 64
@@ -32,9 +30,7 @@ _NAMED_PARAMS = 8
 class Curve:
     """Means over intervals of steps."""
 
-    steps: list[float]
-    """The middle of each interval."""
-
+    steps: list[float]  # the middle of each interval
     means: list[float | None]
     lowest: list[float | None]
     highest: list[float | None]
@@ -46,15 +42,11 @@ class Sent:
 
     kind: str
     hooks: tuple[str, ...]
-    steps: int = 0
-    """How many of the steps that were read had such a payload."""
-
+    steps: int = 0  # how many of the steps that were read had such a payload
     bytes: int = 0
     wire_bytes: int = 0
     between_hosts_bytes: int = 0
-    us: int = 0
-    """From ready to done."""
-
+    us: int = 0  # from ready to done
     encode_us: int = 0
     decode_us: int = 0
     payloads: int = 0
@@ -65,11 +57,8 @@ class Gathered:
     """How the gradients of a bucket became complete, over the steps and ranks that were read."""
 
     params: tuple[str, ...]
-    completed_by: Counter[str] = field(default_factory=Counter)
-    """How often each parameter's gradient was the last."""
-
-    us: int = 0
-    """From the first gradient to the last, summed over steps and ranks."""
+    completed_by: Counter[str] = field(default_factory=Counter)  # how often each gradient was the last
+    us: int = 0  # from the first gradient to the last, summed over steps and ranks
 
 
 @dataclass(slots=True)
@@ -77,32 +66,17 @@ class Digest:
     """A run in numbers."""
 
     run: Run
-    recorded: list[int]
-    """The steps that have records."""
-
-    parts_us: list[dict[str, float]]
-    """For each rank the mean time of each part of a step, and `step_us`."""
-
-    synced_steps: int
-    """Recorded steps in which ranks exchanged their losses."""
-
+    recorded: list[int]  # the steps that have records
+    parts_us: list[dict[str, float]]  # for each rank the mean time of each part of a step, and `step_us`
+    synced_steps: int  # recorded steps in which ranks exchanged their losses
     loss: Curve
-    rank_losses: list[Curve]
-    """Of the first ranks."""
-
-    parts: dict[str, Curve]
-    """Each part of a step, mean over ranks."""
-
+    rank_losses: list[Curve]  # of the first ranks
+    parts_ms: dict[str, Curve]  # each part of a step, mean over ranks
     sent: list[Sent] = field(default_factory=list)
-    bucket_steps: int = 0
-    """Steps whose bucket records were read."""
-
+    bucket_steps: int = 0  # steps whose bucket records were read
     fidelity: dict[str, Curve] = field(default_factory=dict)
-    gathered: dict[int, Gathered] = field(default_factory=dict)
-    """By gradient bucket; empty if `timings.gradients` was off."""
-
-    timelines: list[dict[str, Any]] = field(default_factory=list)
-    """Of some steps: what every rank did when."""
+    gathered: dict[int, Gathered] = field(default_factory=dict)  # by gradient bucket, if measured
+    timelines: list[dict[str, Any]] = field(default_factory=list)  # of some steps: what every rank did when
 
     @property
     def ranks(self) -> int:
@@ -119,36 +93,32 @@ class Digest:
 
 
 class _Column:
-    """For each recorded step the mean of a number over ranks; memory does not grow with the steps' numbers.
-
-    Args:
-        steps: in order.
-    """
+    """For each recorded step, in order, the mean of a number over ranks, in bounded memory."""
 
     def __init__(self, steps: Sequence[int]) -> None:
         self._steps = steps
         self.sums = array("d", bytes(8 * len(steps)))
         self.counts = array("l", bytes(array("l").itemsize * len(steps)))
 
-    def add(self, place: int | None, value: float | None) -> None:
+    def add(self, index: int | None, value: float | None) -> None:
         # While a run goes on, records of later steps than `steps` come.
-        if value is not None and place is not None:
-            self.sums[place] += value
-            self.counts[place] += 1
+        if value is not None and index is not None:
+            self.sums[index] += value
+            self.counts[index] += 1
 
-    def mean(self, place: int | None) -> float | None:
-        return self.sums[place] / self.counts[place] if place is not None and self.counts[place] else None
+    def mean(self, index: int | None) -> float | None:
+        return self.sums[index] / self.counts[index] if index is not None and self.counts[index] else None
 
     def of(self, step: int) -> float:
         """The mean of a step; 0 if there is none."""
-        return self.mean(_place(self._steps, step)) or 0.0
+        return self.mean(_index(self._steps, step)) or 0.0
 
-    def curve(self) -> Curve:
+    def curve(self, scale: float = 1.0) -> Curve:
         last = self._steps[-1] if self._steps else 0
         length = max(1, math.ceil(last / _POINTS))
         found = Curve([], [], [], [])
         for number, group in groupby(range(len(self._steps)), lambda at: (self._steps[at] - 1) // length):
-            known = [value for place in group if (value := self.mean(place)) is not None]
+            known = [value * scale for index in group if (value := self.mean(index)) is not None]
             if known:
                 start = number * length
                 found.steps.append(start + (min(last, start + length) - start + 1) / 2)
@@ -158,43 +128,40 @@ class _Column:
         return found
 
 
-def _place(steps: Sequence[int], step: int) -> int | None:
-    place = bisect_left(steps, step)
-    return place if place < len(steps) and steps[place] == step else None
+def _index(steps: Sequence[int], step: int) -> int | None:
+    index = bisect_left(steps, step)
+    return index if index < len(steps) and steps[index] == step else None
 
 
 def digest(run: Run) -> Digest:
     """Read a run's records."""
     steps = run.recorded
-    loss, step = _Column(steps), _Column(steps)
     rank_losses = [_Column(steps) for _ in run.ranks]
-    parts = {part: _Column(steps) for part in PARTS}
+    columns = {name: _Column(steps) for name in ("mean_loss", *PARTS, "step_us")}
     means = []
     for rank, own_loss in zip(run.ranks, rank_losses, strict=True):
         totals, count = dict.fromkeys((*PARTS, "step_us"), 0), 0
         for line in run.steps(rank):
-            at = _place(steps, line["step"])
-            loss.add(at, line["mean_loss"])
+            at = _index(steps, line["step"])
             own_loss.add(at, line["loss"])
-            step.add(at, line["step_us"])
-            for part, column in parts.items():
-                column.add(at, line[part])
+            for name, column in columns.items():
+                column.add(at, line[name])
             for part in totals:
                 totals[part] += line[part]
             count += 1
         means.append({part: total / count for part, total in totals.items()} if count else {})
     found = Digest(
         run=run,
-        recorded=[number for number, count in zip(steps, step.counts, strict=True) if count],
+        recorded=[number for number, count in zip(steps, columns["step_us"].counts, strict=True) if count],
         parts_us=means,
-        synced_steps=sum(1 for count in loss.counts if count),
-        loss=loss.curve(),
+        synced_steps=sum(1 for count in columns["mean_loss"].counts if count),
+        loss=columns["mean_loss"].curve(),
         rank_losses=[column.curve() for column in rank_losses[:_RANK_LOSSES]],
-        parts={part: column.curve() for part, column in parts.items()},
+        parts_ms={part: columns[part].curve(1e-3) for part in PARTS},
     )
     if found.recorded:
         _read_buckets(found)
-        shown = _steps_to_show(found.recorded, step, parts["exposed_wait_us"])
+        shown = _steps_to_show(found.recorded, columns["step_us"], columns["exposed_wait_us"])
         found.timelines = list(_timelines(run, shown))
     return found
 
@@ -229,7 +196,7 @@ def _read_buckets(found: Digest) -> None:
                 bucket.us += max(ready) - min(ready)
         for line in run.buckets(rank, holding=b'"fidelity"'):
             for name, column in columns.items():
-                column.add(_place(recorded, line["step"]), line["fidelity"][name])
+                column.add(_index(recorded, line["step"]), line["fidelity"][name])
     for key, one in sent.items():
         one.steps = len(steps[key])
     found.sent, found.bucket_steps = list(sent.values()), len(wanted)
@@ -240,8 +207,8 @@ def _read_buckets(found: Digest) -> None:
 def _steps_to_show(recorded: Sequence[int], step: _Column, waited: _Column) -> dict[int, str]:
     """Steps whose timeline is shown, and why: some evenly over the run, and the three that stand out."""
     count = min(len(recorded), _TIMELINES - 2)
-    places = [round(place * (len(recorded) - 1) / max(1, count - 1)) for place in range(count)]
-    chosen = {recorded[place]: "" for place in places}
+    places = [round(index * (len(recorded) - 1) / max(1, count - 1)) for index in range(count)]
+    chosen = {recorded[index]: "" for index in places}
     later = recorded[len(recorded) // 10 :]  # the first steps are slower than all others
     by_length = sorted(later, key=step.of)
     special = {

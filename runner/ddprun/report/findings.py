@@ -5,16 +5,11 @@ from typing import Any
 
 from ddprun.report.digest import Digest
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
+from ddprun.units import count
 
-_MUCH = 0.15
-"""A share of a step's time that is worth a change."""
-
-_MUCH_OF_THE_WAITING = 0.25
-"""A late rank that causes less of all waiting is not what to begin with."""
-
-_WINDOW = 20
-"""Synchronising steps that stragglers are looked for in, by default."""
-
+_MUCH = 0.15  # a share of a step's time that is worth a change
+_MUCH_OF_THE_WAITING = 0.25  # a late rank that causes less of all waiting is not what to begin with
+_WINDOW = 20  # synchronising steps that stragglers are looked for in, by default
 _ADVICE = {
     "data": "Try more `loader.workers`, or look at that rank's disk.",
     "forward": "Look at what else runs on that rank's cores or GPU, and at inputs that cost more.",
@@ -89,7 +84,7 @@ def _who(digest: Digest, sums: Sequence[StragglerTotal]) -> str:
     params = ", ".join(worst.params[:3]) + (" …" if len(worst.params) > 3 else "")
     bucket = "" if worst.bucket is None else f", before bucket {worst.bucket} ({params})"
     more = sum(one.episodes for one in rest)
-    others = f"; {more} more {'episode' if more == 1 else 'episodes'} of late ranks below" if more else ""
+    others = f"; {count(more, 'more episode')} of late ranks below" if more else ""
     return (
         f"Rank {worst.rank} was {worst.late_us / 1000:.1f} ms late in {worst.cause}{bucket}, {worst.when()}, "
         f"and the others waited for it{others}."

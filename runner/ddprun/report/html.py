@@ -20,27 +20,27 @@ from ddprun.report import charts
 from ddprun.report.charts import LOOKS, Chart
 from ddprun.report.digest import Curve, Digest
 from ddprun.report.findings import sentences, stragglers
-from ddprun.telemetry.progress import data_size
+from ddprun.report.runs import event_name
 from ddprun.telemetry.steps import PARTS
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.telemetry.writer import finite
+from ddprun.units import count, size
 
-_FAULTS = {
-    "resumed": "resumed",
-    "hang": "hang",
-    "checkpoint_left_out": "checkpoint left out",
-    "checkpoint_passed_by": "damaged checkpoint not used",
-    "overflow": "overflow",
-    "nonfinite": "not finite",
-    "data_differs": "ranks read different data",
-    "step_skipped": "step skipped",
-}
+_FAULTS = [
+    "resumed",
+    "hang",
+    "checkpoint_left_out",
+    "checkpoint_passed_by",
+    "overflow",
+    "nonfinite",
+    "data_differs",
+    "step_skipped",
+]
 _MOST_FAULTS = 50
 _CURVE_ROWS = 20
 _NO_STEPS = "No step records."
 
-Runs = Sequence[tuple[str, Digest]]
-"""Each with the name under which the page shows it."""
+Runs = Sequence[tuple[str, Digest]]  # each with the name under which the page shows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,7 @@ class Table:
     heads: Sequence[str]
     rows: Sequence[Sequence[Any]]
     caption: str = ""
-    folded: str = ""
-    """If not empty, the table is folded away under this title."""
+    folded: str = ""  # if not empty, the table is folded away under this title
 
     @property
     def numeric(self) -> list[bool]:
@@ -74,9 +73,7 @@ class Figure:
     """A chart, or several of which the reader chooses one."""
 
     kind: ClassVar[str] = "figure"
-    label: str
-    """What it shows, for a screen reader."""
-
+    label: str  # what it shows, for a screen reader
     chart: Chart
     choices: Sequence[str] = ()
     id: str = ""
@@ -91,12 +88,7 @@ Block = Text | Table | Figure
 
 
 def page(runs: Runs, comparison: Table | None = None) -> str:
-    """The page.
-
-    Args:
-        runs: at least one.
-        comparison: a table of them, to stand first.
-    """
+    """The page about at least one run; a table that compares them stands first."""
     found: dict[str, list[Block]] = {"Comparison": [comparison] if comparison else []}
     found |= {title: list(blocks(runs)) for title, blocks in _SECTIONS.items()}
     sections = {title: blocks for title, blocks in found.items() if blocks}
@@ -146,8 +138,8 @@ def named(digests: Sequence[Digest]) -> Runs:
         if len(set(names)) == len(names) and length >= min(2, len(paths[0].parts)):
             return list(zip(names, digests, strict=True))
     return [
-        (f"{path} ({place})", digest)
-        for place, (path, digest) in enumerate(zip(paths, digests, strict=True), 1)
+        (f"{path} ({index})", digest)
+        for index, (path, digest) in enumerate(zip(paths, digests, strict=True), 1)
     ]
 
 
@@ -198,7 +190,7 @@ def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
     world = started.get("world_size", digest.ranks)
     yield "pipeline", started.get("pipeline")
     yield "status", summary.get("status", "still running, or killed")
-    yield "ranks", f"{world} on {hosts} {'host' if hosts == 1 else 'hosts'}"
+    yield "ranks", f"{world} on {count(hosts, 'host')}"
     yield "device", f"{started.get('device')} over {started.get('backend')}"
     yield "steps", summary.get("steps", run.last_step)
     yield "steps per second", summary.get("steps_per_s")
@@ -210,7 +202,7 @@ def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
     if exposed_s is not None and steps_s:
         yield "exposed communication", f"{exposed_s:.2f} s, {exposed_s / steps_s:.0%} of step time"
     if "wire_bytes" in summary:
-        yield "sent by all ranks", data_size(summary["wire_bytes"])
+        yield "sent by all ranks", size(summary["wire_bytes"])
     yield "seconds", summary.get("seconds")
     for name, version in (summary.get("versions") or {}).items():
         yield name, version
@@ -246,13 +238,9 @@ def _step_time(runs: Runs) -> Iterator[Block]:
         of_ranks = {f"rank {rank}": one for rank, one in zip(digest.run.ranks, digest.parts_us, strict=True)}
         chart = charts.split(of_ranks, "milliseconds per step")
         yield from _chart(chart, "Step time by rank, in milliseconds", heads, rows(digest))
-        used = {LOOKS[part].name: curve for part, curve in digest.parts.items() if any(curve.means)}
-        in_ms = {
-            name: Curve(curve.steps, [None if mean is None else mean / 1000 for mean in curve.means], [], [])
-            for name, curve in used.items()
-        }
+        used = {LOOKS[part].name: curve for part, curve in digest.parts_ms.items() if any(curve.means)}
         label = "Step time over the run, mean over ranks"
-        yield from _curves(charts.split_over_time(digest), label, in_ms, "milliseconds")
+        yield from _curves(charts.split_over_time(digest), label, used, "milliseconds")
 
     if len(runs) > 1:
         chart = charts.split(
@@ -291,9 +279,9 @@ def _gradients(digest: Digest) -> Iterator[Block]:
     rows: list[list[Any]] = []
     for bucket, one in digest.gathered.items():
         total = one.completed_by.total()
-        for place, (name, times) in enumerate(one.completed_by.most_common(3)):
-            about = ["", ""] if place else [bucket, len(one.params)]
-            spread = "" if place else one.us / total / 1000
+        for index, (name, times) in enumerate(one.completed_by.most_common(3)):
+            about = ["", ""] if index else [bucket, len(one.params)]
+            spread = "" if index else one.us / total / 1000
             rows.append([*about, name, f"{times / total:.0%}", spread])
     if rows:
         heads = ["bucket", "parameters", "last gradient", "how often", "first to last gradient, ms"]
@@ -308,7 +296,7 @@ def _communication(digest: Digest) -> Iterator[Block]:
     rows, shares = [], []
     for one in digest.sent:
         steps, payloads = max(1, one.steps) * max(1, digest.ranks), max(1, one.payloads)
-        sizes = [data_size(number / steps) for number in (one.bytes, one.wire_bytes, one.between_hosts_bytes)]
+        sizes = [size(number / steps) for number in (one.bytes, one.wire_bytes, one.between_hosts_bytes)]
         times = [number / payloads / 1000 for number in (one.us, one.encode_us, one.decode_us)]
         hooks = ", ".join(one.hooks) or "none: all-reduce"
         rows.append([one.kind, hooks, one.payloads / steps, *sizes, *times])
@@ -355,12 +343,12 @@ def _stragglers(digest: Digest) -> Iterator[Block]:
 def _stages(digest: Digest) -> Iterator[Block]:
     begun = {event["stage"]: event for event in digest.run.all("stage_started")}
     rows = []
-    for place, stage in enumerate((digest.run.summary or {}).get("stages", ())):
-        event = begun.get(place, {})
+    for index, stage in enumerate((digest.run.summary or {}).get("stages", ())):
+        event = begun.get(index, {})
         sync = event.get("sync")
         sync = sync if sync is None or isinstance(sync, str) else json.dumps(sync)
         about = [stage.get(key) for key in ("kind", "steps", "seconds")]
-        rows.append([place, *about, sync, ", ".join(event.get("hooks", ())) or None])
+        rows.append([index, *about, sync, ", ".join(event.get("hooks", ())) or None])
     if rows:
         yield Table(["stage", "kind", "steps", "seconds", "sync", "hooks"], rows)
     else:
@@ -374,13 +362,12 @@ def _buffers(digest: Digest) -> Iterator[Block]:
 
 def _faults(digest: Digest) -> Iterator[Block]:
     found = [event for event in digest.run.events if event["event"] in _FAULTS]
-    starts = len(digest.run.all("started"))
-    yield Text(f"Started {starts} {'time' if starts == 1 else 'times'}.")
+    yield Text(f"Started {count(len(digest.run.all('started')), 'time')}.")
     if not found:
         yield Text("Nothing went wrong.")
         return
     rows = [
-        [event.get("time"), _FAULTS[event["event"]], event.get("step"), _details(event)]
+        [event.get("time"), event_name(event["event"]), event.get("step"), _details(event)]
         for event in found[-_MOST_FAULTS:]
     ]
     left_out = f"The last {_MOST_FAULTS} of {len(found)}." if len(found) > _MOST_FAULTS else ""

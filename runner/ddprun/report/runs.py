@@ -8,7 +8,7 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
@@ -17,17 +17,22 @@ from typing import IO, Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field, ValidationError, create_model, model_validator
 
 from ddprun.run_files import open_file, parse, read_object
-from ddprun.telemetry.record_files import ranks_in
 from ddprun.telemetry.steps import PARTS
-from ddprun.telemetry.writer import EVENTS, PROFILE, file_of
+from ddprun.telemetry.writer import EVENTS, PROFILE, file_of, ranks_in
 
 _STEP_NUMBER = re.compile(rb'"step": ?(\d{1,18})\b')
 _TAIL_BYTES = 1 << 20
 _MAX_LINE_BYTES = 64 << 20
 _MAX_SUMMARY_BYTES = 256 << 20
 _MAX_PROFILED_STEPS = 100_000
-_MAX_DRIFT = 1e-3
-"""Clocks of computers drift by less than this."""
+_MAX_DRIFT = 1e-3  # clocks of computers drift by less than this
+_EVENT_NAMES = {
+    "checkpoint_passed_by": "damaged checkpoint not used",
+    "data_differs": "ranks read different data",
+    "nonfinite": "not finite",
+    "reconciled": "ranks made equal",
+    "stage_started": "stage",
+}
 
 
 # What readers rely on in each kind of record. Other fields may be there.
@@ -207,6 +212,11 @@ def _plausible(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in summary.items() if name not in wrong}
 
 
+def event_name(event: str) -> str:
+    """A kind of event as a reader would call it."""
+    return _EVENT_NAMES.get(event, event.replace("_", " "))
+
+
 class NoRunError(Exception):
     """The folder is not a run's: bad input."""
 
@@ -292,13 +302,7 @@ class Run:
     def buckets(
         self, rank: int, wanted: Callable[[int], bool] | None = None, *, holding: bytes = b""
     ) -> Iterator[dict[str, Any]]:
-        """A rank's bucket records of all kinds.
-
-        Args:
-            rank: whose.
-            wanted: only the records of these steps.
-            holding: only the records whose line contains this.
-        """
+        """A rank's bucket records; only those of `wanted` steps, and only lines that contain `holding`."""
         return self._lines(file_of("buckets", rank), _is_bucket, wanted, holding)
 
     def profile(self, rank: int) -> Iterator[dict[str, Any]]:
@@ -357,39 +361,31 @@ def between(steps: Sequence[int], low: int, high: int) -> Sequence[int]:
 class Clocks:
     """How far each rank's clock was ahead of rank 0's, measured from time to time."""
 
-    at_us: list[int]
-    """When it was measured, on rank 0's clock."""
+    at_us: list[int]  # when it was measured, on rank 0's clock
+    offset_us: list[list[float]]  # for each measurement the offset of every rank
 
-    offset_us: list[list[float]]
-    """For each measurement the offset of every rank."""
-
-    _of_rank: dict[int, tuple[list[float], list[float]]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    @cached_property
+    def _measured(self) -> list[tuple[list[float], list[float]]]:
+        """For each rank when its offset was measured, on its own clock, and the offsets."""
+        found = []
+        for rank in range(max(map(len, self.offset_us), default=0)):
+            known = zip(self.at_us, self.offset_us, strict=True)
+            rows = sorted((at + of[rank], of[rank]) for at, of in known if rank < len(of))
+            found.append(([at for at, _ in rows], [offset for _, offset in rows]))
+        return found
 
     def aligned(self, rank: int, at_us: float) -> float:
         """A time of a rank's clock on rank 0's clock; between two measurements clocks drift evenly."""
-        times, offsets = self._measured(rank)
-        if not times:
+        if rank >= len(self._measured):
             return at_us
-        place = bisect_right(times, at_us)  # on the rank's own clock, which may have started at another time
-        if place == 0:
+        times, offsets = self._measured[rank]
+        index = bisect_right(times, at_us)  # on the rank's own clock, which may have started at another time
+        if index == 0:
             return at_us - offsets[0]
-        before = offsets[place - 1]
-        if place == len(times):
+        before = offsets[index - 1]
+        if index == len(times):
             return at_us - before
-        length, after = times[place] - times[place - 1], offsets[place]
+        length, after = times[index] - times[index - 1], offsets[index]
         if length <= 0 or abs(after - before) > _MAX_DRIFT * length:
             return at_us - before  # another clock, as after a restart on another host
-        return at_us - before - (at_us - times[place - 1]) / length * (after - before)
-
-    def _measured(self, rank: int) -> tuple[list[float], list[float]]:
-        """When a rank's offset was measured, on its own clock, and the offsets."""
-        if rank not in self._of_rank:
-            rows = sorted(
-                (at + offsets[rank], offsets[rank])
-                for at, offsets in zip(self.at_us, self.offset_us, strict=True)
-                if rank < len(offsets)
-            )
-            self._of_rank[rank] = [at for at, _ in rows], [offset for _, offset in rows]
-        return self._of_rank[rank]
+        return at_us - before - (at_us - times[index - 1]) / length * (after - before)

@@ -12,16 +12,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from ddprun.report.runs import Run, between
+from ddprun.report.runs import Run, between, event_name
 from ddprun.run_files import replacing
 from ddprun.telemetry.writer import finite
 
-_EVENTS = 200_000
-"""In a trace at most, about: what a browser still opens at once."""
-
-_INTERVAL = 10
-"""Consecutive recorded steps in a trace that leaves others out."""
-
+_EVENTS = 200_000  # in a trace at most, about: what a browser still opens at once
+_INTERVAL = 10  # consecutive recorded steps in a trace that leaves others out
 _TRACKS = 1_000_000
 """Track numbers are unique over all processes, and none is a process's: Perfetto would take it for that
 process's main thread.
@@ -34,34 +30,32 @@ _PROFILER = 100_000
 _FLOWS = 1_000_000_000
 _KINDS = ("gradient", "delta", "parameters", "buffers", "optimizer")
 _PER_KIND = 10_000
-_EVENT_NAMES = {
-    "straggler": "straggler",
-    "straggler_over": "straggler over",
-    "checkpoint_taken": "checkpoint taken",
-    "checkpoint_left_out": "checkpoint left out",
-    "overflow": "overflow",
-    "nonfinite": "not finite",
-    "step_skipped": "step skipped",
-    "audit": "audit",
-    "hang": "hang",
-    "resumed": "resumed",
-    "reconciled": "ranks made equal",
-    "average": "average",
-    "broadcast": "broadcast",
-    "evaluated": "evaluated",
-    "stage_started": "stage",
-}
+_EVENT_KINDS = [
+    "straggler",
+    "straggler_over",
+    "checkpoint_taken",
+    "checkpoint_left_out",
+    "overflow",
+    "nonfinite",
+    "step_skipped",
+    "audit",
+    "hang",
+    "resumed",
+    "reconciled",
+    "average",
+    "broadcast",
+    "evaluated",
+    "stage_started",
+]
+"""That are shown, besides checkpoints that were written."""
 
 Event = dict[str, Any]
 
 
 def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> int:
-    """Write `trace.json`; gives how many steps are in it.
+    """Write a run's `trace.json`; gives how many steps are in it.
 
-    Args:
-        run: whose.
-        target: the file.
-        steps: first and last; None: a selection that is small enough.
+    `steps` are the first and the last; None: a selection that is small enough.
     """
     chosen = _choose(run) if steps is None else range(steps[0], steps[1] + 1)
     with replacing(target.parent, target.name) as file:
@@ -89,7 +83,7 @@ def _choose(run: Run) -> range | set[int]:
     if last <= room:
         return range(1, last + 1)
     intervals = max(1, room // length)
-    starts = [1 + round(place * (last - length) / max(1, intervals - 1)) for place in range(intervals)]
+    starts = [1 + round(index * (last - length) / max(1, intervals - 1)) for index in range(intervals)]
     return run.profiled.union(*(between(run.recorded, start, start + length) for start in starts))
 
 
@@ -171,8 +165,8 @@ def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Even
         yield slice_(track, f"{name} of step {line['step']}", line["ready_us"], line["done_us"], **facts)
         for param, at in zip(params, line.get("params_ready_us", ()), strict=False):
             if at is not None:
-                place = {**_at(rank + 1, track), "ts": time(at)}
-                yield {"ph": "i", "s": "t", "name": f"{param} ready", **place}
+                about = {**_at(rank + 1, track), "ts": time(at)}
+                yield {"ph": "i", "s": "t", "name": f"{param} ready", **about}
         all_ready = line.get("all_ready_us") or 0
         for leg in line["legs"]:
             start, end = leg["start_us"], leg["done_us"]
@@ -212,8 +206,8 @@ def _run_events(run: Run) -> Iterator[Event]:
             name = f"checkpoint of step {event['step']}"
             yield {"ph": "b", "name": name, "ts": round(at - event["seconds"] * 1e6), **one}
             yield {"ph": "e", "name": name, "ts": at, **one}
-        elif kind in _EVENT_NAMES:
+        elif kind in _EVENT_KINDS:
             left_out = ("event", "level", "time", "monotonic_us", "rank")
             args = {key: value for key, value in event.items() if key not in left_out}
             about = {**_at(_RUN, _EVENT_TRACK), "ts": at, "args": args}
-            yield {"ph": "i", "s": "t", "name": _EVENT_NAMES[kind], **about}
+            yield {"ph": "i", "s": "t", "name": event_name(kind), **about}

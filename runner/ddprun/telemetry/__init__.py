@@ -9,9 +9,9 @@ One step's numbers take this way::
       control_message.py                  Accumulator -> messages, posted to all ranks
     a step later
       control_message.py                  all_ready_us: the messages of all ranks -> ready times
-      global_step.py, stragglers.py       what all ranks know; who is late -> loop, progress.py
+      recorder.py, stragglers.py          what all ranks know; who is late -> loop, progress.py
     while the training thread waits anyway
-      steps.py                            divide: exposed_hook_us, exposed_wait_us, exposed_wire_us
-      records.py                          step and bucket records
-      writer.py, record_files.py          to disk; from other hosts to rank 0
+      steps.py                            divide: exposed_hook_us, exposed_wait_us, exposed_wire_us;
+                                          step and bucket records
+      writer.py                           to disk; from other hosts to rank 0
 """

@@ -3,7 +3,7 @@
 An `Accumulator` adds up this rank's numbers from one message to the next, and makes messages of resolved
 steps (`steps.py`). The recorder posts those of half a second together and reads those of all ranks a step
 later. `all_ready_us` matches their ready times with this rank's traces, so that `steps.divide` can split its
-waiting; `global_step.py` and `stragglers.py` read the rest.
+waiting; `recorder.global_step` and `stragglers.py` read the rest.
 
 A message is a row of numbers: first those in `SUMS`, added up since the message before; then requests, the
 first finding of hooks, and times at which buckets were ready, in microseconds of rank 0's clock (0: none).
@@ -16,23 +16,14 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ddprun.telemetry.steps import OWN_PARTS, Ints, ResolvedSteps
+from ddprun.telemetry.steps import OWN_PARTS, Ints, Numbers, ResolvedSteps
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Kind
 
-Numbers = NDArray[np.float64]
-
-MOST_READY = 64
-"""Ready times in a message, at most."""
-
-STOP, CHECKPOINT, COMPARE_CLOCKS = 1, 2, 4
-"""Requests; a message has their sum."""
-
-SUMS = ("loss_sum", "samples", "steps", "us", *OWN_PARTS)
-"""`us`: how long the steps took."""
-
+MOST_READY = 64  # ready times in a message, at most
+STOP, CHECKPOINT, COMPARE_CLOCKS = 1, 2, 4  # requests; a message has their sum
+SUMS = ("loss_sum", "samples", "steps", "us", *OWN_PARTS)  # `us`: how long the steps took
 LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(5)
 REQUESTS_AT = len(SUMS)
 FINDING_AT, SYNC_READY_AT, READY_AT = range(REQUESTS_AT + 1, REQUESTS_AT + 4)
@@ -47,7 +38,7 @@ def reported_buckets(buckets: int) -> list[int]:
     """The gradient buckets whose ready times are in a message: of very many every n-th, and the last."""
     if buckets <= MOST_READY:
         return list(range(buckets))
-    return [math.ceil((place + 1) * buckets / MOST_READY) - 1 for place in range(MOST_READY)]
+    return [math.ceil((index + 1) * buckets / MOST_READY) - 1 for index in range(MOST_READY)]
 
 
 def message_length(buckets: int) -> int:
@@ -59,17 +50,10 @@ def message_length(buckets: int) -> int:
 class OwnMessages:
     """Messages of this rank."""
 
-    numbers: Numbers
-    """Shape (messages, numbers of a message)."""
-
-    steps: list[int]
-    """The step that each is about; behind them the last step of a stage, if `add_rest` was called."""
-
-    rows: list[int]
-    """These steps' rows in `ResolvedSteps`; the rest of a stage has none."""
-
-    findings: dict[int, Sequence[BucketTrace[int]]]
-    """By message, the traces since the message before in which hooks have found something."""
+    numbers: Numbers  # shape (messages, numbers of a message)
+    steps: list[int]  # that each is about; behind them the stage's last step, if `add_rest` was called
+    rows: list[int]  # these steps' rows in `ResolvedSteps`; the rest of a stage has none
+    findings: dict[int, Sequence[BucketTrace[int]]]  # by message, traces in which hooks have found something
 
     def add_rest(self, rest: "Accumulator", last_step: int) -> None:
         """Add a message with what is left at a stage's end, since steps without a message came last.
@@ -95,27 +79,18 @@ class Accumulator:
     sums: Numbers = field(default_factory=lambda: np.zeros(len(SUMS)))
     last_step: int = 0
     first_finding: int = 0
-    found: list[BucketTrace[int]] = field(default_factory=list)
-    """Traces in which hooks have found something."""
+    found: list[BucketTrace[int]] = field(default_factory=list)  # traces in which hooks have found something
 
     def state_dict(self) -> dict[str, Any]:
         """As a checkpoint can hold it."""
-        loss_sum, samples, steps, us, *spent = self.sums.tolist()
-        return {
-            "loss_sum": loss_sum,
-            "samples": int(samples),
-            "steps": int(steps),
-            "us": int(us),
-            "last_step": self.last_step,
-            "code": self.first_finding,
-            "spent": spent,
-        }
+        sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
+        return {**sums, "last_step": self.last_step, "first_finding": self.first_finding}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Accumulator":
         """From what `state_dict` returned."""
-        sums = [state["loss_sum"], state["samples"], state["steps"], state["us"], *state["spent"]]
-        return cls(np.array(sums, dtype=np.float64), state["last_step"], state["code"])
+        sums = np.array([state[name] for name in SUMS], dtype=np.float64)
+        return cls(sums, state["last_step"], state["first_finding"])
 
     def note_findings(self, traces: Iterable[BucketTrace[int]]) -> None:
         """Keep what hooks have found in these traces, and the first of it as a number."""
@@ -124,12 +99,8 @@ class Accumulator:
             self.found += found
 
     def messages(self, resolved: ResolvedSteps, *, buckets: int, offset_us: float) -> OwnMessages:
-        """Add up resolved steps, and make a message of each in which ranks synchronised.
-
-        Args:
-            resolved: the steps after those added so far.
-            buckets: gradient buckets of the stage.
-            offset_us: how far this rank's clock is ahead of rank 0's.
+        """Add up the steps that were resolved after those before, and make a message of each in which ranks
+        synchronised. This rank's clock is `offset_us` ahead of rank 0's.
         """
         steps = resolved.steps
         rows = [row for row, step in enumerate(steps) if step.synchronised]
@@ -190,11 +161,7 @@ NOTHING_ADDED: Mapping[str, Any] = MappingProxyType(Accumulator().state_dict())
 
 
 def mean_losses(messages: Numbers) -> list[float]:
-    """Over all samples of all ranks, for each message.
-
-    Args:
-        messages: of all ranks, shape (messages, ranks, numbers of a message).
-    """
+    """Over all samples of all ranks, for each message; shape (messages, ranks, numbers of a message)."""
     # The order of additions must not depend on how many messages there are: `sum` would choose one.
     return own_losses(np.add.accumulate(messages[..., : SAMPLES_AT + 1], axis=1)[:, -1])
 
@@ -209,7 +176,7 @@ def own_losses(messages: Numbers) -> list[float]:
 def all_ready_us(
     resolved: ResolvedSteps, own: OwnMessages, messages: Numbers | None, *, buckets: int, offset_us: float
 ) -> Numbers:
-    """When the last rank had each trace's bucket ready, on this rank's clock; 0: not known.
+    """When the last rank had each trace's bucket ready, on this rank's clock; 0: not known. Shape (traces,).
 
     Backward fills buckets in order, so a bucket that is not reported was ready when the next one was.
 
@@ -219,9 +186,6 @@ def all_ready_us(
         messages: those of all ranks, shape (messages, ranks, numbers of a message); None: there are none.
         buckets: gradient buckets of the stage.
         offset_us: how far this rank's clock is ahead of rank 0's.
-
-    Returns:
-        Shape (traces,).
     """
     if messages is None:
         return np.zeros(len(resolved.traces))
@@ -265,9 +229,7 @@ class Overflow:
 
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
-_BUCKETS = 1_000_000
-"""More than any model has: kind and bucket share one number."""
-
+_BUCKETS = 1_000_000  # more than any model has: kind and bucket share one number
 _CODES = 3
 
 
@@ -275,9 +237,6 @@ def first_finding(traces: Sequence[BucketTrace[int]]) -> int:
     """The first bucket that did not come back finite, as a number for the control message.
 
     0: all did. Otherwise kind, bucket, and 1: this rank's own values were finite, or 2: they were not.
-
-    Args:
-        traces: whose findings have been read.
     """
     for trace in sorted(traces, key=lambda trace: (trace.kind, trace.bucket)):
         for finding in trace.findings:
@@ -287,11 +246,9 @@ def first_finding(traces: Sequence[BucketTrace[int]]) -> int:
 
 
 def overflow(findings: Sequence[int], traces: Sequence[BucketTrace[int]]) -> Overflow | None:
-    """Which overflow the ranks' findings show; the same on every rank, since all get the same mean.
+    """Which overflow each rank's `first_finding` shows; the same on every rank, since all get the same mean.
 
-    Args:
-        findings: each rank's `first_finding`.
-        traces: of this rank, in which hooks have found something.
+    `traces` are those of this rank in which hooks have found something.
     """
     if not any(findings) or any(number % _CODES == 2 for number in findings):
         return None

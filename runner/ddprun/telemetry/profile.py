@@ -13,25 +13,18 @@ from typing import Any
 
 import torch
 
-from ddprun.telemetry.records import VERSION
+from ddprun.telemetry.steps import VERSION
 from ddprun.telemetry.writer import PROFILE, Writer, dumps, file_of
 
-_QUIET = "6"
-"""Kineto's log level: otherwise it says on every rank's screen that it starts and stops."""
-
+_QUIET = "6"  # Kineto's log level: otherwise it says on every rank's screen that it starts and stops
 _SLICES, _FLOWS = "X", "sf"
 """Phases of the Chrome trace format that are kept: what took time, and arrows between them."""
 
 
 class Profiler:
-    """Profiles some steps of a run (https://docs.pytorch.org/docs/stable/profiler.html).
+    """Profiles some steps of a run, the first to the last (https://docs.pytorch.org/docs/stable/profiler.html).
 
     Starting and stopping takes up to seconds. That is done between steps, on all ranks alike.
-
-    Args:
-        steps: the first step to profile, and the last one.
-        writer: takes the records.
-        rank: this one.
     """
 
     def __init__(self, steps: Sequence[int], writer: Writer, rank: int) -> None:

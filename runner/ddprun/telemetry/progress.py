@@ -1,6 +1,6 @@
 """What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere; all on stderr.
 
-Engine's reporter passes on what all ranks know (`global_step.py`), and shows the summary at the end.
+Engine's reporter passes on what all ranks know (`recorder.GlobalStep`), and shows the summary at the end.
 """
 
 import sys
@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.box import ASCII, ROUNDED, Box
+from rich.box import ASCII, ROUNDED
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ddprun.screen import is_terminal
-from ddprun.telemetry.global_step import GlobalStep
+from ddprun.telemetry.recorder import GlobalStep
 from ddprun.telemetry.stragglers import straggler_totals
+from ddprun.units import size
 
 _LINES_PER_STAGE = 10
 _LINE_EVERY_S = 30.0
@@ -32,13 +33,9 @@ class Screen:
         """A stage begins; `steps` is None where nobody can know."""
 
     def step(self, done: int, known: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
-        """`done` steps of the stage are finished.
+        """`done` steps of the stage are finished; `known`: the newest that all ranks know, if anything.
 
-        Args:
-            done: steps.
-            known: what all ranks know newest; None: nothing yet.
-            own_loss: rank 0's newest.
-            steps_per_s: since the stage began.
+        `own_loss` is rank 0's newest; `steps_per_s` counts since the stage began.
         """
 
     def end(self) -> None:
@@ -50,6 +47,8 @@ class Screen:
 
 class Plain(Screen):
     """Lines for a log file: about ten in each stage, and one every half minute."""
+
+    _box = ASCII
 
     def __init__(self, redact: Callable[[str], str]) -> None:
         self._redact = redact
@@ -77,20 +76,23 @@ class Plain(Screen):
         self.note(f"{self._stage}: step {done}{of}, {progress_text(known, own_loss, steps_per_s)}")
 
     def closing(self, summary: Mapping[str, Any]) -> None:
-        self._console.print(_table(summary, ASCII))
+        table = Table(show_header=False, box=self._box)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for row in summary_rows(summary):
+            table.add_row(*row)
+        self._console.print(table)
 
 
-class Bar(Screen):
+class Bar(Plain):
     """A progress bar on a terminal."""
 
+    _box = ROUNDED
+
     def __init__(self, redact: Callable[[str], str]) -> None:
-        self._redact = redact
+        super().__init__(redact)
         self._console = Console(stderr=True, highlight=False)
         self._progress: Progress | None = None
-        self._next_time = 0.0
-
-    def note(self, text: str) -> None:
-        self._console.print(self._redact(text), markup=False)
 
     def begin(self, stage: str, steps: int | None) -> None:
         self._progress = Progress(
@@ -108,8 +110,7 @@ class Bar(Screen):
     def step(self, done: int, known: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
         assert self._progress is not None
         now = time.monotonic()
-        last = done == self._progress.tasks[0].total
-        if not last and now < self._next_time:
+        if done != self._progress.tasks[0].total and now < self._next_time:
             return
         self._next_time = now + _REDRAW_EVERY_S
         tail = progress_text(known, own_loss, steps_per_s)
@@ -121,9 +122,6 @@ class Bar(Screen):
             self._progress.refresh()
             self._progress.stop()
             self._progress = None
-
-    def closing(self, summary: Mapping[str, Any]) -> None:
-        self._console.print(_table(summary, ROUNDED))
 
 
 def screen_for(rank: int, redact: Callable[[str], str]) -> Screen:
@@ -152,12 +150,9 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{summary['steps']:,} ({summary['steps_per_s']:.1f} a second)"),
         ("mean loss, last step", "-" if summary["loss"] is None else f"{summary['loss']:.4f}"),
         *((f"held-out {name}", f"{value:.4f}") for name, value in metrics.items()),
-        ("sent by all ranks", data_size(summary["wire_bytes"])),
+        ("sent by all ranks", size(summary["wire_bytes"])),
         ("communication", f"{summary['communication_s']:.2f} s on the wire or in hooks"),
-        (
-            "  of it exposed",
-            f"{exposed_s:.2f} s ({exposed_s / step_s:.0%} of step time)",
-        ),
+        ("  of it exposed", f"{exposed_s:.2f} s ({exposed_s / step_s:.0%} of step time)"),
         (
             "  waiting for the last rank",
             ", ".join(f"rank {rank}: {s:.2f} s" for rank, s in enumerate(summary["straggler_wait_s"][:8]))
@@ -184,21 +179,3 @@ def _audit_rows(audit: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     now = "all equal" if audit["equal"] else f"up to {audit['largest_distance']:.3g} apart"
     before = f", up to {audit['largest_distance_ever']:.3g} apart before" if audit["equal"] else ""
     return [("ranks' parameters", now + (before if audit["largest_distance_ever"] else ""))]
-
-
-def _table(summary: Mapping[str, Any], box: Box) -> Table:
-    table = Table(show_header=False, box=box)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in summary_rows(summary):
-        table.add_row(name, value)
-    return table
-
-
-def data_size(count: float) -> str:
-    """Bytes, in units of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

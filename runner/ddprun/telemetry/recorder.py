@@ -3,10 +3,10 @@
 The loop calls `start`, `lap` and `end`, which only append to a `MarkBuffer` (`steps.py`). About every half
 second `end` resolves the steps that are over, and posts this rank's control messages about those in which
 ranks synchronised (`control_message.py`). It reads those of all ranks `control_delay_steps` later, when they
-have long arrived, and returns what all ranks know then (`global_step.py`): so all ranks learn the mean loss
-and stop at the same step, and nothing waits for that. Dividing the steps' time and making their records
-(`records.py`) is deferred work, for when the training thread has to wait anyway. The loss of a step in which
-ranks do not synchronise is in the next message.
+have long arrived, and returns what all ranks know then (`GlobalStep`): so all ranks learn the mean loss and
+stop at the same step, and nothing waits for that. Dividing the steps' time and making their records is
+deferred work, for when the training thread has to wait anyway. The loss of a step in which ranks do not
+synchronise is in the next message.
 """
 
 import math
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,30 +24,38 @@ from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.control_message import (
     CHECKPOINT,
     COMPARE_CLOCKS,
+    FINDING_AT,
+    LOSS_AT,
+    REQUESTS_AT,
+    SAMPLES_AT,
     STEPS_AT,
     STOP,
     US_AT,
     Accumulator,
-    Numbers,
+    Overflow,
     OwnMessages,
     all_ready_us,
     mean_losses,
     no_messages,
+    overflow,
+    own_losses,
 )
-from ddprun.telemetry.global_step import GlobalStep, global_step
-from ddprun.telemetry.records import Totals, bucket_record, step_records
 from ddprun.telemetry.steps import (
     PARTS,
     MarkBuffer,
+    Numbers,
     ResolvedSteps,
     Step,
+    Totals,
     Traffic,
+    bucket_record,
     divide,
     landed_table,
     resolve,
+    step_records,
     under_way_us,
 )
-from ddprun.telemetry.stragglers import Stragglers
+from ddprun.telemetry.stragglers import Straggler, Stragglers
 from ddprun.telemetry.writer import Writer, dumps, file_of
 from ddprun_hooks.comm.control import Control, PendingMessage
 from ddprun_hooks.comm.trace import BucketTrace, now_us, read_findings
@@ -63,14 +71,60 @@ _MOST_PER_POST, _MOST_ON_A_DEVICE = 256, 32
 the host gives it nothing to do meanwhile.
 """
 
-_AT_ONCE = 8
-"""Records that are made before looking whether there is still time."""
-
+_AT_ONCE = 8  # records that are made before looking whether there is still time
 _SLICE_US = 2000
 """How long `DeferredWork.do_some` works. Meanwhile no thread of this rank can go on with a bucket that has
 arrived. But each time the work is taken up again it waits for memory, and so does the model's code after it:
 in steps of 3 ms that was 0.2 ms each time.
 """
+
+
+class GlobalStep(NamedTuple):
+    """What is newly known about steps in which ranks synchronised, and about those before each."""
+
+    steps: Sequence[int]  # at least one, oldest first
+    mean_losses: Sequence[float]  # of each: over the samples of all ranks since they synchronised before
+    rank_losses: Sequence[float]  # each rank's own mean in the newest
+    stop: bool  # some rank asked to stop in one of them
+    checkpoint: bool  # some rank was asked for a checkpoint
+    compare_clocks: bool  # rank 0 wants the clocks compared again
+    nonfinite: bool = False  # some rank's loss was not finite in one of the steps, or in one before them
+    overflows: Sequence[tuple[int, Overflow]] = ()  # steps, and the first overflow of each
+    straggler: Straggler | None = None  # who is late now; known on rank 0 alone
+    straggler_changes: Sequence[tuple[int, Straggler | None]] = ()  # from which step on who is late; rank 0
+
+
+def global_step(own: OwnMessages, messages: Numbers, stragglers: Stragglers | None) -> GlobalStep | None:
+    """What the messages of all ranks come to; None if they are about no step of any rank.
+
+    `messages` are about the same steps as `own`, shape (messages, ranks, numbers of a message).
+    """
+    count = len(own.steps)
+    if count > len(own.rows) and not messages[-1, :, SAMPLES_AT].any():
+        count -= 1  # no rank had a step left at the stage's end
+    if not count:
+        return None
+    changes = [] if stragglers is None else stragglers.add(own.steps[: len(own.rows)], messages)
+    overflows = list[tuple[int, Overflow]]()
+    findings = messages[:count, :, FINDING_AT].astype(int)
+    for message in np.flatnonzero(findings.any(1)).tolist():
+        found = overflow(findings[message].tolist(), own.findings.get(message, ()))
+        if found is not None:
+            overflows.append((own.steps[message], found))
+    requests = np.bitwise_or.reduce(messages[..., REQUESTS_AT].astype(int), axis=0)  # of each rank
+    of_any_rank = int(np.bitwise_or.reduce(requests))
+    return GlobalStep(
+        steps=own.steps[:count],
+        mean_losses=mean_losses(messages[:count]),
+        rank_losses=own_losses(messages[count - 1]),
+        stop=of_any_rank & STOP > 0,
+        checkpoint=of_any_rank & CHECKPOINT > 0,
+        compare_clocks=int(requests[0]) & COMPARE_CLOCKS > 0,
+        nonfinite=not np.isfinite(messages[..., LOSS_AT]).all(),
+        overflows=overflows,
+        straggler=None if stragglers is None else stragglers.current,
+        straggler_changes=changes,
+    )
 
 
 class DeferredWork:
@@ -108,24 +162,16 @@ class DeferredWork:
 class _Batch:
     """Steps that were resolved together, until the messages about them have arrived."""
 
-    resolved: ResolvedSteps | None
-    """None: there were none, but a message was posted all the same."""
-
+    resolved: ResolvedSteps | None  # None: there were none, but a message was posted all the same
     own: OwnMessages
     last_step: int
-    posted: PendingMessage | None = None
-    """None: there are no messages about these steps."""
+    posted: PendingMessage | None = None  # None: there are no messages about these steps
 
 
 class StepRecorder:
-    """Keeps the time of every step of this rank and writes every n-th.
+    """Keeps the time of every step of this rank and writes the records of every n-th (`every`).
 
-    Args:
-        clock: of the device the steps run on.
-        control: for control messages.
-        writer: takes the records.
-        every: write the records of every n-th step.
-        stragglers: looks for late ranks; on rank 0 alone.
+    On rank 0 alone, `stragglers` looks for late ranks.
     """
 
     def __init__(
@@ -137,38 +183,23 @@ class StepRecorder:
         every: int,
         stragglers: Stragglers | None = None,
     ) -> None:
-        self._clock = clock
-        self._control = control
-        self._writer = writer
-        self._every = every
+        self._clock, self._control, self._writer, self._every = clock, control, writer, every
         self._most_per_post = _MOST_ON_A_DEVICE if clock.lag else _MOST_PER_POST
         self.stragglers = stragglers
-        self.deferred = DeferredWork()
-        """What is left to do for steps that are over; methods here finish it when they need its results."""
-
-        self.mark: Callable[[], Any] = clock.mark
-        """This moment on the training thread's time line."""
-
+        self.deferred = DeferredWork()  # methods here finish it when they need its results
+        self.mark: Callable[[], Any] = clock.mark  # this moment on the training thread's time line
+        self.offset_us = 0.0  # how far this rank's clock is ahead of rank 0's
         self.observe: Callable[[dict[str, Any], Sequence[BucketTrace[int]]], None] | None = None
         """Is called with every step's record, and with the traces of what landed in it."""
-
-        self.offset_us = 0.0
-        """How far this rank's clock is ahead of rank 0's."""
 
         self.control_delay_steps = 1
         """Messages are read so many steps after the last one's: more where they share a slow link with what
         is exchanged during training."""
 
-        self.steps_per_post = 1
-        """Steps whose messages are posted together; the same on all ranks."""
-
+        self.steps_per_post = 1  # steps whose messages are posted together; the same on all ranks
         self.totals = Totals()
-        self.own_loss = math.nan
-        """This rank's mean loss in the newest resolved step."""
-
-        self.nonfinite: tuple[int, float] | None = None
-        """The first resolved step whose own loss was not finite, and the loss."""
-
+        self.own_loss = math.nan  # this rank's mean loss in the newest resolved step
+        self.nonfinite: tuple[int, float] | None = None  # first step whose own loss was not finite, and it
         self.uncounted: list[tuple[int, Uncounted]] = []
         """Collectives that hooks have issued themselves, each once, with the step; the reporter clears it."""
 
@@ -184,11 +215,7 @@ class StepRecorder:
         self._batches: deque[_Batch] = deque()  # whose messages are under way
 
     def begin_stage(self, params: Sequence[tuple[str, ...]]) -> None:
-        """Begin another stage.
-
-        Args:
-            params: of each gradient bucket that ranks exchange in it; the same on all ranks.
-        """
+        """Begin another stage, with the parameters of each gradient bucket that ranks exchange in it."""
         self._buckets, self.steps_per_post, self._unposted = len(params), 1, 0
         if self.stragglers is not None:
             self.stragglers.begin_stage(params)
@@ -257,11 +284,8 @@ class StepRecorder:
     ) -> list[GlobalStep]:
         """End the step; returns what all ranks newly know about earlier ones.
 
-        Args:
-            stop: this rank wants to stop.
-            checkpoint: this rank was asked for a checkpoint.
-            compare_clocks: this rank wants the clocks compared.
-            synchronised: the ranks have exchanged in this step; alike on all of them.
+        `stop`, `checkpoint` and `compare_clocks` are what this rank asks for. `synchronised`: the ranks have
+        exchanged in this step; alike on all of them.
         """
         step = self.current
         self.lap("other_us")
@@ -398,7 +422,7 @@ class StepRecorder:
             batch.posted = self._control.post(torch.from_numpy(own.numbers.ravel()))
 
     def _note_uncounted(self, traces: Iterable[tuple[int, BucketTrace[int]]]) -> None:
-        """Note collectives that hooks have issued themselves, in traces with their steps."""
+        """Note collectives that hooks have issued themselves; traces come with their steps."""
         for step, trace in traces:
             for note in trace.uncounted:
                 if note not in self._known_uncounted:
@@ -432,10 +456,7 @@ class StepRecorder:
     def _finish(self, resolved: ResolvedSteps, own: OwnMessages, messages: Numbers | None) -> Iterator[None]:
         """Deferred work: divide the steps' waiting, count their time, and record them.
 
-        Args:
-            resolved: the steps.
-            own: this rank's messages about them.
-            messages: those of all ranks, shape (messages, ranks, numbers of a message); None: there are none.
+        `messages`: those of all ranks, shape (messages, ranks, numbers of a message); None: there are none.
         """
         all_ready = all_ready_us(resolved, own, messages, buckets=self._buckets, offset_us=self.offset_us)
         exposed = divide(resolved, all_ready)

@@ -3,7 +3,8 @@
 A running step only appends to a `MarkBuffer`: its marks, losses and bucket traces. Once steps are over,
 `resolve` reads the marks of many of them at once. When it is known when all ranks had each bucket ready
 (`control_message.py`), `divide` splits the time in which this rank waited into `exposed_hook_us`,
-`exposed_wait_us` and `exposed_wire_us`; `records.py` makes records of the result.
+`exposed_wait_us` and `exposed_wire_us`. `step_records` and `bucket_record` make records of the result, whose
+fields `docs/records.md` explains.
 
 Many steps are read at once, as arrays with a row for each, since Python code that runs once in a step costs
 several times what it costs in a loop: the model has pushed it out of the processor's caches in between. Each
@@ -12,10 +13,10 @@ step has two *sections* in which buckets travel, with traces and waits of their 
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,11 +40,14 @@ PARTS = (
 OWN_PARTS = ("data_us", "forward_us", "backward_us", "hook_us", "optimizer_us", "sync_us", "other_us")
 """What the training thread did itself: without waiting, and all parts but `hook_us` without hooks."""
 
+VERSION = 1  # of all records
 Ints = NDArray[np.int64]
+Numbers = NDArray[np.float64]
 
 _COLUMN = {part: column for column, part in enumerate((*PARTS, ""))}
 _BACKWARD, _SYNC = _COLUMN["backward_us"], _COLUMN["sync_us"]
 _HOOK, _WIRE = _COLUMN["exposed_hook_us"], _COLUMN["exposed_wire_us"]
+_LAPS = {part: part.removesuffix("_us") for part in (*PARTS, "")}
 _OWN = [_HOOK if part == "hook_us" else _COLUMN[part] for part in OWN_PARTS]
 
 
@@ -51,14 +55,9 @@ _OWN = [_HOOK if part == "hook_us" else _COLUMN[part] for part in OWN_PARTS]
 class Traffic:
     """What is exchanged beside backward, in a running step or between steps."""
 
-    sent: list[BucketTrace[Any]] = field(default_factory=list)
-    """What was sent; it may not have landed yet."""
-
-    landed: list[BucketTrace[Any]] = field(default_factory=list)
-    """What was waited for; it may have been sent in an earlier step."""
-
-    waits: list[tuple[Any, Any]] = field(default_factory=list)
-    """When the training thread only waited: marks, from and to."""
+    sent: list[BucketTrace[Any]] = field(default_factory=list)  # it may not have landed yet
+    landed: list[BucketTrace[Any]] = field(default_factory=list)  # waited for; maybe sent in an earlier step
+    waits: list[tuple[Any, Any]] = field(default_factory=list)  # waiting only: marks, from and to
 
 
 @dataclass(slots=True)
@@ -70,16 +69,11 @@ class Step:
     marks_end: int = 0
     traces_end: int = 0
     losses_end: int = 0
-    backward_end: int | None = None
-    """Index of the mark at which the backward pass ended, if it exchanged gradients."""
-
-    gradients: Mapping[str, Any] | None = None
-    """A mark for each parameter whose gradient was complete; None: not measured."""
-
+    backward_end: int | None = None  # index of the mark that ended it, if it exchanged gradients
+    gradients: Mapping[str, Any] | None = None  # marks of complete gradients; None: not measured
     sync: Traffic | None = None
     synchronised: bool = True
-    requests: int = 0
-    """Of this rank: a sum of `control_message.STOP` and the like."""
+    requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
 
 
 @dataclass(slots=True)
@@ -89,21 +83,12 @@ class MarkBuffer:
     The running step appends behind the steps that are over.
     """
 
-    steps: list[Step] = field(default_factory=list)
-    """That are over."""
-
-    parts: list[str] = field(default_factory=list)
-    """Which of `PARTS` ended at each mark; "" at a step's first mark, which only starts its time."""
-
+    steps: list[Step] = field(default_factory=list)  # that are over
+    parts: list[str] = field(default_factory=list)  # of `PARTS`, which ended at each mark; "": a step began
     marks: list[Any] = field(default_factory=list)
-    traces: list[BucketTrace[Any]] = field(default_factory=list)
-    """Gradient buckets of backward passes."""
-
-    losses: list[Any] = field(default_factory=list)
-    """This rank's mean loss of each micro-batch, as `Clock.on_host` returns it."""
-
-    samples: list[int] = field(default_factory=list)
-    """Of each micro-batch."""
+    traces: list[BucketTrace[Any]] = field(default_factory=list)  # gradient buckets of backward passes
+    losses: list[Any] = field(default_factory=list)  # mean of each micro-batch, from `Clock.on_host`
+    samples: list[int] = field(default_factory=list)  # of each micro-batch
 
     def close(self, step: Step) -> None:
         """End the running step."""
@@ -141,50 +126,22 @@ class MarkBuffer:
 class ResolvedSteps:
     """Steps that are over. Times are microseconds of this rank's clock; lists have an item for each step."""
 
-    steps: list[Step]
-    """In the order in which they were taken."""
-
-    parts: list[str]
-    """As in the buffer."""
-
-    times: list[int]
-    """Of the marks."""
-
-    durations: Ints
-    """From the mark before to each mark."""
-
-    bounds: list[int]
-    """Where each step's marks begin, and where the last one's end."""
-
+    steps: list[Step]  # in the order in which they were taken
+    parts: list[str]  # as in the buffer
+    times: list[int]  # of the marks
+    durations: Ints  # from the mark before to each mark
+    bounds: list[int]  # where each step's marks begin, and where the last one's end
     step_us: list[int]
-    us: Ints
-    """Of each part, shape (steps, parts). Exposed communication is still in backward and sync until `divide`
-    has taken it out."""
-
-    traces: list[BucketTrace[int]]
-    """That were waited for, in the order of sections."""
-
-    landed: Ints
-    """Section, bucket, ready and done of each trace; shape (4, traces)."""
-
-    work: Ints
-    """Section, start and end of hooks' work on other threads; shape (3, n)."""
-
-    waits: Ints
-    """Section, start and end of each time in which the training thread only waited; shape (3, n)."""
-
-    waited_us: Ints
-    """Sums of `waits`, shape (sections,)."""
-
-    in_hooks_us: Ints
-    """Time of hooks on the training thread, shape (sections,)."""
-
-    loss_sums: list[float]
-    """Of this rank, over the step's samples."""
-
+    us: Ints  # shape (steps, parts); exposed communication is in backward and sync until `divide`
+    traces: list[BucketTrace[int]]  # that were waited for, in the order of sections
+    landed: Ints  # section, bucket, ready and done of each trace; shape (4, traces)
+    work: Ints  # section, start and end of hooks' work on other threads; shape (3, n)
+    waits: Ints  # section, start and end of each time in which the training thread only waited; shape (3, n)
+    waited_us: Ints  # sums of `waits`, shape (sections,)
+    in_hooks_us: Ints  # time of hooks on the training thread, shape (sections,)
+    loss_sums: list[float]  # of this rank, over the step's samples
     samples: list[int]
-    gradients: Sequence[Mapping[str, int]]
-    """When each parameter's gradient was complete; empty where that was not measured."""
+    gradients: Sequence[Mapping[str, int]]  # when each was complete; empty where not measured
 
     def loss(self, row: int) -> float:
         """This rank's mean loss of a step; NaN without samples."""
@@ -289,7 +246,7 @@ def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
     )
 
 
-def divide(resolved: ResolvedSteps, all_ready_us: NDArray[np.float64]) -> Ints:
+def divide(resolved: ResolvedSteps, all_ready_us: Numbers) -> Ints:
     """Move exposed communication out of backward's and sync's microseconds, into the three `exposed_` parts.
 
     `exposed_hook_us`: hooks on the training thread, and hooks on other threads while it waited.
@@ -333,15 +290,7 @@ def divide(resolved: ResolvedSteps, all_ready_us: NDArray[np.float64]) -> Ints:
 
 
 def under_way_us(landed: Ints, count: int) -> Ints:
-    """Time in which at least one bucket was under way, from ready to done, in microseconds.
-
-    Args:
-        landed: as of `ResolvedSteps`.
-        count: of steps.
-
-    Returns:
-        Shape (steps,).
-    """
+    """Time in which some bucket was under way, from ready to done, in microseconds: shape (steps,)."""
     if not landed.size:
         return np.zeros(count, dtype=np.int64)
     windows = np.empty((3, count), dtype=np.int64)
@@ -352,15 +301,12 @@ def under_way_us(landed: Ints, count: int) -> Ints:
 
 
 def covered_us(intervals: Ints, windows: Ints) -> Ints:
-    """How much of each window the union of intervals covers, on several time lines at once.
+    """How much of each window the union of intervals covers, on several time lines at once: shape (windows,).
 
     Args:
         intervals: time line (counted from 0), start and end of each, microseconds; shape (3, intervals). One
             that ends before it starts covers nothing.
         windows: likewise; shape (3, windows), at least one.
-
-    Returns:
-        Shape (windows,).
     """
     low, high = int(windows[1].min()), int(windows[2].max())
 
@@ -402,10 +348,10 @@ def _losses(buffer: MarkBuffer, clock: Clock) -> tuple[list[float], list[int]]:
     loss_sums, samples = list[float](), list[int]()
     for step in buffer.steps:
         loss_sum, count = 0.0, 0
-        for place in range(first, step.losses_end):
-            if counts[place]:
-                loss_sum += means[place] * counts[place]
-                count += counts[place]
+        for index in range(first, step.losses_end):
+            if counts[index]:
+                loss_sum += means[index] * counts[index]
+                count += counts[index]
         loss_sums.append(loss_sum)
         samples.append(count)
         first = step.losses_end
@@ -416,7 +362,173 @@ def _table(numbers: Sequence[int], columns: int) -> Ints:
     return np.array(numbers, dtype=np.int64).reshape(-1, columns).T
 
 
-def _sums(places: Ints, values: Ints, count: int) -> Ints:
-    """The sum of the values at each of `count` places."""
+def _sums(indices: Ints, values: Ints, count: int) -> Ints:
+    """The sum of the values at each of `count` indices."""
     # In double precision: exact up to 2**53 microseconds, which are 285 years.
-    return np.bincount(places, values, count).astype(np.int64)
+    return np.bincount(indices, values, count).astype(np.int64)
+
+
+# Records.
+
+
+class StepRecord(NamedTuple):
+    """A step's record, and what those of its buckets are made of."""
+
+    record: dict[str, Any]
+    traces: Sequence[BucketTrace[int]]
+    all_ready_us: Sequence[int]  # when the last rank had each bucket ready, on our clock; 0: not known
+    gradients_us: Mapping[str, int]  # when each parameter's was complete; empty where not measured
+
+    def buckets(self) -> Iterator[dict[str, Any]]:
+        """The records of the step's buckets."""
+        stage, step, rank = self.record["stage"], self.record["step"], self.record["rank"]
+        for trace, ready in zip(self.traces, self.all_ready_us, strict=True):
+            yield bucket_record(trace, ready or None, self.gradients_us, stage=stage, step=step, rank=rank)
+
+
+def step_records(
+    resolved: ResolvedSteps,
+    mean_losses: Sequence[float | None],
+    all_ready_us: Numbers,
+    *,
+    rank: int,
+    every: int,
+) -> Iterator[StepRecord]:
+    """The records of steps whose waiting has been divided; can be asked for once.
+
+    Args:
+        resolved: the steps; their traces are taken out.
+        mean_losses: over all ranks, of each step; None where ranks did not synchronise.
+        all_ready_us: as for `divide`.
+        rank: this one.
+        every: only every n-th step is wanted.
+    """
+    steps, times, us = resolved.steps, resolved.times, resolved.us.tolist()
+    ended, durations = [_LAPS[part] for part in resolved.parts], resolved.durations.tolist()
+    all_ready = np.rint(all_ready_us).astype(np.int64).tolist()
+    waits = resolved.waits[1:].T.tolist()
+    # Where each step's entries begin in tables that are sorted by section, and where the last one's end.
+    sections = np.arange(0, 2 * len(steps) + 2, 2)
+    trace_bounds: list[int] = resolved.landed[0].searchsorted(sections).tolist()
+    wait_bounds: list[int] = resolved.waits[0].searchsorted(sections).tolist()
+    for row, step in enumerate(steps):
+        # Traces are let go as soon as they are recorded, while the processor has them in its caches.
+        first_trace, end_trace = trace_bounds[row], trace_bounds[row + 1]
+        traces = resolved.traces[: end_trace - first_trace]
+        del resolved.traces[: end_trace - first_trace]
+        if step.number % every:
+            continue
+        first, end = resolved.bounds[row], resolved.bounds[row + 1]
+        laps = zip(ended[first + 1 : end], durations[first + 1 : end], strict=True)
+        # In the order of `PARTS`; written out, since this is made for every step.
+        data, forward, backward, exposed_hook, exposed_wait, exposed_wire, optimizer, sync, other = us[row]
+        record = {
+            "v": VERSION,
+            "rank": rank,
+            "stage": step.stage,
+            "step": step.number,
+            "samples": resolved.samples[row],
+            "loss": resolved.loss(row),
+            "mean_loss": mean_losses[row],
+            "start_us": times[first],
+            "data_us": data,
+            "forward_us": forward,
+            "backward_us": backward,
+            "exposed_hook_us": exposed_hook,
+            "exposed_wait_us": exposed_wait,
+            "exposed_wire_us": exposed_wire,
+            "optimizer_us": optimizer,
+            "sync_us": sync,
+            "other_us": other,
+            "step_us": resolved.step_us[row],
+            "laps": [lap for lap in laps if lap[1] > 0],
+            "waits": [wait for wait in waits[wait_bounds[row] : wait_bounds[row + 1]] if wait[1] > wait[0]],
+        }
+        yield StepRecord(record, traces, all_ready[first_trace:end_trace], resolved.gradients[row])
+
+
+def bucket_record(
+    trace: BucketTrace[int],
+    all_ready_us: int | None,
+    gradients_us: Mapping[str, int],
+    *,
+    stage: int,
+    step: int,
+    rank: int,
+) -> dict[str, Any]:
+    """One line of `buckets/rank-….jsonl`, of a bucket that has landed; arguments are as in `StepRecord`."""
+    encode = decode = wire_bytes = between_hosts = 0
+    for span in trace.spans:
+        if span.phase == "encode":
+            encode += span.done - span.start
+        else:
+            decode += span.done - span.start
+    legs, ready = [], trace.ready
+    for leg in trace.collectives:
+        wire_bytes += leg.wire_bytes
+        between_hosts += leg.between_hosts_bytes
+        legs.append(
+            {
+                "op": leg.op,
+                "group": leg.group,
+                "dtype": leg.dtype,
+                "bytes": leg.bytes,
+                "wire_bytes": leg.wire_bytes,
+                "start_us": leg.start,
+                "done_us": leg.done,
+            }
+        )
+    record: dict[str, Any] = {
+        "v": VERSION,
+        "rank": rank,
+        "stage": stage,
+        "step": step,
+        "kind": trace.kind,
+        "bucket": trace.bucket,
+        "params": [param.name for param in trace.params],
+        "dtype": trace.dtype,
+        "numel": trace.numel,
+        "bytes": trace.bytes,
+        "wire_bytes": wire_bytes,
+        "between_hosts_bytes": between_hosts,
+        "hooks": trace.hooks,
+        "ready_us": ready,
+        "all_ready_us": all_ready_us,
+        # A bucket without a collective is launched when it is ready.
+        "launch_us": legs[0]["start_us"] if legs else ready,
+        "done_us": trace.done,
+        "encode_us": encode,
+        "decode_us": decode,
+        "legs": legs,
+    }
+    if trace.kind == "gradient" and gradients_us:
+        of_params = {param.name: gradients_us.get(param.name) for param in trace.params}
+        known = {name: at for name, at in of_params.items() if at is not None}
+        record["params_ready_us"] = list(of_params.values())
+        record["completed_by"] = max(known, key=known.__getitem__, default=None)
+    if trace.uncounted:
+        record["uncounted"] = [{"hook": note.hook, "op": note.op} for note in trace.uncounted]
+    if trace.fidelity is not None:
+        record["fidelity"] = asdict(trace.fidelity)
+    return record
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the summary adds up over all steps of this rank."""
+
+    steps: int = 0
+    samples: int = 0
+    parts_us: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*PARTS, "step_us"), 0))
+    communication_us: int = 0
+    wire_bytes: int = 0
+
+    def numbers(self) -> list[float]:
+        """As checkpoints hold them and ranks gather them."""
+        return [self.steps, self.samples, *self.parts_us.values(), self.communication_us, self.wire_bytes]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "Totals":
+        """From what `numbers` returned."""
+        steps, samples, *parts, communication, wire = (int(number) for number in numbers)
+        return cls(steps, samples, dict(zip((*PARTS, "step_us"), parts, strict=True)), communication, wire)

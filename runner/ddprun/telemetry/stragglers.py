@@ -8,7 +8,7 @@ closing table and the report.
 
 A rank is late by the distance of its last ready time to the median of the others'. It is a straggler if, in
 the median over a window of steps, it is late by more than a share of the step and by more than what the other
-ranks scatter by, and if every look within half a second finds that. Its cause is the part of the step in
+ranks scatter by, and if every judgement within half a second finds that. Its cause is the part of the step in
 which it exceeds the median of the others most. What no part accounts for is communication: its last exchange
 ended later than theirs.
 """
@@ -24,10 +24,9 @@ from ddprun.telemetry.control_message import (
     OWN_COLUMNS,
     READY_COLUMNS,
     SYNC_READY_AT,
-    Numbers,
     reported_buckets,
 )
-from ddprun.telemetry.steps import OWN_PARTS
+from ddprun.telemetry.steps import OWN_PARTS, Numbers
 
 Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]
 
@@ -40,9 +39,7 @@ _CAUSES: dict[str, Cause] = {
     "sync_us": "sync",
     "other_us": "sync",
 }
-_LEAST_US = 1000.0
-"""Less may be the error of clocks or the noise of a busy machine."""
-
+_LEAST_US = 1000.0  # less may be the error of clocks or the noise of a busy machine
 _SPREADS = 3.0
 _HYSTERESIS = 2.0
 """What was found stays until it is less than half of what it takes to be found, so that nothing flickers."""
@@ -59,65 +56,48 @@ class Straggler:
 
     rank: int
     cause: Cause
-    bucket: int | None
-    """The gradient bucket that was late, if the cause is backward and gradients are exchanged."""
-
-    params: tuple[str, ...]
-    """The parameters in that bucket."""
-
-    late_us: float
-    """By how much, in the median of a step; the mean over windows."""
-
-    step_us: float
-    """How long a step takes, in the median."""
-
+    bucket: int | None  # gradient bucket that was late, if the cause is backward and gradients are exchanged
+    params: tuple[str, ...]  # the parameters in that bucket
+    late_us: float  # by how much, in the median of a step; the mean over windows
+    step_us: float  # how long a step takes, in the median
     first_step: int
     last_step: int
 
     def describe(self) -> str:
         """In one line."""
-        where = "" if self.bucket is None else f", bucket {self.bucket}"
-        return f"rank {self.rank} is late by {self.late_us / 1000:.1f} ms ({self.cause}{where})"
+        cause = self.cause if self.bucket is None else f"{self.cause}, bucket {self.bucket}"
+        return f"the others wait for rank {self.rank}: {self.late_us / 1000:.1f} ms late ({cause})"
 
 
 class _StepMessages(NamedTuple):
     """What all ranks say about one step."""
 
     step: int
-    skew_us: float
-    """From the first rank that had its last bucket ready to the last rank; in backward and beside it."""
-
-    numbers: Numbers
-    """Shape (ranks, numbers of a message)."""
+    skew_us: float  # from the first rank ready with its last bucket to the last; in backward and beside it
+    numbers: Numbers  # shape (ranks, numbers of a message)
 
 
 class Stragglers:
     """Looks for stragglers while training goes on, in bounded memory.
 
-    Args:
-        window: steps to look at.
-        over: a straggler is late by more than this share of a step.
+    A straggler is late by more than the share `over` of a step, in the median of `window` steps.
     """
 
     def __init__(self, window: int, over: float) -> None:
         self._window, self._over = window, over
         self._steps: deque[_StepMessages] = deque(maxlen=window)
-        self._since = 0  # steps since the last look
+        self._since = 0  # steps since the last judgement
         self._params: Sequence[tuple[str, ...]] = ()
-        self._suspect: Straggler | None = None  # found by the last look, whether it lasts or not
+        self._suspect: Straggler | None = None  # found by the last judgement, whether it lasts or not
         self._suspect_since_us = 0.0
         self.current: Straggler | None = None
-        """Found by the last look, and lasting."""
+        """Found by the last judgement, and lasting."""
 
         self.episodes: list[Straggler] = []
         """All that were found, oldest first; of very many the shortest are left out."""
 
     def begin_stage(self, params: Sequence[tuple[str, ...]]) -> None:
-        """Forget the steps of the stage before.
-
-        Args:
-            params: of each gradient bucket.
-        """
+        """Forget the steps of the stage before; `params` are those of each gradient bucket."""
         self._steps.clear()
         self._since, self._params, self._suspect, self.current = 0, params, None, None
 
@@ -130,11 +110,7 @@ class Stragglers:
         self.episodes = [Straggler(**{**episode, "params": tuple(episode["params"])}) for episode in state]
 
     def add(self, steps: Sequence[int], messages: Numbers) -> list[tuple[int, Straggler | None]]:
-        """Take what all ranks say about some steps.
-
-        Args:
-            steps: that the first messages are about.
-            messages: of all ranks, shape (messages, ranks, numbers of a message).
+        """Take what all ranks say about some steps, which the first messages are about.
 
         Returns:
             Each change of `current`: the step, and who is late from then on (None: nobody any more).
@@ -155,12 +131,12 @@ class Stragglers:
             self._steps.extend(more)
             self._since += len(more)
             first += len(more)
-            if len(self._steps) == self._window and self._since >= half and self._look():
+            if len(self._steps) == self._window and self._since >= half and self._judge():
                 changes.append((more[-1].step, self.current))
         return changes
 
-    def _look(self) -> bool:
-        """Look who is late; whether that has changed."""
+    def _judge(self) -> bool:
+        """Find out who is late; whether that has changed."""
         self._since = 0
         before, self.current = self.current, self._lasting(self._latest_straggler())
         found = self.current
@@ -168,8 +144,8 @@ class Stragglers:
             return before is not None
         same = ("rank", "cause", "bucket")
         if before is not None and all(getattr(before, name) == getattr(found, name) for name in same):
-            looks = max(1, (before.last_step - before.first_step) // max(1, self._window // 2))
-            found.late_us = (before.late_us * looks + found.late_us) / (looks + 1)
+            judgements = max(1, (before.last_step - before.first_step) // max(1, self._window // 2))
+            found.late_us = (before.late_us * judgements + found.late_us) / (judgements + 1)
             found.first_step = before.first_step
             self.episodes[-1] = found
             return False
@@ -179,7 +155,7 @@ class Stragglers:
         return True
 
     def _lasting(self, found: Straggler | None) -> Straggler | None:
-        """The straggler that a look has found, if every look for a while has found its rank."""
+        """The straggler that was found, if every judgement for a while has found its rank."""
         before, self._suspect = self._suspect, found
         if found is None:
             return None
@@ -220,8 +196,8 @@ class Stragglers:
             return None
         if before is None and float(np.quantile(late[:, rank], 0.25)) <= least_us / _HYSTERESIS:
             return None  # late in many steps, and in as many not
-        cause, place = _cause(rank, late_us, numbers, None if before is None else before.cause)
-        bucket = None if place is None else reported_buckets(len(self._params))[place]
+        cause, index = _cause(rank, late_us, numbers, None if before is None else before.cause)
+        bucket = None if index is None else reported_buckets(len(self._params))[index]
         params = () if bucket is None else self._params[bucket]
         first, last = self._steps[0].step, self._steps[-1].step
         return Straggler(rank, cause, bucket, params, late_us, step_us, first, last)
@@ -275,15 +251,9 @@ class StragglerTotal:
     cause: str
     bucket: int | None
     params: tuple[str, ...]
-    late_us: float
-    """By how much in each synchronisation: the mean over `steps`."""
-
-    step_us: float
-    """The time between two synchronisations, which may be several steps: the mean over `steps`."""
-
-    steps: int
-    """How many steps the episodes lasted."""
-
+    late_us: float  # by how much in each synchronisation: the mean over `steps`
+    step_us: float  # the time between two synchronisations, which may be several steps: the mean over `steps`
+    steps: int  # how many steps the episodes lasted
     episodes: int
     first_step: int
     last_step: int
@@ -301,11 +271,7 @@ class StragglerTotal:
 
 
 def straggler_totals(episodes: Iterable[Mapping[str, Any]]) -> list[StragglerTotal]:
-    """Totals by rank, cause, bucket and parameters; the one that cost most comes first.
-
-    Args:
-        episodes: as in `summary.json`.
-    """
+    """Totals of a summary's episodes by rank, cause, bucket and parameters; the one that cost most first."""
     alike: dict[tuple[int, str, int | None, tuple[str, ...]], list[Mapping[str, Any]]] = {}
     for one in episodes:
         alike.setdefault((one["rank"], one["cause"], one["bucket"], tuple(one["params"])), []).append(one)

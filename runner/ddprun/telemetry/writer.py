@@ -1,29 +1,39 @@
-"""Writes records and events on a thread of its own, so that no step ever waits for a disk.
+"""The files of records and events: JSON lines, written on a thread so that no step ever waits for a disk.
 
-Records come from the recorder (`recorder.py`), the profiler (`profile.py`) and, for events, from `event_log`.
-All of them are JSON lines.
+Each rank appends to its own files by a `Writer`. On a host that does not share the run's disk they lie in a
+temporary folder, and `RecordFiles.collect` sends what is new in them to rank 0 at stage ends and checkpoints.
+A resume cuts off what came after the checkpoint (`truncate_records`).
 """
 
 import json
+import mmap
 import queue
+import re
+import tempfile
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+import uuid
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import orjson
 import structlog
 
-from ddprun.run_files import open_file
+from ddprun.run_files import names_in, open_file, parse, replacing
+from ddprun_hooks.comm.control import Control
 from ddprun_hooks.comm.trace import now_us
 
 EVENTS, PROFILE = "events.jsonl", "profile"
+FOLDERS = ("steps", "buckets", PROFILE)
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _MOST_WAITING = 50_000
 _FLUSH_EVERY_S = 0.5
-_LOOK_EVERY_S = 0.05
+_POLL_S = 0.05
+_FILE = re.compile(r"rank-(\d{5,9})\.jsonl")
+_TOKEN = ".rank-0"
 
 
 def file_of(kind: str, rank: int) -> str:
@@ -50,13 +60,7 @@ class Writer:
         self._thread.start()
 
     def put(self, file: str, lines: bytes, count: int = 1) -> None:
-        """Append to `file`.
-
-        Args:
-            file: below the folder.
-            lines: what to append.
-            count: how many records that is.
-        """
+        """Append `lines`, which are `count` records, to `file`, which is below the folder."""
         with self._lock:
             if self._waiting + count > _MOST_WAITING:
                 self.dropped += count
@@ -68,7 +72,7 @@ class Writer:
         """Wait until everything put so far is in the files; returns at once after `close`."""
         done = threading.Event()
         self._queue.put(done)
-        while not done.wait(_LOOK_EVERY_S) and self._thread.is_alive():
+        while not done.wait(_POLL_S) and self._thread.is_alive():
             pass
 
     def close(self) -> None:
@@ -95,31 +99,28 @@ class Writer:
             else:
                 name, lines, count = item
                 if self.failure is None:
-                    self._write(name, lines)
+                    with self.noting_failure():
+                        if name not in self._files:
+                            self._files[name] = open_file(self.folder, name, "ab", make_folders=True)
+                        self._files[name].write(lines)
                 with self._lock:
                     self._waiting -= count
-        self._each_file(lambda file: file.close())
-
-    def _write(self, name: str, lines: bytes) -> None:
-        try:
-            if name not in self._files:
-                self._files[name] = open_file(self.folder, name, "ab", make_folders=True)
-            self._files[name].write(lines)
-        except OSError as error:
-            self._failed(error)
+        for file in self._files.values():
+            with self.noting_failure():
+                file.close()
 
     def _flush_files(self) -> None:
-        self._each_file(lambda file: file.flush())
-
-    def _each_file(self, call: Callable[[IO[bytes]], None]) -> None:
         for file in self._files.values():
-            try:
-                call(file)
-            except OSError as error:
-                self._failed(error)
+            with self.noting_failure():
+                file.flush()
 
-    def _failed(self, error: OSError) -> None:
-        self.failure = self.failure or error.strerror or str(error)
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Keep the first error of a disk in `failure`."""
+        try:
+            yield
+        except OSError as error:
+            self.failure = self.failure or error.strerror or str(error)
 
 
 def dumps(record: dict[str, Any]) -> bytes:
@@ -147,15 +148,10 @@ def finite(value: Any) -> Any:
 def event_log(
     writer: Writer | None, redact: Callable[[dict[str, Any]], dict[str, Any]], **bound: Any
 ) -> structlog.typing.FilteringBoundLogger:
-    """A structlog logger whose lines the writer's thread writes.
+    """A structlog logger whose lines the writer's thread writes; None discards them (every rank but 0).
 
     Each line has `event`, `level`, `time` (UTC, ISO 8601), `monotonic_us` (this rank's clock, as in the
-    records) and the caller's fields.
-
-    Args:
-        writer: where the lines go; None discards them (every rank but 0).
-        redact: replaces secrets in an event's fields.
-        bound: fields of every line, such as `rank`.
+    records), the caller's fields and those that are `bound`, all as `redact` returns them without secrets.
     """
 
     def stamp(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -183,3 +179,132 @@ def event_log(
         wrapper_class=structlog.make_filtering_bound_logger("info"),
     ).bind(**bound)
     return logger
+
+
+def ranks_in(run_dir: Path, kind: str) -> list[int]:
+    """The ranks with a file of records in the folder `kind`; files of other names are ignored.
+
+    Raises:
+        NotPlainError: the folder is something else.
+        OSError: it cannot be read.
+    """
+    try:
+        names = names_in(run_dir, kind)
+    except FileNotFoundError:
+        return []
+    found = {int(match[1]): name for name in names if (match := _FILE.fullmatch(name))}
+    return sorted(rank for rank, name in found.items() if file_of(kind, rank) == f"{kind}/{name}")
+
+
+class RecordFiles:
+    """Where this rank writes its records, and how rank 0's folder gets them.
+
+    Args:
+        folder: the run's folder, by the same path on every host.
+        control: over which ranks that do not see rank 0's folder send their records.
+        tell_all: what rank 0 makes under a key, on every rank; to find out which ranks see its folder.
+    """
+
+    def __init__(
+        self, folder: Path, control: Control, tell_all: Callable[[str, Callable[[], str]], str]
+    ) -> None:
+        self._control = control
+        self._target = folder
+        shared = self._sees_rank_0(tell_all)
+        sees = control.all_gather([float(shared)], "who sees the run folder")[:, 0].tolist()
+        self.away = [rank for rank, one in enumerate(sees) if not one]
+        """Ranks that do not see rank 0's folder."""
+
+        self._scratch = None if shared else tempfile.TemporaryDirectory(prefix="ddprun-")
+        self.writer = Writer(folder if self._scratch is None else Path(self._scratch.name))
+        self._sent = dict.fromkeys(FOLDERS, 0)
+
+    def collect(self) -> None:
+        """Bring all records so far to disk, and those of other hosts to rank 0; called by all ranks."""
+        self.writer.flush()
+        for rank in self.away:
+            for kind in FOLDERS:
+                if self._control.rank == rank:
+                    self._control.send_bytes(self._new_bytes(kind), 0)
+                elif self._control.rank == 0 and (data := self._control.receive_bytes(rank)):
+                    with (
+                        self.writer.noting_failure(),  # a disk that fails costs records, not the run
+                        open_file(self._target, file_of(kind, rank), "ab", make_folders=True) as file,
+                    ):
+                        file.write(data)
+
+    def close(self) -> None:
+        """End the writing; what `collect` has not brought over is lost with its host."""
+        self.writer.close()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _sees_rank_0(self, tell_all: Callable[[str, Callable[[], str]], str]) -> bool:
+        def make() -> str:
+            token = uuid.uuid4().hex
+            with replacing(self._target, _TOKEN) as file:
+                file.write(token.encode())
+            return token
+
+        token = tell_all("token", make)
+        try:
+            with open_file(self._target, _TOKEN) as file:
+                seen = file.read(len(token) + 1) == token.encode()
+        except OSError:
+            seen = False
+        self._control.barrier("the run folder")
+        if self._control.rank == 0:
+            (self._target / _TOKEN).unlink()
+        return seen
+
+    def _new_bytes(self, kind: str) -> bytes:
+        try:
+            with open_file(self.writer.folder, file_of(kind, self._control.rank)) as file:
+                file.seek(self._sent[kind])
+                data = file.read()
+        except FileNotFoundError:
+            return b""
+        self._sent[kind] += len(data)
+        return data
+
+
+def truncate_records(run_dir: Path, step: int) -> None:
+    """Cut off the records of all steps after `step`, and a torn last line: the run resumes after `step`.
+
+    A record of a step up to a checkpoint's is always written before those of later steps.
+    """
+    for kind in FOLDERS:
+        for rank in ranks_in(run_dir, kind):
+            _truncate(run_dir, file_of(kind, rank), step)
+
+
+def truncate_torn_event(run_dir: Path) -> None:
+    """Cut a torn last line off the events, before more are appended; events are history."""
+    with suppress(FileNotFoundError):
+        _truncate(run_dir, EVENTS, None)
+
+
+def _truncate(run_dir: Path, name: str, step: int | None) -> None:
+    with open_file(run_dir, name, "r+b") as file:
+        size = file.seek(0, 2)
+        if size and (end := _end_of(file, step)) < size:
+            file.truncate(end)
+
+
+def _end_of(file: IO[bytes], step: int | None) -> int:
+    """Where the last whole line that stays ends, in bytes; `file` is not empty."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        end = data.rfind(b"\n") + 1
+        while end:
+            start = data.rfind(b"\n", 0, end - 1) + 1
+            if _stays(data[start:end], step):
+                break
+            end = start
+        return end
+
+
+def _stays(line: bytes, step: int | None) -> bool:
+    try:
+        return step is None or parse(line, finite=False)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ddprun.cli.columns import count, ends, named_steps, size, table, told
+from ddprun.explain.text import ends, named_steps, paragraph, table
+from ddprun.units import count, size
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,6 @@ def test_lists_and_tables() -> None:
     assert ends(["a", "b", "c"]) == "a … c (3)"
     assert (count(1, "rank"), count(2000, "rank")) == ("1 rank", "2,000 ranks")
     assert table([("a", "bb"), ("ccc", "d")], "<>") == ["a    bb", "ccc   d"]
-    lines = list(told("Label", "word " * 40))
+    lines = list(paragraph("Label", "word " * 40))
     assert lines[0].startswith("  Label         word")
     assert all(line.startswith(" " * 16) for line in lines[1:])

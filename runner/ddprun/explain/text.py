@@ -1,0 +1,469 @@
+"""How `ddprun explain` looks on a terminal: labelled paragraphs, and tables of buckets, bytes and legs."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from ddprun.config import Buffers, Choice, TrainSettings
+from ddprun.explain.explain import Exchange, Explained, StageExplained, bucket_bytes
+from ddprun.explain.traffic import Among, Amount, Carried
+from ddprun.sync.buffers import BufferUse
+from ddprun.units import count, size
+
+_WIDTH = 110
+_INDENT = 16
+_ROWS = 12  # longer tables lose their middle; `--format json` has all
+
+
+def text(explained: Explained) -> str:
+    """All of it, for a reader."""
+    known: dict[tuple[str, str], int] = {}
+    parts = [_head(explained), *(_stage(stage, explained, known) for stage in explained.stages)]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _head(explained: Explained) -> Iterator[str]:
+    pipeline, world = explained.loaded.pipeline, explained.world
+    parameters, buffers = explained.parameters, explained.buffers
+    yield f"{pipeline.name}: {count(world.ranks, 'rank')} on {count(world.hosts, 'host')}"
+    if world.ranks > 1 and world.hosts == 1:
+        yield from paragraph(
+            "Hosts", "Nothing goes between hosts. --nnodes 2 shows what would go between two."
+        )
+    if parameters is None or buffers is None:
+        yield from paragraph("Model", f"Its size is unknown: {explained.probe.unknown.model}.")
+        return
+    values = sum(one.numel() for one in parameters.values())
+    held, more = (sum(one.nbytes for one in found.values()) for found in (parameters, buffers))
+    what = f"{pipeline.model.name}: {count(len(parameters), 'parameter')}, {count(values, 'value')}, "
+    what += size(held) + (f"; {count(len(buffers), 'buffer')}, {size(more)}" if buffers else "; no buffers")
+    yield from paragraph("Model", what)
+    start = "Before the first step every rank takes rank 0's parameters and buffers, once"
+    yield from paragraph("Start", f"{start}: {size(held + more)}.")
+    measured = {
+        "timings.fidelity_every": pipeline.timings.fidelity_every,
+        "audit.every": pipeline.audit.every,
+    }
+    keys = [f"{key}: {every}" for key, every in measured.items() if every]
+    if keys:
+        yield from paragraph("Not counted", f"What ranks exchange for measurements: {', '.join(keys)}.")
+
+
+def _stage(stage: StageExplained, explained: Explained, known: dict[tuple[str, str], int]) -> Iterator[str]:
+    """`known`: what has been said before, by label and text, and in which stage."""
+
+    def once(label: str, text: str) -> Iterator[str]:
+        first = known.setdefault((label, text), stage.index)
+        return paragraph(label, text if first == stage.index else f"As in stages[{first}].")
+
+    settings, title = stage.plan.settings, f"stages[{stage.index}]: {stage.plan.stage.name}"
+    if settings is None:
+        yield title
+        yield from _without_steps(stage, explained)
+        return
+    hooks = ", ".join(map(_chosen, settings.hooks))
+    yield f"{title} for {_length(stage, settings)}, sync: {_chosen(settings.sync)}, hooks: [{hooks}]"
+    if stage.begin:
+        why = "Equal gradients keep ranks equal only if that is equal, too"
+        yield from paragraph("Begin", f"Once: {_all_named(stage.begin)}. {why}.")
+    yield from once("Forward", _forward(stage, settings))
+    yield from once("Buffers", _buffers(stage, settings.buffers, explained))
+    if stage.plan.stage.name == "train":
+        yield from paragraph("Backward", _backward(stage, settings))
+        yield from _tables(_at(stage, "backward"), stage.ranks)
+    yield from _after_steps(stage, settings)
+    yield from _end(stage)
+    yield from once("Control", _control_messages(stage))
+    yield from once("Loss", _loss(settings))
+    yield from _sums(stage)
+
+
+def _length(stage: StageExplained, settings: TrainSettings) -> str:
+    steps = "" if stage.steps is None else count(stage.steps, "step")
+    if settings.epochs is None:
+        return steps
+    return count(settings.epochs, "epoch") + (f" ({steps})" if steps else "")
+
+
+def _forward(stage: StageExplained, settings: TrainSettings) -> str:
+    always = "No parameters are sent in a forward pass, in this stage or any other."
+    if settings.mutate is not None:
+        why = (
+            "mutate changes each rank's own at the stage's start, and after each synchronisation but the "
+            "last. DDP does not undo that: it sends gradients, no parameters."
+        )
+    elif _drifts(settings):
+        why = "noop gives each rank its own back, so ranks drift apart."
+    elif settings.gradients == "all":
+        why = (
+            "Ranks hold the same from the start, and all take their steps by the same mean gradient, so they "
+            "stay the same."
+        )
+    elif stage.plan.stage.name == "forward" and settings.update is None:
+        why = "Nothing changes them here."
+    elif settings.plan.period == 1:
+        why = "Each rank changes its own, and they are averaged after the step."
+    else:
+        why = "Each rank changes its own until ranks synchronise."
+    return f"{always} {why}"
+
+
+def _buffers(stage: StageExplained, setting: Buffers, explained: Explained) -> str:
+    use, held = explained.probe.buffer_use, explained.buffers
+    chosen = f"{_shown(setting.plain())}: "
+    if held == {}:
+        return f"{chosen}the model has none. DDP's own broadcast before each forward pass would send nothing."
+    if use is None or held is None:
+        reason = explained.probe.unknown.batch or explained.probe.unknown.model
+        return f"{chosen}whether any change is unknown: {reason}. They are not counted below."
+    moments = {exchange.moment for exchange in stage.exchanges if exchange.route.kind == "buffers"}
+    if "before_forward" in moments:
+        when = "They are sent before each forward pass."
+        when += "" if use.read else " Training would come out the same without: before_evaluate would do."
+    elif "after_step" in moments:
+        when = "They are sent after a step, as below."
+    elif not use.changing:
+        when = "None are sent in this stage."
+    elif setting.when == "never":
+        when = "None are sent in this stage. Nor before evaluate and save: each rank keeps its own."
+    else:
+        when = "None are sent in this stage. They are sent before evaluate and save."
+    all_bytes = size(sum(one.nbytes for one in held.values()))
+    ddp = f"DDP's own broadcast would send {all_bytes} before each forward pass."
+    return f"{chosen}{_buffer_use(use, len(held))} {when} {ddp}"
+
+
+def _buffer_use(use: BufferUse, held: int) -> str:
+    if not use.changing:
+        return f"of {count(held, 'buffer')} none changes in training, but for counters."
+    change = "changes" if len(use.changing) == 1 else "change"
+    read = "reads them" if use.read else "never reads them"
+    return (
+        f"of {count(held, 'buffer')} {len(use.changing)} {change} in training ({ends(use.changing)}, "
+        f"{size(use.bytes)}), and training {read}."
+    )
+
+
+def _drifts(settings: TrainSettings) -> bool:
+    """Whether hooks give each rank its own back."""
+    return any(hook.name == "noop" for hook in settings.hooks)
+
+
+def _backward(stage: StageExplained, settings: TrainSettings) -> str:
+    exchanges = _at(stage, "backward")
+    if not exchanges:
+        return "No gradients are sent."
+    exchange = exchanges[0]
+    what = f"Gradients are averaged over {_ranks_of(exchange)}, in every step"
+    if _drifts(settings):
+        what = "Gradients go through the hooks in every step, but to no other rank"
+    if settings.accumulate > 1:
+        what += f", in the last of its {settings.accumulate} micro-steps"
+    if exchange.buckets is None:
+        return f"{what}. DDP's buckets are unknown: {exchange.unknown}."
+    return (
+        f"{what}, in {count(len(exchange.buckets), 'bucket')}, each sent as soon as backward has filled it, "
+        "while backward goes on."
+    )
+
+
+def _after_steps(stage: StageExplained, settings: TrainSettings) -> Iterator[str]:
+    exchanges = _at(stage, "after_step")
+    by_steps: dict[tuple[int, ...], list[Exchange]] = {}
+    for exchange in exchanges:
+        steps = sorted(step for p in stage.patterns if exchange in p.exchanges for step in p.steps)
+        by_steps.setdefault(tuple(steps), []).append(exchange)
+    lines = [f"{_when(steps, stage)}: {_all_named(found)}." for steps, found in by_steps.items()]
+    idle = stage.cycle - len({step for steps in by_steps for step in steps})
+    if not lines:
+        lines.append("Nothing is sent.")
+    elif idle:
+        lines.append(
+            f"the other {idle} of {'every ' if _repeats(stage) else ''}{stage.cycle} steps: nothing."
+        )
+    for index, line in enumerate(_thinned(lines)):
+        yield from paragraph("" if index else "After a step", _capital(line))
+    if overlap := max((one.delay for one in settings.plan.transfers), default=0):
+        when = f"is applied exactly {count(overlap, 'step')} later"
+        yield from paragraph("", f"An exchange overlaps with training, and {when}.")
+    yield from _tables(exchanges, stage.ranks)
+
+
+def _end(stage: StageExplained) -> Iterator[str]:
+    if stage.plan.left_apart:
+        yield from paragraph("End", "Ranks stay as they are: the next stage takes them so.")
+    elif stage.end is None:
+        yield from paragraph("End", "If the last step leaves ranks apart, they synchronise once more.")
+    elif stage.end:
+        yield from paragraph(
+            "End", f"The last step leaves ranks apart, so once more: {_all_named(stage.end)}."
+        )
+        shown = {exchange.route for exchange in _at(stage, "after_step")}
+        yield from _tables([exchange for exchange in stage.end if exchange.route not in shown], stage.ranks)
+
+
+def _control_messages(stage: StageExplained) -> str:
+    steps = stage.plan.control_messages
+    if not steps:
+        return "None: ranks exchange no messages before the stage's end."
+    if max(steps) <= stage.cycle:
+        when = _when(steps, stage)
+    else:  # the first exchanges that overlap with training are applied in the second cycle
+        repeated = sorted(step + cycle * stage.cycle for step in steps for cycle in range(3))
+        listed = [step for step in repeated if stage.steps is None or step <= stage.steps]
+        when = f"steps {', '.join(map(str, listed[:4]))}{' …' if len(listed) > 4 else ''}"
+    return (
+        f"For {when} each rank sends the others its loss, and whether to stop: a few numbers, for all steps "
+        "of half a second at once, not counted below."
+    )
+
+
+def _loss(settings: TrainSettings) -> str:
+    own = "Each rank's is that of its own samples"
+    if settings.gradients == "all" and not _drifts(settings):
+        what = f"DDP does not average it. {own}; gradients are averaged: the step is the mean loss's."
+    elif settings.gradients == "host" and not _drifts(settings):
+        what = f"It is not averaged. {own}; gradients are averaged inside a host only."
+    else:
+        what = f"It is not averaged. {own}; no gradients are averaged."
+    return f"{what} The log's mean loss is computed beside training, and nothing depends on it."
+
+
+def _without_steps(stage: StageExplained, explained: Explained) -> Iterator[str]:
+    if stage.end:
+        what = _all_named(stage.end)
+        if stage.plan.stage.name not in ("average", "broadcast"):
+            what = f"first, as far as they have changed: {what}"
+        yield from paragraph("", f"{_capital(what)}.")
+        yield from _tables(stage.end, stage.ranks)
+        yield from _sizes_table([_sizes("once", stage.whole_amount)])
+        return
+    before = [one.plan.settings for one in explained.stages[: stage.index] if one.plan.settings is not None]
+    setting = before[-1].buffers if before else explained.loaded.pipeline.buffers
+    own = setting.when == "never" and explained.buffers != {}
+    yield from paragraph(
+        "", "Nothing is sent before it" + (": each rank has buffers of its own." if own else ".")
+    )
+
+
+def _sums(stage: StageExplained) -> Iterator[str]:
+    rows = []
+    for pattern in stage.patterns:
+        rest = len(stage.patterns) > 1 and pattern is stage.patterns[-1]
+        rows.append(_sizes(_when(pattern.steps, stage, rest=rest), pattern.amount))
+    rows = _thinned(rows, ("…", "", "", ""))
+    if len(stage.patterns) > 1:
+        rows.append(_sizes("mean of all steps", stage.cycle_amount, stage.cycle))
+    rows.append(_sizes("1,000 steps", stage.cycle_amount, stage.cycle, 1000))
+    if stage.steps is not None:
+        rows.append(_sizes(f"the stage: {count(stage.steps, 'step')}", stage.whole_amount))
+    yield from _sizes_table(rows)
+
+
+def _sizes(label: str, amount: Amount | None, steps: int = 1, wanted: int = 1) -> tuple[str, ...]:
+    """A row: of an amount that is sent in so many steps, what that is in those wanted."""
+    if amount is None:
+        return (label, "unknown", "unknown", "unknown")
+    return (label, *map(size, amount.sizes(steps, wanted).values()))
+
+
+def _sizes_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    return _labelled("Sent", table([("", "per rank", "all ranks", "between hosts"), *rows], "<>>>"))
+
+
+def _at(stage: StageExplained, moment: str) -> list[Exchange]:
+    return [exchange for exchange in stage.exchanges if exchange.moment == moment]
+
+
+def _repeats(stage: StageExplained) -> bool:
+    return stage.steps is None or stage.steps > stage.cycle
+
+
+def _when(steps: Sequence[int], stage: StageExplained, *, rest: bool = False) -> str:
+    """Which steps they are; `rest`: all others have been named before."""
+    if rest and len(steps) < stage.cycle:
+        every = "every " if _repeats(stage) else ""
+        return f"the other {len(steps)} of {every}{count(stage.cycle, 'step')}"
+    return named_steps(steps, stage.cycle, stage.steps)
+
+
+def _chosen(choice: Choice) -> str:
+    """A choice as a pipeline file would have it, without what is left out there."""
+    options = dict(choice.options)
+    if choice.settings is not None:
+        options = choice.settings.model_dump(mode="json", exclude_defaults=True)
+    return _shown({choice.name: options} if options else choice.name)
+
+
+def _shown(value: Any) -> str:
+    """A value as a pipeline file would have it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_shown, value)) + "]"
+    return "null" if value is None else str(value)
+
+
+# Exchanges.
+
+
+def _all_named(exchanges: Sequence[Exchange]) -> str:
+    return ", and ".join(map(_named, exchanges))
+
+
+def _named(exchange: Exchange, *, numbered: bool = True) -> str:
+    """What an exchange is; `numbered`: with its buckets, if it is of some only."""
+    route, ranks = exchange.route, _ranks_of(exchange)
+    if exchange.carried is not None and not any(one.legs for one in exchange.carried):
+        return "nothing, as noop gives each rank its own back"
+    match route.kind, route.through:
+        case "delta", _:
+            which = ""
+            if numbered and exchange.buckets is not None:
+                first, last = exchange.buckets[0].index, exchange.buckets[-1].index
+                which = f" (bucket {first})" if first == last else f" (buckets {first} to {last})"
+            return f"what parameters have changed by, averaged over {ranks}{which}"
+        case "parameters", "broadcast":
+            return f"the parameters of rank {route.source}, as they are, to {ranks}"
+        case "parameters", _:
+            return f"the parameters as they are, averaged over {ranks}"
+        case "optimizer", _:
+            return f"the optimizer's state as it is, averaged over {ranks}"
+        case "buffers", "broadcast":
+            return f"the buffers of rank {route.source}, to {ranks}"
+        case "buffers", _:
+            return f"the buffers, averaged over {ranks}"
+    return f"the gradients, averaged over {ranks}"
+
+
+def _ranks_of(exchange: Exchange) -> str:
+    return _group(exchange.ranks, exchange.route.among)
+
+
+def _group(ranks: int, among: Among) -> str:
+    if among == "all":
+        return {1: "the only rank", 2: "both ranks"}.get(ranks, f"all {ranks} ranks")
+    of = {"host": "each host", "across": "one local rank on every host", "part": "each group"}[among]
+    return f"the {count(ranks, 'rank')} of {of}"
+
+
+def _tables(exchanges: Sequence[Exchange], ranks: int) -> Iterator[str]:
+    """The buckets of exchanges, and how each travels; a table for each route."""
+    by_route: dict[Any, list[Exchange]] = {}
+    for exchange in exchanges:
+        kind = exchange.route.kind
+        if exchange.buckets is None and kind != "gradient":
+            kind_text = {"delta": "changes", "optimizer": "optimizer's state"}.get(kind, kind)
+            yield from paragraph("", f"The size of the {kind_text} is unknown: {exchange.unknown}.")
+        elif exchange.buckets is not None and kind != "buffers":
+            by_route.setdefault(exchange.route, []).append(exchange)
+    for alike in by_route.values():
+        if len(by_route) > 1:
+            yield from paragraph("", f"{_capital(_named(alike[0], numbered=False))}:")
+        rows = _thinned([row for exchange in alike for row in _rows(exchange, ranks)], ("…", *[""] * 5))
+        head = ("bucket", "dtype", "values", "bytes", "sent per rank", "parameters")
+        yield from _labelled("", table([head, *rows], "><>>><"))
+        unknown = next((exchange.unknown for exchange in alike if exchange.unknown), "")
+        if unknown:
+            yield from paragraph("", f"How they travel is unknown: {unknown}.")
+        yield from _legs([one for exchange in alike for one in exchange.carried or ()])
+
+
+def _rows(exchange: Exchange, ranks: int) -> Iterator[tuple[str, ...]]:
+    layouts = exchange.buckets or ()
+    for layout, one in zip(layouts, exchange.carried or [None] * len(layouts), strict=True):
+        sent = "unknown" if one is None else size(one.amount.all_ranks / ranks)
+        names = ends([param.name for param in layout.params])
+        yield str(layout.index), layout.dtype, f"{layout.numel:,}", size(bucket_bytes(layout)), sent, names
+
+
+def _legs(carried: Sequence[Carried]) -> Iterator[str]:
+    """How buckets travel; those that travel alike in one paragraph."""
+    alike: dict[tuple[tuple[str, str, Among, int], ...], list[Carried]] = {}
+    for one in carried:
+        alike.setdefault(tuple((leg.op, leg.dtype, leg.among, leg.ranks) for leg in one.legs), []).append(one)
+    for ways, buckets in alike.items():
+        which = "Each bucket"
+        if len(alike) > 1:
+            which = f"Bucket {', '.join(str(one.layout.index) for one in buckets)}"
+        legs = []
+        for index, (op, dtype, among, ranks) in enumerate(ways):
+            bytes_of_all = size(sum(one.legs[index].bytes for one in buckets))
+            legs.append(f"{op} of {dtype} among {_group(ranks, among)} ({bytes_of_all})")
+        if len(legs) <= 1:
+            yield from paragraph("", f"{which}: {legs[0] if legs else 'nothing is sent'}.")
+            continue
+        yield from paragraph("", f"{which}, one after the other:")
+        for leg in legs:
+            yield from paragraph("", f"- {leg}")
+
+
+# Layout.
+
+
+def _thinned(rows: Sequence[Any], middle: Any = "…") -> list[Any]:
+    """The first rows and the last ones, if there are many, with `middle` for what is left out."""
+    half = _ROWS // 2
+    return [*rows] if len(rows) <= _ROWS else [*rows[:half], middle, *rows[-half + 1 :]]
+
+
+def _labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
+    """Lines beside a label."""
+    for index, line in enumerate(lines):
+        yield f"  {'' if index else label:<{_INDENT - 2}}{line}".rstrip()
+
+
+def paragraph(label: str, text: str) -> Iterator[str]:
+    """A paragraph beside a label."""
+    return _labelled(label, textwrap.wrap(text, _WIDTH - _INDENT, break_on_hyphens=False))
+
+
+def table(rows: Sequence[Sequence[str]], aligned: str) -> list[str]:
+    """Rows as lines; the first is the head, and each column is `aligned` by `<` or `>`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True))
+        for row in rows
+    ]
+
+
+def ends(names: Sequence[str]) -> str:
+    """The first and the last of many names, and their number."""
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]} ({len(names)})"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def named_steps(steps: Sequence[int], cycle: int, last: int | None) -> str:
+    """Steps in words, such as `steps 8, 16, 24 …`: some of the first `cycle`, after which they repeat.
+
+    `last` is the last step of the stage; None: unknown.
+    """
+    if len(steps) == cycle:
+        return "every step"
+    if last is not None and last <= cycle:
+        return _listed(steps)
+    chosen = set(steps)
+    period = next(
+        period
+        for period in range(1, cycle + 1)
+        if cycle % period == 0 and all((step - 1 + period) % cycle + 1 in chosen for step in steps)
+    )
+    first = [step for step in steps if step <= period]
+    if len(first) > 1:
+        even = len({after - before for before, after in pairwise(first)}) == 1
+        named = _listed(first) if even or len(first) <= 4 else str(len(first))
+        return f"{named} of every {period}{'' if named.startswith('steps') else ' steps'}"
+    found = range(first[0], last + 1 if last is not None else first[0] + 3 * period + 1, period)
+    return _listed(found[:3], " …" if len(found) > 3 else "")
+
+
+def _listed(steps: Sequence[int], more: str = "") -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    if len(steps) > 4:
+        return f"steps {', '.join(map(str, steps[:3]))} … {steps[-1]}"
+    return f"steps {', '.join(map(str, steps))}{more}"
