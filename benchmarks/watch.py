@@ -43,9 +43,9 @@ if sys.argv.pop(1) == "without":
         quiet = SimpleNamespace(path="", remove=lambda: None)
         return SimpleNamespace(
             sequence=UNWATCHED.sequence, stage=UNWATCHED.stage, step=UNWATCHED.step, turn=UNWATCHED.turn,
-            page=quiet, start=lambda: None, close=lambda: None, alarmed=False,
+            page=quiet, start=lambda: None, close=lambda: None, hang_found=False,
         )
-    worker.open_watch = none
+    worker.open_watchdog = none
 from ddprun.cli import main
 sys.exit(main())
 """
@@ -114,8 +114,8 @@ def main() -> None:
             print(f"{hidden:12} {base:9.1f}/s {ratios}")
 
 
-def _no_alarm(waits: Sequence[Overdue]) -> None:
-    assert threading.current_thread().name == "ddprun-watch", waits
+def _no_alarm(_: RankWatchdog, waits: Sequence[Overdue]) -> None:
+    assert threading.current_thread().name == "ddprun-watchdog", waits
 
 
 if __name__ == "__main__":

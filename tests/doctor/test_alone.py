@@ -20,7 +20,7 @@ def test_this_host_is_examined_alone(tmp_path: Path) -> None:
     assert {finding["where"] for finding in report["findings"]} == {report["hosts"][0]["name"]}
     for finding in report["findings"]:
         assert bool(finding["do"]) == (finding["level"] != "ok"), finding
-    checks = {"interfaces", "own name", "/dev/shm", "versions", "security", "GPUs", "cores", "debug"}
+    checks = {"interfaces", "own name", "/dev/shm", "versions", "GPUs", "cores", "debug"}
     assert checks == {finding["check"] for finding in report["findings"]}
 
 
@@ -35,9 +35,9 @@ def test_detail_of_torch_is_a_problem(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "told"),
     [
-        (["--nnodes=2"], {}, "--nnodes 2 needs a place to meet: add --rdzv-endpoint HOST:PORT"),
-        (["--nnodes=two"], {}, "--nnodes is 'two'; it is a number of hosts, or MIN:MAX"),
-        (["--nnodes=2", "--rdzv-endpoint=127.0.0.1:x"], {}, "'127.0.0.1:x' is no HOST:PORT"),
+        (["--nnodes=2"], {}, "--nnodes 2 needs a rendezvous: add --rdzv-endpoint HOST:PORT"),
+        (["--nnodes=two"], {}, "--nnodes is 'two'; it must be a number of hosts, or MIN:MAX"),
+        (["--nnodes=2", "--rdzv-endpoint=127.0.0.1:x"], {}, "'127.0.0.1:x' is not HOST:PORT"),
         (["--timeout=0"], {}, "--timeout"),
         ([], {"RANK": "1"}, "RANK is set, but not WORLD_SIZE"),
         (["p.yaml"], {}, "unexpected extra argument"),

@@ -326,7 +326,7 @@ def test_a_signal_ends_the_run_and_every_process(folder: Path, number: signal.Si
         os.kill(running.process.pid, number)
         done = running.wait(30)
     assert done.code == 130, done.stderr
-    assert f"{number.name}: stops at the end of a step" in done.stderr
+    assert f"{number.name}: stopping at the end of the step" in done.stderr
     no_noise(done.stderr)
     assert not any(map(is_running, ranks))
     found = summary(folder / "run")

@@ -145,7 +145,7 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> No
         (["--nnodes=2", "--master-addr=192.0.2.77"], "needs a --node-rank of its own"),
         (
             ["--nnodes=2"],
-            "does not say where the hosts meet: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
+            "--nnodes 2 needs a rendezvous: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
         ),
     ],
 )

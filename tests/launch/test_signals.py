@@ -111,7 +111,7 @@ def test_signals_that_were_ignored_before_the_start_stay_ignored(folder: Path) -
     assert done.code == 130, done.stderr
     assert "SIGHUP" not in done.stderr
     assert "SIGINT" not in done.stderr
-    assert done.stderr.count("SIGTERM: stops at the end of a step") == 1
+    assert done.stderr.count("SIGTERM: stopping at the end of the step") == 1
     assert done.stderr.rstrip().endswith(f"go on: ddprun resume {shlex.quote('run')}")
     interrupted_with_checkpoint(run)
 
@@ -155,7 +155,7 @@ def test_the_second_ctrl_c_ends_a_run_in_a_long_step_at_once(folder: Path) -> No
         done = running.wait(6)  # torchelastic gives ranks 10 s before it kills them
     assert done.code == 130, done.stderr
     assert not any(map(is_running, ranks))
-    assert done.stderr.rstrip().endswith("ddprun: stopped by SIGINT; go on: ddprun resume run")
+    assert done.stderr.rstrip().endswith("ddprun: stopped by SIGINT; to resume: ddprun resume run")
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])

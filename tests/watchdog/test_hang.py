@@ -32,9 +32,9 @@ def page(rank: int, issued: tuple[int, ...], *overdue: Overdue) -> Seen:
         phase="forward",
         phase_age_s=8.0,
         issued=issued,
-        waits=tuple(one.plain() for one in overdue),
+        waits=tuple(one.wait for one in overdue),
         at="",
-        told=False,
+        reported=False,
     )
 
 
@@ -50,7 +50,7 @@ def test_parameters_say_more_than_a_control_word(
     word_s: float, delta_s: float, ranks: tuple[int, ...], shown: str
 ) -> None:
     """Though it was issued before them, if both are overdue and keep waiting for the same rank."""
-    watchdog = RankWatchdog(0, 8.0, None, lambda _: None)
+    watchdog = RankWatchdog(0, 8.0, None, lambda *_: None)
     control, deltas = (
         CollectiveSequence(watchdog, 0, "control", (0, 1, 2)),
         CollectiveSequence(watchdog, 1, "deltas", ranks),

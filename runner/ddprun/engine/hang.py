@@ -1,8 +1,9 @@
-"""What a rank's watch needs of the run to tell of a hang, and where it is told."""
+"""What a rank's watchdog needs of the run to report a hang, and where it is reported."""
 
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,7 +12,7 @@ from ddprun.host.rank_files import attempt_folder
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.screen import say
 from ddprun.telemetry.writer import Writer, event_log
-from ddprun.watchdog.hang import HangHandler, Report, RunContext, open_log
+from ddprun.watchdog.hang import Report, RunContext, handle_hang, open_log
 from ddprun.watchdog.rank_watchdog import RankWatchdog
 
 if TYPE_CHECKING:
@@ -49,13 +50,13 @@ def prepare_nccl() -> None:
 def open_watchdog(
     environment: Environment, timeout_s: float, known: Known, ranks: Callable[[], Ranks]
 ) -> RankWatchdog:
-    """The watch of this rank; not looking yet.
+    """The watchdog of this rank; not started yet.
 
     Args:
         environment: from the launcher.
         timeout_s: how long a collective may be under way.
         known: what the run has come to, when it is asked.
-        ranks: this rank among the others; not called before the watchdog looks.
+        ranks: this rank among the others; not called before it is started.
     """
 
     def speak(report: Report) -> None:
@@ -69,22 +70,18 @@ def open_watchdog(
         if known.session is not None:
             known.session.reporter.trackers.fail(_TRACKERS_END_S)
 
-    handler = HangHandler(
-        RunContext(
-            rank=environment.rank,
-            size=environment.world_size,
-            host=os.uname().nodename,
-            peers=lambda: ranks().peers(),
-            holds_store=lambda: ranks().holds_store,
-            first=lambda: ranks().first_to_fail(_FAILED)[0],
-            log=lambda: log_of(known.run_dir, environment.rank),
-            speak=speak,
-            leave=leave,
-        )
+    context = RunContext(
+        rank=environment.rank,
+        size=environment.world_size,
+        host=os.uname().nodename,
+        peers=lambda: ranks().peers(),
+        holds_store=lambda: ranks().holds_store,
+        first=lambda: ranks().first_to_fail(_FAILED)[0],
+        log=lambda: log_of(known.run_dir, environment.rank),
+        speak=speak,
+        leave=leave,
     )
-    watchdog = RankWatchdog(environment.rank, timeout_s, attempt_folder(), handler)
-    handler.watchdog = watchdog
-    return watchdog
+    return RankWatchdog(environment.rank, timeout_s, attempt_folder(), partial(handle_hang, context))
 
 
 def log_of(run_dir: Path | None, rank: int) -> Path | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from ddprun import LAUNCHED
-from ddprun.host.signals import handle
+from ddprun.host.processes import handle
 from ddprun.parallel.ranks import Ranks
 
 _STOP, _ASK_EVERY_S = "stop", 1.0

@@ -41,7 +41,7 @@ from ddprun.engine.time_slices import TimeSliceClient
 from ddprun.host import rank_files
 from ddprun.host.device import place_of
 from ddprun.host.network import NetworkError
-from ddprun.host.orphans import die_with_parent
+from ddprun.host.processes import die_with_parent
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import Resuming
 from ddprun.sync.audit import DriftError
