@@ -7,7 +7,7 @@ import pytest
 
 from tests.doctor.ailing import SMALL_SHM, findings
 from tests.namespaces import hosts, needs_namespaces
-from tests.ranks import Running, ddprun
+from tests.ranks import Running, ddprun, ddprun_here
 
 
 def test_this_host_is_examined_alone(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_bad_input_is_one_line(
     tmp_path: Path, arguments: list[str], environment: dict[str, str], told: str
 ) -> None:
     """Exit code 2, and nothing on stdout."""
-    done = ddprun("doctor", *arguments, cwd=tmp_path, environment=environment)
+    done = ddprun_here("doctor", *arguments, cwd=tmp_path, environment=environment)
     assert (done.code, done.stdout) == (2, ""), done.stderr
     assert told in done.stderr
     assert done.stderr.count("\n") == 1

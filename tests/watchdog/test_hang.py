@@ -55,8 +55,8 @@ def test_parameters_say_more_than_a_control_word(
         CollectiveSequence(watchdog, 0, "control", (0, 1, 2)),
         CollectiveSequence(watchdog, 1, "deltas", ranks),
     )
-    word = Overdue(control, control.issue("all_gather", what="the control message"), word_s)
-    delta = Overdue(deltas, deltas.issue("all_reduce", BUCKET), delta_s)
+    word = Overdue(control.issue("all_gather", what="the control message"), word_s)
+    delta = Overdue(deltas.issue("all_reduce", BUCKET), delta_s)
     seen = {0: page(0, (1, 1), word, delta), 1: page(1, (0, 0)), 2: page(2, (1, 1), word)}
     report = find_out(AROUND, 8.0, [word, delta], seen, {})
     assert "rank 1 did not arrive within 8 s" in report.message

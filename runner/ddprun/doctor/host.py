@@ -125,13 +125,8 @@ def loopback_variables() -> dict[str, str]:
 
 def wrong_interface(where: str, variable: str, found: str) -> Finding:
     """An environment variable names an interface that cannot be used."""
-    return Finding(
-        where,
-        "interfaces",
-        "problem",
-        found,
-        f"unset {variable}: ddprun takes the interface that leads to the other hosts",
-    )
+    do = f"unset {variable}: ddprun takes the interface that leads to the other hosts"
+    return Finding(where, "interfaces", "problem", found, do)
 
 
 def speed_of(mbit_per_s: float) -> str:
@@ -150,13 +145,9 @@ def _interfaces(name: str, there: Sequence[Mapping[str, Any]]) -> Iterator[Findi
         ]
         yield Finding(name, "interfaces", "ok", "; ".join(listed))
     else:
-        yield Finding(
-            name,
-            "interfaces",
-            "note",
-            "only the loopback is up: runs on this host alone work",
-            "for several hosts bring one up: ip link set NAME up, and give it an address",
-        )
+        found = "only the loopback is up: runs on this host alone work"
+        do = "for several hosts bring one up: ip link set NAME up, and give it an address"
+        yield Finding(name, "interfaces", "note", found, do)
     for variable, fault in bad_variables().items():
         yield wrong_interface(name, variable, fault)
 
@@ -165,36 +156,25 @@ def _own_name(name: str) -> Finding:
     found = addresses(name)
     listed = ", ".join(dict.fromkeys(found))
     if not found:
-        return Finding(
-            name,
-            "own name",
-            "warning",
-            f"the host's own name, {name}, cannot be looked up: torchrun may not recognise this host as the "
-            "one of --rdzv-endpoint",
-            "add it to /etc/hosts with the address that the other hosts know, or give --local-addr and, "
-            "on the host of --rdzv-endpoint, --rdzv-conf is_host=1",
+        text = (
+            f"this host's name, {name}, cannot be looked up: torchrun may miss that --rdzv-endpoint is here"
         )
+        do = (
+            "add it to /etc/hosts with the address that the other hosts know, or give --local-addr and, on "
+            "the host of --rdzv-endpoint, --rdzv-conf is_host=1"
+        )
+        return Finding(name, "own name", "warning", text, do)
     if all(map(is_loopback, found)):
-        return Finding(
-            name,
-            "own name",
-            "note",
-            f"{name} leads to {listed}, the loopback: Gloo in scripts without ddprun listens where no other "
-            "host can reach it",
-            "for such scripts set GLOO_SOCKET_IFNAME, or correct /etc/hosts; ddprun chooses by itself",
-        )
+        text = f"{name} leads to {listed}, the loopback, where other hosts cannot reach Gloo"
+        do = "for scripts without ddprun, which chooses itself, set GLOO_SOCKET_IFNAME or correct /etc/hosts"
+        return Finding(name, "own name", "note", text, do)
     return Finding(name, "own name", "ok", f"{name} is {listed}")
 
 
 def _shm(name: str, here: Room | None, ranks: int, *, nccl: bool) -> Finding:
     if here is None:
-        return Finding(
-            name,
-            "/dev/shm",
-            "warning",
-            "it does not exist: loader.workers, and NCCL between the GPUs of a host, need it",
-            "mount -t tmpfs -o size=1g tmpfs /dev/shm",
-        )
+        found = "it does not exist: loader.workers, and NCCL between the GPUs of a host, need it"
+        return Finding(name, "/dev/shm", "warning", found, "mount -t tmpfs -o size=1g tmpfs /dev/shm")
     found = f"{binary(here.total)}, {binary(here.free)} of it free"
     least, enough = least_bytes(ranks, _LOADERS), ROOM_FOR_NCCL_BYTES if nccl else _ROOM_BYTES
     level: Level = "ok"
@@ -265,28 +245,20 @@ def gpu_finding(name: str, gpus: Gpus) -> Finding:
     """How torch sees the GPUs, and how they reach each other."""
     value = {"topology": gpus.topology} if gpus.topology else {}
     if gpus.broken:
-        return Finding(
-            name,
-            "GPUs",
-            "problem",
-            f"the driver ({gpus.driver}) sees GPUs, torch does not: {gpus.broken}",
+        found = f"the driver ({gpus.driver}) sees GPUs, torch does not: {gpus.broken}"
+        do = (
             "install a torch build for CUDA (https://pytorch.org/get-started/locally), and check "
-            "CUDA_VISIBLE_DEVICES and the driver's age",
+            "CUDA_VISIBLE_DEVICES and the driver's age"
         )
+        return Finding(name, "GPUs", "problem", found, do)
     if not gpus.names:
         return Finding(name, "GPUs", "ok", "no NVIDIA GPU here: ranks use Gloo")
     kinds = ", ".join(f"{gpus.names.count(kind)} x {kind}" for kind in dict.fromkeys(gpus.names))
     if gpus.without_peer_access:
         pairs = ", ".join(f"{one}-{other}" for one, other in gpus.without_peer_access)
-        return Finding(
-            name,
-            "GPUs",
-            "warning",
-            f"{kinds}; no direct access between {pairs}: NCCL goes through host memory",
-            "see `nvidia-smi topo -m`; switch ACS off in the BIOS or pass all GPUs of a switch to one "
-            "virtual machine",
-            value,
-        )
+        found = f"{kinds}; no direct access between {pairs}: NCCL goes through host memory"
+        do = "see `nvidia-smi topo -m`; switch ACS off, or pass all GPUs of a switch to one virtual machine"
+        return Finding(name, "GPUs", "warning", found, do, value)
     found = kinds if len(gpus.names) == 1 else f"{kinds}; all have direct access to each other"
     return Finding(name, "GPUs", "ok", found, value=value)
 
@@ -302,43 +274,27 @@ def core_findings(name: str, cores: float, ranks: int, threads: str) -> Iterator
     """
     found = f"{cores:g} for {ranks} rank{'s' if ranks > 1 else ''}"
     if cores < ranks:
-        yield Finding(
-            name,
-            "cores",
-            "warning",
-            f"{found}: ranks share cores, and all wait for the slowest",
-            "start fewer with --nproc-per-node, or ask for more (srun --cpus-per-task, docker --cpus)",
-        )
+        found += ": ranks share cores, and all wait for the slowest"
+        do = "start fewer with --nproc-per-node, or ask for more (srun --cpus-per-task, docker --cpus)"
+        yield Finding(name, "cores", "warning", found, do)
     else:
         yield Finding(name, "cores", "ok", found)
     if threads.isdigit() and int(threads) * ranks > max(cores, ranks):
-        yield Finding(
-            name,
-            "cores",
-            "warning",
-            f"OMP_NUM_THREADS={threads} on {ranks} ranks makes more threads than the {cores:g} cores",
-            f"set OMP_NUM_THREADS={max(1, int(cores // ranks))}; unset, ddprun and torchrun take 1",
-        )
+        found = f"OMP_NUM_THREADS={threads} on {ranks} ranks makes more threads than the {cores:g} cores"
+        do = f"set OMP_NUM_THREADS={max(1, int(cores // ranks))}; unset, ddprun and torchrun take 1"
+        yield Finding(name, "cores", "warning", found, do)
 
 
 def _debug(name: str) -> Finding:
-    match os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper():
-        case "DETAIL":
-            return Finding(
-                name,
-                "debug",
-                "problem",
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch checks every collective twice, and ends every run "
-                "that uses DDP in a segmentation fault, so ddprun refuses it",
-                "unset it, or set INFO; keep DETAIL for `ddprun doctor` and for scripts without DDP",
-            )
-        case "INFO":
-            return Finding(
-                name,
-                "debug",
-                "note",
-                "TORCH_DISTRIBUTED_DEBUG=INFO: DDP logs its settings and times its steps",
-                "unset TORCH_DISTRIBUTED_DEBUG to measure speed",
-            )
-        case _:
-            return Finding(name, "debug", "ok", "TORCH_DISTRIBUTED_DEBUG is off")
+    value = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper()
+    if value == "DETAIL":
+        found = (
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch checks every collective twice, and ends every run that "
+            "uses DDP in a segmentation fault, so ddprun refuses it"
+        )
+        do = "unset it, or set INFO; keep DETAIL for `ddprun doctor` and for scripts without DDP"
+        return Finding(name, "debug", "problem", found, do)
+    if value == "INFO":
+        found = "TORCH_DISTRIBUTED_DEBUG=INFO: DDP logs its settings and times its steps"
+        return Finding(name, "debug", "note", found, "unset TORCH_DISTRIBUTED_DEBUG to measure speed")
+    return Finding(name, "debug", "ok", "TORCH_DISTRIBUTED_DEBUG is off")

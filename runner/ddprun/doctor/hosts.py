@@ -167,9 +167,9 @@ def _between(
     mine = [{**asdict(finding), "where": name} for finding in findings]
     address = address_towards(os.environ["MASTER_ADDR"])
     interface = os.environ.get(VARIABLES[0], "")
-    told = group.gather("hosts", [{**facts, "name": name}, mine, interface], _HOST_S + timeout_s)
-    hosts, interfaces = [one[0] for one in told], [one[2] for one in told]
-    found = [Finding(**plain) for one in told for plain in one[1]] + version_findings(hosts)
+    answers = group.gather("hosts", [{**facts, "name": name}, mine, interface], _HOST_S + timeout_s)
+    hosts, interfaces = [answer[0] for answer in answers], [answer[2] for answer in answers]
+    found = [Finding(**plain) for answer in answers for plain in answer[1]] + version_findings(hosts)
     with bounded(2 * timeout_s * size):
         offset = links.clock_offset(group.store, group.index, size, timeout_s)
     clocks = group.gather("clocks", offset, timeout_s * size)
@@ -213,25 +213,20 @@ def _links(
         pair = next((pair for pair in pairs if group.index in pair and pair not in fenced), None)
         mine = None if pair is None else _measured(group, pair, backend, device, timeout_s)
         others_s = 2 * timeout_s + (0 if isinstance(mine, str) else links.LONGEST_S)
-        told = group.gather(f"links/{number}", mine, others_s)
+        results = group.gather(f"links/{number}", mine, others_s)
         for one, other in pairs:
             names = group.names[one], group.names[other]
-            if failed := next((text for text in (told[one], told[other]) if isinstance(text, str)), None):
-                found = f"a collective over {backend} failed: {failed}"
+            if failed := [text for text in (results[one], results[other]) if isinstance(text, str)]:
+                found = f"a collective over {backend} failed: {failed[0]}"
                 findings.append(Finding(pair_of(*names), "bandwidth", "problem", found, RUN_AGAIN))
-            elif told[one] is not None:
+            elif results[one] is not None:
                 speeds = [_speed(hosts[host], interfaces[host]) for host in (one, other)]
-                findings += links.link_findings(*names, links.Measured(**told[one]), speeds)
+                findings += links.link_findings(*names, links.Measured(**results[one]), speeds)
     if any(len(pairs) > 1 for pairs in schedule):
-        findings.append(
-            Finding(
-                f"{group.names[0]}, {group.names[-1]}",
-                "bandwidth",
-                "note",
-                f"{len(hosts)} hosts: up to {len(hosts) // 2} pairs were measured at the same time",
-                "give --nnodes 2 on two hosts to measure a slow link alone",
-            )
-        )
+        where = f"{group.names[0]}, {group.names[-1]}"
+        found = f"{len(hosts)} hosts: up to {len(hosts) // 2} pairs were measured at the same time"
+        do = "give --nnodes 2 on two hosts to measure a slow link alone"
+        findings.append(Finding(where, "bandwidth", "note", found, do))
     return findings
 
 

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,14 +81,14 @@ def clock_offset(store: dist.Store, host: int, hosts: int, within_s: float) -> t
     if host == 0:
         for other, number in itertools.product(range(1, hosts), range(_CLOCK_ROUNDS)):
             store.wait([f"clock/{other}/{number}/asked"], timedelta(seconds=within_s))
-            store.set(f"clock/{other}/{number}/told", json.dumps(time.time()))
+            store.set(f"clock/{other}/{number}/answer", json.dumps(time.time()))
         return 0.0, 0.0
     best = (0.0, float("inf"))
     for number in range(_CLOCK_ROUNDS):
         key, asked, began = f"clock/{host}/{number}", time.time(), time.monotonic()
         store.set(f"{key}/asked", "")
-        store.wait([f"{key}/told"], timedelta(seconds=within_s * hosts))
-        theirs, bound = json.loads(store.get(f"{key}/told")), (time.monotonic() - began) / 2
+        store.wait([f"{key}/answer"], timedelta(seconds=within_s * hosts))
+        theirs, bound = json.loads(store.get(f"{key}/answer")), (time.monotonic() - began) / 2
         if bound < best[1]:
             best = (asked + bound - theirs, bound)
     return best
@@ -159,8 +160,8 @@ class OpenPorts:
 def closed_ports(hosts: Sequence[Listening | None]) -> list[list[tuple[int, str]]]:
     """For each host the ports at which it cannot be reached from here, and why; None is not tried."""
 
-    def why_closed(place: tuple[Listening, int]) -> str:
-        host, port = place
+    def why_closed(port_of: tuple[Listening, int]) -> str:
+        host, port = port_of
         try:
             with socket.create_connection((host.address, port), timeout=_ANSWERS_S) as one:
                 one.settimeout(_ANSWERS_S)
@@ -171,9 +172,9 @@ def closed_ports(hosts: Sequence[Listening | None]) -> list[list[tuple[int, str]
             return (error.strerror or str(error)).lower()
         return "" if answer == host.token else "another program answers"
 
-    places = [(host, port) for host in hosts if host is not None for port in host.ports]
+    ports = [(host, port) for host in hosts if host is not None for port in host.ports]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        whys = dict(zip(places, pool.map(why_closed, places), strict=True))
+        whys = dict(zip(ports, pool.map(why_closed, ports), strict=True))
     return [
         [] if host is None else [(port, whys[host, port]) for port in host.ports if whys[host, port]]
         for host in hosts
@@ -197,21 +198,18 @@ def port_findings(
         for here, there in ((one, other), (other, one)):
             if not (ports := closed[here][there]):
                 continue
+            tried = len(hosts[there].ports)
             listed = ", ".join(f"{names[there]}:{port}" for port, _ in ports)
+            some = "" if len(ports) == tried else f" (of {tried} tried)"
             whys = ", ".join(dict.fromkeys(why for _, why in ports))
-            some = "" if len(ports) == len(hosts[there].ports) else f" (of {len(hosts[there].ports)} tried)"
-            faults.append(
-                Finding(
-                    where,
-                    "ports",
-                    "problem",
-                    f"{names[here]} cannot connect to {listed}{some}: {whys}",
-                    f"open all TCP ports on {names[there]} ({hosts[there].address}) for {names[here]} "
-                    f"({hosts[here].address}): Gloo and NCCL take any of net.ipv4.ip_local_port_range, and "
-                    "cannot be told which; no collective was tried",
-                    {"from": names[here], "to": names[there], "closed": [port for port, _ in ports]},
-                )
+            found = f"{names[here]} cannot connect to {listed}{some}: {whys}"
+            do = (
+                f"open all TCP ports on {names[there]} ({hosts[there].address}) for {names[here]} "
+                f"({hosts[here].address}): Gloo and NCCL take any of net.ipv4.ip_local_port_range, and "
+                "which cannot be chosen; no collective was tried"
             )
+            value = {"from": names[here], "to": names[there], "closed": [port for port, _ in ports]}
+            faults.append(Finding(where, "ports", "problem", found, do, value))
         fine = Finding(where, "ports", "ok", f"{_PORTS} ports chosen by the kernel are open both ways")
         findings += faults or [fine]
     return findings
@@ -406,16 +404,10 @@ def link_findings(
     """
     where = pair_of(one, other)
     late = found.latency_s > _LATE_S
-    latency = Finding(
-        where,
-        "latency",
-        "note" if late else "ok",
-        f"a small all-reduce takes {length(found.latency_s)} over {found.backend}",
-        "fewer and larger messages: ddp.bucket_cap_mb, accumulate; or sync: local_sgd or diloco"
-        if late
-        else "",
-        {"backend": found.backend, "all_reduce_us": found.latency_s * 1e6},
-    )
+    text = f"a small all-reduce takes {length(found.latency_s)} over {found.backend}"
+    advice = "fewer and larger messages: ddp.bucket_cap_mb, accumulate; or sync: local_sgd or diloco"
+    value: dict[str, Any] = {"backend": found.backend, "all_reduce_us": found.latency_s * 1e6}
+    latency = Finding(where, "latency", "note" if late else "ok", text, advice if late else "", value)
     slow, fast = sorted((found.there_mbit, found.back_mbit))
     text = (
         f"{one} to {other} {speed_of(found.there_mbit)}, back {speed_of(found.back_mbit)}, both at once "

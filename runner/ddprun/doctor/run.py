@@ -48,7 +48,7 @@ class UnreachableError(RuntimeError):
 
 
 def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorRun:
-    """Examine this host, or together with the other hosts of the launch all of them.
+    """Examine this host, or all hosts of the launch.
 
     Args:
         flags: torchrun's own that were given.
@@ -83,7 +83,7 @@ def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorRun:
                 flags["rdzv_backend"] = "c10d"
     for number in (signal.SIGINT, signal.SIGTERM):  # waiting in torch's C++ code must not hold them up
         handle(number, signal.SIG_DFL)
-    # Torch's C++ side tells what it cannot reach, stack and all; what matters becomes a finding.
+    # Torch's C++ side prints what it cannot reach, stack and all; what matters becomes a finding.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     here = examine_host(int(ranks) if ranks.isdigit() and int(ranks) else None)
     if several:
@@ -103,7 +103,11 @@ def _run_on_all_hosts(
     try:
         if launcher is None:
             handler, info = rendezvous(flags, timeout_s)
-            os.environ.update(_variables(info, endpoint))
+            os.environ["RANK"] = os.environ["GROUP_RANK"] = str(info.rank)
+            os.environ["WORLD_SIZE"] = os.environ["GROUP_WORLD_SIZE"] = str(info.world_size)
+            os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"
+            os.environ["MASTER_ADDR"], port = host_and_port(endpoint)
+            os.environ["MASTER_PORT"] = str(port)
             store = info.store
             store = store.clone()  # ranks of a run open another one, at a port that may be closed
         else:
@@ -143,13 +147,9 @@ def _rendezvous_finding(here: Report, endpoint: str) -> Finding:
     name = here.hosts[0]["name"]
     if (public := public_address(endpoint)) is None:
         return Finding(name, "rendezvous", "ok", f"{endpoint} can be reached")
-    return Finding(
-        name,
-        "rendezvous",
-        "warning",
-        f"the rendezvous is at the public address {public}; whoever reaches its ports can join a run",
-        "use a private network, or let a firewall open them to your hosts alone",
-    )
+    found = f"the rendezvous is at the public address {public}; whoever reaches its ports can join a run"
+    do = "use a private network, or let a firewall open them to your hosts alone"
+    return Finding(name, "rendezvous", "warning", found, do)
 
 
 def _endpoint(flags: Mapping[str, str | bool]) -> str:
@@ -169,7 +169,7 @@ def rendezvous(
         timeout_s: how long to wait.
 
     Returns:
-        What holds this host's place as long as it lives, and this host's rank.
+        What keeps this host in the rendezvous as long as it lives, and this host's rank.
 
     Raises:
         ValueError: torchrun refuses the flags.
@@ -211,22 +211,6 @@ def rendezvous(
         ) from None
 
 
-def _variables(info: "RendezvousInfo", endpoint: str) -> dict[str, str]:
-    """Torchrun's for the only rank of this host."""
-    rank, size = str(info.rank), str(info.world_size)
-    host, port = host_and_port(endpoint)
-    return {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "GROUP_RANK": rank,
-        "GROUP_WORLD_SIZE": size,
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-    }
-
-
 def reach(endpoint: str, until: float) -> None:
     """Wait until somebody listens at the rendezvous; at once on its own host, which is to listen.
 
@@ -259,20 +243,13 @@ def reach(endpoint: str, until: float) -> None:
         time.sleep(min(_AGAIN_S, left_s))
     here = socket.gethostname()
     at = f"{host}:{port}" + ("" if known == host else f" ({known})")
-    match cause:
-        case ConnectionRefusedError():
-            raise UnreachableError(
-                f"{here} reaches {host}, but nothing listens at {at}",
-                f"start the same command on {host}; if it runs there, open port {port} in its firewall",
-            )
-        case TimeoutError():
-            raise UnreachableError(
-                f"{here} cannot connect to {at}: no answer",
-                f"open TCP port {port} on {host} for {here} in the firewall or security group, or correct "
-                "--rdzv-endpoint",
-            )
-        case _:
-            raise UnreachableError(
-                f"{here} cannot connect to {at}: {cause.strerror or cause}",
-                "see `ip route` and `ip addr`: this host has no way there; or correct --rdzv-endpoint",
-            )
+    if isinstance(cause, ConnectionRefusedError):
+        do = f"start the same command on {host}; if it runs there, open port {port} in its firewall"
+        raise UnreachableError(f"{here} reaches {host}, but nothing listens at {at}", do)
+    if isinstance(cause, TimeoutError):
+        why = "no answer"
+        do = f"open TCP port {port} on {host} for {here} in the firewall or security group"
+    else:
+        why = cause.strerror or str(cause)
+        do = "see `ip route` and `ip addr`: this host has no way there"
+    raise UnreachableError(f"{here} cannot connect to {at}: {why}", f"{do}; or correct --rdzv-endpoint")

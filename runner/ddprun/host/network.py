@@ -72,7 +72,7 @@ def interface_towards(host: str) -> str | None:
 
 def address_towards(endpoint: str) -> str:
     """The address of this host on the interface that leads to the other hosts: that of `GLOO_SOCKET_IFNAME`
-    if it is set, else on the way to where they meet, else to anywhere.
+    if it is set, else on the way to the rendezvous, else to anywhere.
 
     Args:
         endpoint: HOST or HOST:PORT; this host's own, or another one's.
@@ -129,7 +129,7 @@ def public_address(endpoint: str) -> str | None:
 
     Returns:
         The first address that the whole internet can route to; None if there is none, or if a name cannot be
-        looked up at once: then nobody meets there anyway.
+        looked up at once: then no run can use it anyway.
     """
     for one in endpoint.split(","):
         for text in addresses(host_of(one.strip())):

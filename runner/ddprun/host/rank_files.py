@@ -169,7 +169,7 @@ def _scratch() -> Path | None:
 
 
 def _write(name: str, data: bytes) -> None:
-    """On a full disk the run goes on without."""
+    """On a full disk the run continues without."""
     if (scratch := _scratch()) is not None:
         with suppress(OSError), replacing(scratch, name) as file:
             file.write(data)

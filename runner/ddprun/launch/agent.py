@@ -29,7 +29,7 @@ _CHECKPOINT_S = 30.0
 """Longest wait for a checkpoint before ranks are ended that have not failed."""
 
 _OTHERS_END_S = 30.0
-"""Hosts wait so long for each other at the end, which their ranks come to together."""
+"""Hosts wait so long for each other at the end, which all ranks reach at about the same time."""
 
 _AT_ONCE_S = 1
 """From SIGTERM to SIGKILL where somebody has asked twice."""
@@ -76,7 +76,7 @@ class Agent(LocalElasticAgent):
         self._scratch, self._keeps, self._least = scratch, keeps, config.min_nodes
         self._failures = 0
         self.at_once = False
-        """Set by a signal handler: ranks that do not end when they are told to are killed."""
+        """Set by a signal handler: ranks that do not end when asked to are killed."""
 
         self.leaving: signal.Signals | None = None
         """Set by a signal handler: this host leaves the run, after a checkpoint."""
@@ -264,8 +264,8 @@ def run(agent: Agent) -> None:
 
 
 def ended_by_itself(failures: Mapping[int, ProcessFailure]) -> str:
-    """Which ranks have ended without a word, since these cannot tell: killed, or with exit code 0 before the
-    run was over; nothing if none has.
+    """Which ranks have ended without a message of their own: killed, or with exit code 0 before the run was
+    over; nothing if none has.
 
     When one has failed torchelastic ends the others with SIGTERM.
     """

@@ -22,20 +22,9 @@ from torch.distributed.launcher.api import LaunchConfig
 from ddprun import LAUNCHED, ON_USR1, QUEUE_AGAIN
 from ddprun.checkpoint.folder import steps_in
 from ddprun.config import Loaded
+from ddprun.host import network, rank_files
 from ddprun.host.device import default_ranks, place_of
-from ddprun.host.network import (
-    LOOPBACK,
-    address_towards,
-    answers,
-    choose_loopback,
-    host_of,
-    is_address,
-    is_own,
-    public_warning,
-)
 from ddprun.host.processes import LAUNCHER, handle
-from ddprun.host.rank_files import SCRATCH, launcher_folder, outcome, pids
-from ddprun.host.rank_files import run_dir as run_dir_of
 from ddprun.launch.agent import BAD_INPUT, Agent, ended_by_itself, make_agent, prepare
 from ddprun.launch.agent import run as run_agent
 from ddprun.launch.launcher import flag_of, passing_on
@@ -80,17 +69,19 @@ def launch(
         command += ["--run-dir", str(run_dir), *(["--or-resume"] if resuming == "if begun" else [])]
     with ExitStack() as stack:
         try:
-            folder = stack.enter_context(launcher_folder())  # torchelastic would leave its own behind
+            folder = stack.enter_context(
+                rank_files.launcher_folder()
+            )  # torchelastic would leave its own behind
         except OSError as error:
             say(f"ddprun: cannot make a temporary folder: {error}")
             return FAILED
         flags["log_dir"] = str(folder)
-        os.environ[SCRATCH], os.environ[LAUNCHER] = str(folder), str(os.getpid())
+        os.environ[rank_files.SCRATCH], os.environ[LAUNCHER] = str(folder), str(os.getpid())
         try:
             try:
                 config, program, arguments = torchrun.config_from_args(torchrun_arguments(flags, command))
                 assert isinstance(program, str)
-                if warning := public_warning(config.rdzv_endpoint):
+                if warning := network.public_warning(config.rdzv_endpoint):
                     say(warning)
                 keeps = loaded.pipeline.checkpoint.keep > 0
                 agent = make_agent(config, program, arguments, folder, keeps=keeps)
@@ -116,9 +107,9 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
     watchdog = LauncherWatchdog(
         folder,
         loaded.pipeline.launch.timeout_s,
-        address_towards(config.rdzv_endpoint) if several else None,
+        network.address_towards(config.rdzv_endpoint) if several else None,
         partial(_end_without_the_others, folder) if several else None,
-        partial(answers, config.rdzv_endpoint) if several and elastic else None,
+        partial(network.answers, config.rdzv_endpoint) if several and elastic else None,
     )
     try:
         with watchdog, passing_on(overrides):
@@ -133,13 +124,13 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
     except ChildFailedError as error:
         return _exit_code(*error.get_first_failure(), watchdog.ended)
     except SignalException as caught:
-        found = run_dir_of(folder)
+        found = rank_files.run_dir(folder)
         hint = ""
         if found is not None and steps_in(found / "checkpoints"):
             hint = f"; to resume: {resume_command(found)}"
         say(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{hint}")
         return SIGNALLED + int(caught.sigval)
-    code = outcome(folder)
+    code = rank_files.outcome(folder)
     if code is None:
         say("ddprun: the ranks of this host ended before the run was over; the run has failed")
         return FAILED
@@ -174,7 +165,7 @@ def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
 
     def stop(number: int, _: FrameType | None) -> None:
         nonlocal asked
-        found, which = pids(scratch), signal.Signals(number)
+        found, which = rank_files.pids(scratch), signal.Signals(number)
         if asked or len(found) < config.nproc_per_node:
             agent.at_once = True
             raise SignalException(f"ended by {which.name}", which)
@@ -191,7 +182,7 @@ def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
         say(f"ddprun: {which.name}: stopping at the end of the step; a second signal ends it at once")
 
     def checkpoint(number: int, _: FrameType | None) -> None:
-        found = pids(scratch)
+        found = rank_files.pids(scratch)
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -221,14 +212,16 @@ def torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) 
         arguments.rdzv_endpoint = "localhost:0"
         arguments.rdzv_id = str(uuid.uuid4())
         # The host's own name need not resolve (a container without a network, a laptop in a strange one).
-        arguments.local_addr = arguments.local_addr or LOOPBACK
-        choose_loopback()
-    elif arguments.local_addr is None and (elastic or is_address(host_of(arguments.rdzv_endpoint))):
+        arguments.local_addr = arguments.local_addr or network.LOOPBACK
+        network.choose_loopback()
+    elif arguments.local_addr is None and (
+        elastic or network.is_address(network.host_of(arguments.rdzv_endpoint))
+    ):
         # Where the ranks' own store may be; the host's own name need not be known to the others, but they
         # all know that of the rendezvous. Left to itself torchelastic takes the host's name.
-        rendezvous = host_of(arguments.rdzv_endpoint)
-        here = rendezvous if is_own(rendezvous) else address_towards(rendezvous)
-        arguments.local_addr = None if here == LOOPBACK else here
+        rendezvous = network.host_of(arguments.rdzv_endpoint)
+        here = rendezvous if network.is_own(rendezvous) else network.address_towards(rendezvous)
+        arguments.local_addr = None if here == network.LOOPBACK else here
     if arguments.master_port is None:
         arguments.master_port = 29500
     return arguments
@@ -250,6 +243,7 @@ def _check_rendezvous(arguments: Any, flags: Mapping[str, str | bool]) -> None:
     if arguments.rdzv_backend != "static" or given("node_rank"):
         return
     hosts, where = f"--nnodes {arguments.nnodes}", arguments.rdzv_endpoint or arguments.master_addr
+    host = network.host_of(where)
     if not (given("rdzv_endpoint") or given("master_addr")):
         raise ValueError(
             f"{hosts} needs a rendezvous: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on "
@@ -258,11 +252,11 @@ def _check_rendezvous(arguments: Any, flags: Mapping[str, str | bool]) -> None:
     if given("rdzv_endpoint") and not given("rdzv_backend"):
         raise ValueError(
             f"{hosts} --rdzv-endpoint {where} does not say which host this is: add --rdzv-backend c10d on "
-            f"every host, or --node-rank 0 on {host_of(where)} and --node-rank 1 and so on elsewhere"
+            f"every host, or --node-rank 0 on {host} and --node-rank 1 and so on elsewhere"
         )
-    if not is_own(host_of(where)):
+    if not network.is_own(host):
         raise ValueError(
-            f"this host is not {host_of(where)}, where the rendezvous is, so it needs a --node-rank of its "
+            f"this host is not {host}, where the rendezvous is, so it needs a --node-rank of its "
             "own, from 1 on; --rdzv-backend c10d --rdzv-endpoint HOST:PORT needs none"
         )
 
@@ -290,7 +284,7 @@ def quieten() -> None:
 
 def _end_without_the_others(folder: Path) -> None:
     """End this process, while torchelastic waits for hosts that it cannot reach."""
-    code = outcome(folder)
+    code = rank_files.outcome(folder)
     if code is None:
         say("ddprun: cannot reach the other hosts; the run ends on this host")
     shutil.rmtree(folder, ignore_errors=True)

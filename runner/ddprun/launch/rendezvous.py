@@ -61,7 +61,7 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 class OneHost(StaticTCPRendezvous):
-    """The rendezvous of a single host: there is nobody to meet.
+    """The rendezvous of a single host: there are no others.
 
     Each start of the ranks gets a store of its own on 127.0.0.1, held by this process, so that a restart
     finds nothing that the ranks before it left.
@@ -78,8 +78,8 @@ class OneHost(StaticTCPRendezvous):
         self._starts += 1
         self._ranks = None  # closes the store of the ranks before
         self._ranks = open_store(LOOPBACK, 0, serve=True, timeout=_RANKS_STORE)
-        place = RendezvousStoreInfo(LOOPBACK, self._ranks.port)
-        return RendezvousInfo(PrefixStore(str(self._starts), self._agents), 0, 1, place)
+        address = RendezvousStoreInfo(LOOPBACK, self._ranks.port)
+        return RendezvousInfo(PrefixStore(str(self._starts), self._agents), 0, 1, address)
 
 
 class _Static(StaticTCPRendezvous):
@@ -176,7 +176,7 @@ def _number(parameters: RendezvousParameters, key: str, default: int = 0) -> int
 
 
 def _hosts_store(parameters: RendezvousParameters) -> Store:
-    """Where hosts meet. The host of the endpoint holds it; on a host with several launchers, the first."""
+    """The store of the rendezvous. The endpoint's host holds it; of several launchers there, the first."""
     host, port = host_and_port(parameters.endpoint)
     timeout = timedelta(seconds=_number(parameters, "read_timeout", _STORE_ANSWERS_S))
     serve = parameters.get_as_bool("is_host")

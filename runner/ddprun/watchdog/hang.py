@@ -225,19 +225,12 @@ def find_out(
     head = headline(diagnosis, timeout_s)
     names = [param.name for param in pending.params]
     rows = [
-        (
-            "collective",
-            f"{pending.op} {pending.number} of {shown.sequence.name}, among {named(shown.sequence.ranks)}",
-        ),
+        ("collective", f"{_numbered(pending)}, among {named(pending.sequence.ranks)}"),
         _carried(pending),
         *((f"rank {rank}", _state(rank, context, seen, peers)) for rank in diagnosis.ranks),
         ("waiting", named(waiting or [*seen])),
         *(
-            (
-                "also waits for",
-                f"{one.pending.op} {one.pending.number} of {one.sequence.name}, "
-                + " ".join(_carried(one.pending)),
-            )
+            ("also waits for", f"{_numbered(one.pending)}, {' '.join(_carried(one.pending))}")
             for one in others[:_ALSO_SHOWN]
         ),
     ]
@@ -252,7 +245,7 @@ def find_out(
         "stage": own.stage,
         "step": own.step,
         "collective": pending.op,
-        "line": shown.sequence.name,
+        "line": pending.sequence.name,
         "number": pending.number,
         "kind": pending.kind,
         "bucket": None if pending.kind is None else pending.bucket,
@@ -269,7 +262,7 @@ def _most_telling(waits: Sequence[Overdue], diagnosis: Diagnosis) -> Overdue:
     """
     for one in waits:
         overdue = 2 * one.age_s >= waits[0].age_s
-        if overdue and one.pending.kind is not None and {*diagnosis.ranks} & {*one.sequence.ranks}:
+        if overdue and one.pending.kind is not None and {*diagnosis.ranks} & {*one.pending.sequence.ranks}:
             return one
     return waits[0]
 
@@ -284,6 +277,10 @@ def _state(rank: int, context: RunContext, seen: Mapping[int, Seen], peers: Mapp
     if not peer.server and peer.host != context.host:
         return f"is on {peer.host}, whose ranks cannot be asked: another launcher than ddprun's started them"
     return f"is on {peer.host}, which does not answer: the host or the link to it is down"
+
+
+def _numbered(pending: PendingCollective) -> str:
+    return f"{pending.op} {pending.number} of {pending.sequence.name}"
 
 
 def _carried(pending: PendingCollective) -> tuple[str, str]:

@@ -148,24 +148,22 @@ class CollectiveSequence:
 class Overdue:
     """A collective that is not over, and for how long it has not been."""
 
-    sequence: CollectiveSequence
     pending: PendingCollective
     age_s: float
 
     @property
     def wait(self) -> Wait:
         """For the status page."""
-        sequence, pending = self.sequence, self.pending
-        peers = None if pending.peers is None else tuple(pending.peers)
+        pending, sequence = self.pending, self.pending.sequence
         return Wait(
-            sequence.index,
-            sequence.name,
-            pending.number,
-            sequence.ranks,
-            peers,
-            pending.op,
-            pending.described,
-            self.age_s,
+            index=sequence.index,
+            name=sequence.name,
+            number=pending.number,
+            ranks=sequence.ranks,
+            peers=None if pending.peers is None else tuple(pending.peers),
+            op=pending.op,
+            what=pending.described,
+            age_s=self.age_s,
         )
 
 
@@ -247,7 +245,7 @@ class RankWatchdog(Onlooker):
                 if pending.ended is not None and self._is_over(pending.ended):
                     pending.done()
                 elif age_s >= after_s:
-                    found.append(Overdue(sequence, pending, age_s))
+                    found.append(Overdue(pending, age_s))
         return sorted(found, key=lambda one: -one.age_s)
 
     def note(self, waits: Sequence[Overdue]) -> None:

@@ -5,15 +5,14 @@ locked, and nothing waits. Whoever reads may find a half-written number; but sta
 stand still. Other hosts ask the launcher for those of its host: one line of JSON there, one back.
 """
 
+import ctypes
 import hmac
 import json
 import mmap
 import os
 import socket
 import socketserver
-import struct
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,26 +27,34 @@ from ddprun_hooks.comm.trace import now_us
 SEQUENCES = 1024
 """Sequences that a status page has room for; ranks of further ones are only known to be there or not."""
 
+LIFELESS_S = 3.0
+"""A rank whose watchdog has not written for so long is stopped, or a call holds Python's lock."""
+
 _ASK_S = 1.5
 """How long a launcher has to answer."""
 
 _QUESTION_BYTES = 1024
 _ANSWER_BYTES = 16 << 20
+_NOTE_BYTES = 24_000
+_MAGIC = b"ddprun2"
 
-_MAGIC = b"ddprun1\0"
-_HEAD = struct.Struct("<8sqqq")  # magic, process id, rank, reported
-_STAGE = struct.Struct("<64s")
-_TURN = struct.Struct("<q24sq")  # step, phase, since when
-_COUNT = struct.Struct("<q")
-_BEAT = struct.Struct("<qq")  # when, length of the note
-_HEAD_AT, _STAGE_AT, _TURN_AT, _COUNTS_AT = 0, 32, 96, 256
-_BEAT_AT = _COUNTS_AT + _COUNT.size * SEQUENCES
-_NOTE_AT = _BEAT_AT + _BEAT.size
-_BYTES = 32768
-_REPORTED_AT = 24
 
-LIFELESS_S = 3.0
-"""A rank whose watchdog has not written for so long is stopped, or a call holds Python's lock."""
+class _Page(ctypes.LittleEndianStructure):
+    """The file; times are microseconds of the monotonic clock."""
+
+    _fields_ = (
+        ("magic", ctypes.c_char * 8),
+        ("pid", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("reported", ctypes.c_int64),
+        ("stage", ctypes.c_char * 64),
+        ("step", ctypes.c_int64),
+        ("phase", ctypes.c_char * 24),
+        ("phase_since", ctypes.c_int64),
+        ("issued", ctypes.c_int64 * SEQUENCES),
+        ("beat", ctypes.c_int64),
+        ("note", ctypes.c_char * _NOTE_BYTES),
+    )
 
 
 def _as_span(ranks: Sequence[int]) -> list[int] | dict[str, int]:
@@ -167,16 +174,17 @@ class StatusPage:
         else:
             self.path = str(folder / f"rank-{rank:05}.status")
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.posix_fallocate(handle, 0, _BYTES)  # to run out of room here, not at a write to the mapping
-        self._map = mmap.mmap(handle, _BYTES)
-        self._step = 0
+        size = ctypes.sizeof(_Page)
+        os.posix_fallocate(handle, 0, size)  # to run out of room here, not at a write to the mapping
+        self._page = _Page.from_buffer(mmap.mmap(handle, size))
+        self._issued, self._step = self._page.issued, 0
         self.turn(b"starting")
         self.beat(Note())
-        _HEAD.pack_into(self._map, _HEAD_AT, _MAGIC, os.getpid(), rank, 0)
+        self._page.pid, self._page.rank, self._page.magic = os.getpid(), rank, _MAGIC
 
     def stage(self, name: str) -> None:
         """The stage that runs, as a message names it."""
-        _STAGE.pack_into(self._map, _STAGE_AT, name.encode()[:64])
+        self._page.stage = name.encode()[:64]
 
     def step(self, number: int) -> None:
         """The step that begins."""
@@ -184,27 +192,26 @@ class StatusPage:
 
     def turn(self, phase: bytes) -> None:
         """What the training thread turns to, in at most 24 bytes."""
-        _TURN.pack_into(self._map, _TURN_AT, self._step, phase, time.monotonic_ns() // 1000)
+        page = self._page
+        page.step, page.phase, page.phase_since = self._step, phase, now_us()
 
     def issued(self, index: int, count: int) -> None:
         """So many collectives of a sequence have been issued."""
         if index < SEQUENCES:
-            _COUNT.pack_into(self._map, _COUNTS_AT + _COUNT.size * index, count)
+            self._issued[index] = count
 
     def beat(self, note: Note) -> None:
         """A sign of life, and what takes longer to say."""
         text = _NOTE.dump_json(note)
-        if len(text) > _BYTES - _NOTE_AT:
-            text = b"{}"
-        self._map[_NOTE_AT : _NOTE_AT + len(text)] = text
-        _BEAT.pack_into(self._map, _BEAT_AT, now_us(), len(text))
+        self._page.note = text if len(text) <= _NOTE_BYTES else b"{}"
+        self._page.beat = now_us()
 
     def reported(self) -> None:
         """This rank has reported in its log what it knows."""
-        _COUNT.pack_into(self._map, _REPORTED_AT, 1)
+        self._page.reported = 1
 
     def remove(self) -> None:
-        """Take the status page away."""
+        """Remove the status page."""
         if self._in_folder:
             Path(self.path).unlink(missing_ok=True)
 
@@ -212,31 +219,26 @@ class StatusPage:
 def read(path: str | Path) -> Seen | None:
     """Read a status page of this host; None if there is none, or none yet."""
     try:
-        data = Path(path).read_bytes()
-        magic, pid, rank, reported = _HEAD.unpack_from(data, _HEAD_AT)
-        if magic != _MAGIC:
+        page = _Page.from_buffer_copy(Path(path).read_bytes())
+        if page.magic != _MAGIC:
             return None
-        now = now_us()
-        step, phase, since = _TURN.unpack_from(data, _TURN_AT)
-        beat, length = _BEAT.unpack_from(data, _BEAT_AT)
-        note = _NOTE.validate_json(data[_NOTE_AT : _NOTE_AT + length])
-        counts = struct.unpack_from(f"<{SEQUENCES}q", data, _COUNTS_AT)
-    except (OSError, struct.error, ValueError):
+        note = _NOTE.validate_json(page.note)
+    except (OSError, ValueError):
         return None  # half of it is written
-    used = max((index + 1 for index, count in enumerate(counts) if count), default=0)
+    now, issued = now_us(), tuple(page.issued)
     return Seen(
-        rank=rank,
-        pid=pid,
-        state=state_of(pid)[0],
-        beat_age_s=(now - beat) / 1e6,
-        stage=_STAGE.unpack_from(data, _STAGE_AT)[0].rstrip(b"\0").decode(errors="replace"),
-        step=step,
-        phase=phase.rstrip(b"\0").decode(errors="replace"),
-        phase_age_s=(now - since) / 1e6,
-        issued=counts[:used],
+        rank=page.rank,
+        pid=page.pid,
+        state=state_of(page.pid)[0],
+        beat_age_s=(now - page.beat) / 1e6,
+        stage=page.stage.decode(errors="replace"),
+        step=page.step,
+        phase=page.phase.decode(errors="replace"),
+        phase_age_s=(now - page.phase_since) / 1e6,
+        issued=issued[: max((index + 1 for index, count in enumerate(issued) if count), default=0)],
         waits=note.waits,
         at=note.at,
-        reported=bool(reported),
+        reported=bool(page.reported),
     )
 
 
