@@ -114,8 +114,8 @@ def main() -> None:
             print(f"{hidden:12} {base:9.1f}/s {ratios}")
 
 
-def _no_alarm(waits: Sequence[Overdue]) -> None:
-    assert threading.current_thread().name == "ddprun-watch", waits
+def _no_alarm(_: RankWatchdog, waits: Sequence[Overdue]) -> None:
+    assert threading.current_thread().name == "ddprun-watchdog", waits
 
 
 if __name__ == "__main__":

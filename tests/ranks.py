@@ -1,6 +1,7 @@
 """Ranks as forked processes, and real `ddprun` processes; as threads: `ddprun_hooks.testing`."""
 
 import contextlib
+import io
 import itertools
 import multiprocessing
 import os
@@ -15,8 +16,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
+
+from ddprun.cli import main
 
 TIMEOUT_S = 60
 
@@ -140,6 +144,24 @@ def ddprun(
     """Run a real `ddprun`, or with `module` a `python -m` of it, to its end."""
     with Running(*arguments, cwd=cwd, module=module, environment=environment) as running:
         return running.wait(timeout_s)
+
+
+def ddprun_here(*arguments: str, cwd: Path, environment: Mapping[str, str] | None = None) -> Finished:
+    """Run `ddprun` in this process: for bad input, which ends it before it starts ranks."""
+    out, err = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with (
+        contextlib.chdir(cwd),
+        mock.patch.dict(os.environ, environment or {}),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            code = main(arguments)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return Finished(code, out.getvalue(), err.getvalue())
 
 
 class Running:

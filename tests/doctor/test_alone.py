@@ -7,7 +7,7 @@ import pytest
 
 from tests.doctor.ailing import SMALL_SHM, findings
 from tests.namespaces import hosts, needs_namespaces
-from tests.ranks import Running, ddprun
+from tests.ranks import Running, ddprun, ddprun_here
 
 
 def test_this_host_is_examined_alone(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_this_host_is_examined_alone(tmp_path: Path) -> None:
     assert {finding["where"] for finding in report["findings"]} == {report["hosts"][0]["name"]}
     for finding in report["findings"]:
         assert bool(finding["do"]) == (finding["level"] != "ok"), finding
-    checks = {"interfaces", "own name", "/dev/shm", "versions", "security", "GPUs", "cores", "debug"}
+    checks = {"interfaces", "own name", "/dev/shm", "versions", "GPUs", "cores", "debug"}
     assert checks == {finding["check"] for finding in report["findings"]}
 
 
@@ -35,9 +35,9 @@ def test_detail_of_torch_is_a_problem(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "told"),
     [
-        (["--nnodes=2"], {}, "--nnodes 2 needs a place to meet: add --rdzv-endpoint HOST:PORT"),
-        (["--nnodes=two"], {}, "--nnodes is 'two'; it is a number of hosts, or MIN:MAX"),
-        (["--nnodes=2", "--rdzv-endpoint=127.0.0.1:x"], {}, "'127.0.0.1:x' is no HOST:PORT"),
+        (["--nnodes=2"], {}, "--nnodes 2 needs a rendezvous: add --rdzv-endpoint HOST:PORT"),
+        (["--nnodes=two"], {}, "--nnodes is 'two'; it must be a number of hosts, or MIN:MAX"),
+        (["--nnodes=2", "--rdzv-endpoint=127.0.0.1:x"], {}, "'127.0.0.1:x' is not HOST:PORT"),
         (["--timeout=0"], {}, "--timeout"),
         ([], {"RANK": "1"}, "RANK is set, but not WORLD_SIZE"),
         (["p.yaml"], {}, "unexpected extra argument"),
@@ -47,7 +47,7 @@ def test_bad_input_is_one_line(
     tmp_path: Path, arguments: list[str], environment: dict[str, str], told: str
 ) -> None:
     """Exit code 2, and nothing on stdout."""
-    done = ddprun("doctor", *arguments, cwd=tmp_path, environment=environment)
+    done = ddprun_here("doctor", *arguments, cwd=tmp_path, environment=environment)
     assert (done.code, done.stdout) == (2, ""), done.stderr
     assert told in done.stderr
     assert done.stderr.count("\n") == 1

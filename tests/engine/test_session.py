@@ -14,12 +14,12 @@ import torch
 
 from ddprun.checkpoint.folder import Checkpoint
 from ddprun.config import load
+from ddprun.engine.interrupts import StopRequest
 from ddprun.engine.loop import synchronize, train_step
 from ddprun.engine.session import RunState, Session
 from ddprun.engine.setup import open_session
 from ddprun.engine.stage_run import StageRun, begin_stage
 from ddprun.engine.state import restore, state_of
-from ddprun.engine.interrupts import StopRequest
 from ddprun.host.device import place_of
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.sync.audit import Finding

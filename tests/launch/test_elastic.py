@@ -225,7 +225,7 @@ def test_without_the_host_that_holds_the_store_the_run_ends_clearly(
         kill_host(started[0])
         (_, done) = ended(started, 40)
     assert done.code == 1, done.stderr
-    assert "cannot meet the other hosts" in done.stderr
+    assert "cannot reach the other hosts" in done.stderr
     assert "Traceback" not in done.stderr
     resumed = ddprun("resume", "two", cwd=tmp_path)
     assert resumed.code == 0, resumed.stderr
@@ -246,7 +246,7 @@ def test_a_link_that_goes_down_leaves_one_half(tmp_path: Path, unbroken: dict[st
     for one, missing in ((here, "ranks 2-3"), (there, "ranks 0-1")):
         assert f"{missing} did not arrive within 8 s, or cannot be reached" in one.stderr
         assert "Traceback" not in one.stderr
-    assert "cannot meet the other hosts" in there.stderr
+    assert "cannot reach the other hosts" in there.stderr
     check(tmp_path, unbroken)
     assert summary(tmp_path / "two")["world_size"] == 2
 
@@ -264,7 +264,7 @@ def test_a_host_that_comes_is_taken_in(tmp_path: Path, unbroken: dict[str, Any])
         second = stack.enter_context(start(tmp_path, made[1], *flags))
         done = ended([first, second])
     assert [one.code for one in done] == [0, 0], [one.stderr for one in done]
-    assert "another host has come: starting the ranks again, from a new checkpoint" in done[0].stderr
+    assert "another host has joined: restarting from a new checkpoint" in done[0].stderr
     starts = check(tmp_path, unbroken, within=0.02)  # with half the batch for a part of the run
     assert len(starts) == 2
     # Not the one at the end, for which a host that comes would wait.

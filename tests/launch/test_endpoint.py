@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddprun.host import network
-from ddprun.launch import endpoint
-from ddprun.launch.environment import handed_down, handed_on
+from ddprun.launch.launcher import inherited_overrides, passing_on
 from tests.ranks import Running
 
 
@@ -41,8 +40,8 @@ from tests.ranks import Running
 )
 def test_only_public_addresses_are_public(meeting_point: str, address: str | None) -> None:
     """Loopback, private, link-local and shared ones are not, in either kind of address."""
-    assert endpoint.public_address(meeting_point) == address
-    told = endpoint.warning(meeting_point)
+    assert network.public_address(meeting_point) == address
+    told = network.public_warning(meeting_point)
     assert (told is None) == (address is None)
     assert told is None or "no authentication" in told
 
@@ -55,9 +54,9 @@ def test_a_name_is_what_it_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
         return [(0, 0, 0, "", (address, 0)) for address in found]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    assert endpoint.public_address("inside:1") is None
-    assert endpoint.warning("outside:1") is not None
-    assert "outside:1 (8.8.4.4)" in str(endpoint.warning("outside:1"))
+    assert network.public_address("inside:1") is None
+    assert network.public_warning("outside:1") is not None
+    assert "outside:1 (8.8.4.4)" in str(network.public_warning("outside:1"))
 
 
 def test_a_silent_name_server_does_not_hold_a_run_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +71,7 @@ def test_a_silent_name_server_does_not_hold_a_run_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     start = time.monotonic()
     try:
-        assert endpoint.public_address("slow:1") is None
+        assert network.public_address("slow:1") is None
         assert time.monotonic() - start < 20
     finally:
         answer.set()
@@ -88,18 +87,20 @@ def test_a_run_warns_once(tmp_path: Path) -> None:
     with Running("p.yaml", *flags, cwd=tmp_path) as running:
         assert running.process.stderr is not None
         line = running.process.stderr.readline()
-        assert line.startswith("ddprun: warning: ranks meet at the public address 192.88.98.1:9."), line
+        assert line.startswith("ddprun: warning: the rendezvous is at the public address 192.88.98.1:9."), (
+            line
+        )
 
 
-def test_overrides_are_handed_on_once() -> None:
+def test_overrides_are_passed_on_once() -> None:
     """In order and as they are; processes that the ranks start do not see them, nor anything afterwards."""
     overrides = ["name=a b", "data={x: 'ü\n'}", "=", "seed=1"]
     before = dict(os.environ)
-    with handed_on(overrides):
-        assert handed_down() == tuple(overrides)
+    with passing_on(overrides):
+        assert inherited_overrides() == tuple(overrides)
         assert os.environ == before
-        assert handed_down() == ()
-    with handed_on(overrides):
+        assert inherited_overrides() == ()
+    with passing_on(overrides):
         assert len(os.environ) == len(before) + 4
     assert os.environ == before
 
@@ -108,8 +109,8 @@ def test_a_rendezvous_answers_or_does_not() -> None:
     """A port that somebody listens on, with a host name or an address; and one on which nobody does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert endpoint.answers(f"localhost:{port}")
-        assert endpoint.answers(f"127.0.0.1:{port}")
-        assert endpoint.answers(f"no.such.host.invalid:1,127.0.0.1:{port}")
-    assert not endpoint.answers(f"127.0.0.1:{port}")
-    assert not endpoint.answers("127.0.0.1:x")
+        assert network.answers(f"localhost:{port}")
+        assert network.answers(f"127.0.0.1:{port}")
+        assert network.answers(f"no.such.host.invalid:1,127.0.0.1:{port}")
+    assert not network.answers(f"127.0.0.1:{port}")
+    assert not network.answers("127.0.0.1:x")

@@ -62,7 +62,7 @@ def test_a_rank_knows_who_has_started_it(environment: dict[str, str], told: str)
     """The innermost launcher counts: torchrun under srun, or in a pod."""
     found = recognise(environment, {})
     assert found is not None
-    assert (found.told, found.starts_ranks, found.first) == (told, False, False)
+    assert (found.summary, found.starts_ranks, found.first) == (told, False, False)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_host_knows_that_it_is_to_start_ranks(
     """Then torchrun's flags may be given."""
     found = recognise(environment, {"nproc_per_node": "2"})
     assert found is not None
-    assert (found.told, found.starts_ranks, found.first) == (told, True, False)
+    assert (found.summary, found.starts_ranks, found.first) == (told, True, False)
     assert set(found.flags) == flags
 
 
@@ -118,15 +118,15 @@ def test_srun_gives_each_task_its_place() -> None:
             "RANK, WORLD_SIZE and MASTER_ADDR are set, but not MASTER_PORT",
         ),
         (PLAIN | {"RANK": "2"}, {}, "RANK is 2 of WORLD_SIZE 2; ranks count from 0"),
-        (PLAIN | {"RANK": "-1"}, {}, "RANK is '-1'; it is a number from 0 on"),
+        (PLAIN | {"RANK": "-1"}, {}, "RANK is '-1'; it must be a number from 0 on"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, {}, "LOCAL_RANK is 2 of LOCAL_WORLD_SIZE 2"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, {}, "LOCAL_WORLD_SIZE is 8, but WORLD_SIZE 4"),
         (
             TORCHRUN,
             {"nproc_per_node": "2"},
-            "torchrun has started this process as one rank, so --nproc-per-node has nothing to say",
+            "torchrun has started this process as one rank, so --nproc-per-node has no effect",
         ),
-        (TASK_FOR_EACH_RANK, {"rdzv_endpoint": "a:1"}, "so --rdzv-endpoint has nothing to say"),
+        (TASK_FOR_EACH_RANK, {"rdzv_endpoint": "a:1"}, "so --rdzv-endpoint has no effect"),
         (
             TASK_FOR_EACH_RANK | PLAIN | {"WORLD_SIZE": "5"},
             {},
@@ -135,7 +135,7 @@ def test_srun_gives_each_task_its_place() -> None:
         (TASK_FOR_EACH_RANK | {"SLURM_PROCID": "5"}, {}, "srun's variables contradict each other"),
         (TASK_FOR_EACH_RANK | {"SLURM_STEP_NUM_NODES": "2"}, {}, "SLURM_NODEID=2 of SLURM_STEP_NUM_NODES=2"),
         (KUBEFLOW | {"PET_NODE_RANK": "2"}, {}, "PET_NODE_RANK is 2 of PET_NNODES 2"),
-        (KUBEFLOW | {"PET_NNODES": "many"}, {}, "PET_NNODES is 'many'; it is a number or MIN:MAX"),
+        (KUBEFLOW | {"PET_NNODES": "many"}, {}, "PET_NNODES is 'many'; it must be a number or MIN:MAX"),
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
             {},

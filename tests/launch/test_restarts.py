@@ -10,7 +10,7 @@ import pytest
 from ddprun.checkpoint.folder import steps_in
 from tests.checkpoint.runs import final
 from tests.engine.running import events, summary
-from tests.ranks import Running, ddprun
+from tests.ranks import Running, ddprun, ddprun_here
 
 PIPELINE = """
 model:
@@ -145,14 +145,14 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> No
         (["--nnodes=2", "--master-addr=192.0.2.77"], "needs a --node-rank of its own"),
         (
             ["--nnodes=2"],
-            "does not say where the hosts meet: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
+            "--nnodes 2 needs a rendezvous: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
         ),
     ],
 )
 def test_flags_that_torchelastic_refuses_are_bad_input(tmp_path: Path, flags: list[str], words: str) -> None:
     """One line, and exit code 2."""
     (tmp_path / "p.yaml").write_text(PIPELINE)
-    done = ddprun("p.yaml", *flags, cwd=tmp_path)
+    done = ddprun_here("p.yaml", *flags, cwd=tmp_path)
     assert done.code == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("ddprun: ")

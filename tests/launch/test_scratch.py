@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from ddprun.host import rank_files
-from ddprun.launch.scratch import clear_up, scratch
+from ddprun.host.rank_files import launcher_folder, remove_old_folders
 
 OPEN = """
 import sys
 
-from ddprun.launch.scratch import scratch
+from ddprun.host.rank_files import launcher_folder
 
-with scratch() as folder:
+with launcher_folder() as folder:
     print(folder, flush=True)
     sys.stdin.read()
 """
@@ -48,11 +48,11 @@ def test_only_the_folder_of_a_launcher_that_is_gone_is_removed(temporary: Path) 
         dead.kill()
         dead.communicate(timeout=30)
         assert all(folder.is_dir() for folder in folders)
-        with scratch() as own:
+        with launcher_folder() as own:
             assert own.is_dir()
             assert [folder.is_dir() for folder in folders] == [True, False]
         living.communicate(timeout=30)
-        clear_up()
+        remove_old_folders()
         assert list(temporary.iterdir()) == []
     finally:
         for process in (living, dead):
@@ -64,11 +64,11 @@ def test_the_end_of_a_run_is_left_for_the_launcher(temporary: Path, monkeypatch:
     """It gives the exit code then. Where it cannot be left, the rank gives it itself; a success that cannot
     be told is none.
     """
-    monkeypatch.setenv(rank_files.SCRATCH, str(temporary))
-    rank_files.prepare_outcome(temporary)
-    assert rank_files.outcome(temporary) is None
-    assert rank_files.keep_outcome(3) == 0
-    assert rank_files.outcome(temporary) == 3
+    with launcher_folder() as folder:
+        monkeypatch.setenv(rank_files.SCRATCH, str(folder))
+        assert rank_files.outcome(folder) is None
+        assert rank_files.keep_outcome(3) == 0
+        assert rank_files.outcome(folder) == 3
     monkeypatch.setenv(rank_files.SCRATCH, str(temporary / "nowhere"))
     assert (rank_files.keep_outcome(3), rank_files.keep_outcome(0)) == (3, 1)
     rank_files.keep_checkpoint(5, True)

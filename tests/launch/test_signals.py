@@ -95,12 +95,16 @@ def test_a_terminal_that_is_closed_stops_the_run_with_a_checkpoint(folder: Path)
     interrupted_with_checkpoint(run)
 
 
-def test_signals_that_were_ignored_before_the_start_stay_ignored(folder: Path) -> None:
-    """nohup ignores SIGHUP, a shell's background job SIGINT; SIGTERM still stops the run."""
+def test_sigusr1_takes_a_checkpoint_and_signals_that_were_ignored_stay_ignored(folder: Path) -> None:
+    """nohup ignores SIGHUP, a shell's background job SIGINT; SIGTERM still stops the run. SIGUSR1 before that
+    takes a checkpoint, which is announced with its step, and the run continues.
+    """
     ignoring = ["sh", "-c", 'trap "" HUP INT; exec "$@"', "sh"]
     run = folder / "run"
     with Running("endless.yaml", "--run-dir", "run", cwd=folder, prefix=ignoring) as running:
         ranks = wait_for_steps(running, run)
+        running.process.send_signal(signal.SIGUSR1)
+        wait_for_text(run / "events.jsonl", "checkpoint_written")
         running.process.send_signal(signal.SIGHUP)
         running.process.send_signal(signal.SIGINT)
         time.sleep(1)
@@ -109,9 +113,11 @@ def test_signals_that_were_ignored_before_the_start_stay_ignored(folder: Path) -
         running.process.send_signal(signal.SIGTERM)
         done = running.wait(60)
     assert done.code == 130, done.stderr
+    first = next(event for event in events(run) if event["event"] == "checkpoint_taken")
+    assert f"SIGUSR1: checkpoint of step {first['step']}\n" in done.stderr
     assert "SIGHUP" not in done.stderr
     assert "SIGINT" not in done.stderr
-    assert done.stderr.count("SIGTERM: stops at the end of a step") == 1
+    assert done.stderr.count("SIGTERM: stopping at the end of the step") == 1
     assert done.stderr.rstrip().endswith(f"to resume: ddprun resume {shlex.quote('run')}")
     interrupted_with_checkpoint(run)
 
@@ -155,7 +161,7 @@ def test_the_second_ctrl_c_ends_a_run_in_a_long_step_at_once(folder: Path) -> No
         done = running.wait(6)  # torchelastic gives ranks 10 s before it kills them
     assert done.code == 130, done.stderr
     assert not any(map(is_running, ranks))
-    assert done.stderr.rstrip().endswith("ddprun: stopped by SIGINT; go on: ddprun resume run")
+    assert done.stderr.rstrip().endswith("ddprun: stopped by SIGINT; to resume: ddprun resume run")
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])
@@ -177,19 +183,6 @@ def test_ctrl_c_ends_a_launcher_that_waits_for_other_hosts(folder: Path, node_ra
         running.process.send_signal(signal.SIGINT)
         done = running.wait(20)
     assert (done.code, done.stderr) == (130, "ddprun: stopped by SIGINT\n")
-
-
-def test_the_checkpoint_of_sigusr1_is_announced(folder: Path) -> None:
-    """With its step, and the run goes on."""
-    with Running("endless.yaml", "--run-dir", "run", cwd=folder) as running:
-        wait_for_steps(running, folder / "run")
-        running.process.send_signal(signal.SIGUSR1)
-        wait_for_text(folder / "run" / "events.jsonl", "checkpoint_written")
-        running.process.send_signal(signal.SIGINT)
-        done = running.wait(60)
-    assert done.code == 130, done.stderr
-    first = next(event for event in events(folder / "run") if event["event"] == "checkpoint_taken")
-    assert f"SIGUSR1: checkpoint of step {first['step']}\n" in done.stderr
 
 
 EARLY = """

@@ -81,7 +81,7 @@ def test_a_flag_that_srun_leaves_no_room_for_is_bad_input(cluster: Slurm, tmp_pa
     (tmp_path / "p.yaml").write_text(PIPELINE)
     done = cluster.call("srun", "-n2", DDPRUN, "p.yaml", "--nproc-per-node=2", cwd=tmp_path)
     assert done.returncode == 2
-    assert "srun has started this process as one rank, so --nproc-per-node has nothing to say" in done.stderr
+    assert "srun has started this process as one rank, so --nproc-per-node has no effect" in done.stderr
     assert "Traceback" not in done.stderr
 
 

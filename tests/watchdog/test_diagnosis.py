@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from ddprun.watchdog.diagnosis import diagnose, doing, headline, named
+from ddprun.watchdog.hang import diagnose, doing, headline, named
 from ddprun.watchdog.status_page import Seen, Wait
 
 
-def wait(line: int, number: int, ranks: tuple[int, ...], peers: tuple[int, ...] | None = None) -> Wait:
-    return Wait(line, f"line {line}", number, ranks, peers, "all_reduce", "bucket 0 of gradients", 4.0)
+def wait(index: int, number: int, ranks: tuple[int, ...], peers: tuple[int, ...] | None = None) -> Wait:
+    return Wait(index, f"sequence {index}", number, ranks, peers, "all_reduce", "bucket 0 of gradients", 4.0)
 
 
 def seen(rank: int, issued: tuple[int, ...], *waits: Wait) -> Seen:
@@ -25,7 +25,7 @@ def seen(rank: int, issued: tuple[int, ...], *waits: Wait) -> Seen:
         issued=issued,
         waits=waits,
         at="",
-        told=False,
+        reported=False,
     )
 
 
@@ -60,13 +60,13 @@ def test_a_rank_that_waits_for_another_is_not_the_cause() -> None:
 def test_a_rank_that_has_told_of_the_hang_and_ended_is_judged_by_what_it_waited_for() -> None:
     """Another host's ranks may find a hang first, and have ended when this one asks."""
     over = [
-        replace(one, told=True, state="Z", beat_age_s=9.0)
+        replace(one, reported=True, state="Z", beat_age_s=9.0)
         for one in (seen(2, (5,), wait(0, 5, ALL)), seen(3, (4,)))
     ]
     found = diagnose(0, pages(seen(0, (5,), wait(0, 5, ALL)), seen(1, (5,), wait(0, 5, ALL)), *over))
     assert (found.why, found.ranks) == ("late", (3,))
     assert doing(over[0]).startswith("is in backward of step 3")
-    assert doing(replace(over[0], told=False)).startswith("has ended")
+    assert doing(replace(over[0], reported=False)).startswith("has ended")
 
 
 def test_a_stopped_rank_is_late_even_if_it_has_issued_everything() -> None:

@@ -32,9 +32,9 @@ def page(rank: int, issued: tuple[int, ...], *overdue: Overdue) -> Seen:
         phase="forward",
         phase_age_s=8.0,
         issued=issued,
-        waits=tuple(one.plain() for one in overdue),
+        waits=tuple(one.wait for one in overdue),
         at="",
-        told=False,
+        reported=False,
     )
 
 
@@ -50,13 +50,13 @@ def test_parameters_say_more_than_a_control_word(
     word_s: float, delta_s: float, ranks: tuple[int, ...], shown: str
 ) -> None:
     """Though it was issued before them, if both are overdue and keep waiting for the same rank."""
-    watchdog = RankWatchdog(0, 8.0, None, lambda _: None)
+    watchdog = RankWatchdog(0, 8.0, None, lambda *_: None)
     control, deltas = (
         CollectiveSequence(watchdog, 0, "control", (0, 1, 2)),
         CollectiveSequence(watchdog, 1, "deltas", ranks),
     )
-    word = Overdue(control, control.issue("all_gather", what="the control message"), word_s)
-    delta = Overdue(deltas, deltas.issue("all_reduce", BUCKET), delta_s)
+    word = Overdue(control.issue("all_gather", what="the control message"), word_s)
+    delta = Overdue(deltas.issue("all_reduce", BUCKET), delta_s)
     seen = {0: page(0, (1, 1), word, delta), 1: page(1, (0, 0)), 2: page(2, (1, 1), word)}
     report = find_out(AROUND, 8.0, [word, delta], seen, {})
     assert "rank 1 did not arrive within 8 s" in report.message

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddprun.watchdog import launcher_watchdog as keeping
+from ddprun.watchdog import launcher_watchdog
 from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 
 RANK = """
@@ -17,18 +17,18 @@ from pathlib import Path
 from ddprun.watchdog.status_page import StatusPage
 
 page = StatusPage(int(sys.argv[1]), Path(sys.argv[2]))
-if sys.argv[3] == "told":
-    page.told()
+if sys.argv[3] == "reported":
+    page.reported()
 print("ready", flush=True)
 sys.stdin.read()
 """
 
 
-def rank(number: int, folder: Path, told: str) -> "subprocess.Popen[str]":
+def rank(number: int, folder: Path, reported: str) -> "subprocess.Popen[str]":
     """A process with a status page, once that is there."""
     folder.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
-        [sys.executable, "-c", RANK, str(number), str(folder), told],
+        [sys.executable, "-c", RANK, str(number), str(folder), reported],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -38,31 +38,31 @@ def rank(number: int, folder: Path, told: str) -> "subprocess.Popen[str]":
     return process
 
 
-def test_ranks_that_have_told_of_a_hang_and_ended_are_still_answered_for(tmp_path: Path) -> None:
+def test_ranks_that_have_reported_a_hang_and_ended_are_still_answered_for(tmp_path: Path) -> None:
     """Those of the last start alone; ranks that ended otherwise are none any more."""
     watchdog = LauncherWatchdog(tmp_path, 8, None)
     before, now = tmp_path / "run" / "attempt_0", tmp_path / "run" / "attempt_1"
     processes = [
-        rank(5, before, "told"),
+        rank(5, before, "reported"),
         rank(0, now, ""),
-        rank(1, now, "told"),
+        rank(1, now, "reported"),
         rank(2, now, ""),
     ]
     try:
-        assert sorted(watchdog.look()) == [0, 1, 2, 5]
+        assert sorted(watchdog.read()) == [0, 1, 2, 5]
         for process in processes[:3]:
             process.communicate(timeout=30)
-        assert sorted(watchdog.look()) == [1, 2]
+        assert sorted(watchdog.read()) == [1, 2]
     finally:
         for process in processes:
             process.communicate(timeout=30)
 
 
-def test_a_look_that_fails_is_told_once_and_the_launcher_is_kept_all_the_same(
+def test_a_check_that_fails_is_reported_once_and_the_launcher_is_watched_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The thread ended without a word; a launcher that waits for a lost host would have waited for ever."""
-    monkeypatch.setattr(keeping, "_LAUNCHER_ENDS_S", 0.0)
+    monkeypatch.setattr(launcher_watchdog, "_LAUNCHER_ENDS_S", 0.0)
     (tmp_path / "run" / "attempt_0").mkdir(parents=True)
     (tmp_path / "run" / "attempt_x").mkdir()
     given_up, answers = threading.Event(), iter([OSError, ValueError, None])
@@ -76,5 +76,5 @@ def test_a_look_that_fails_is_told_once_and_the_launcher_is_kept_all_the_same(
     with LauncherWatchdog(tmp_path, 8, None, given_up.set, reachable):
         assert given_up.wait(30)
     told = capsys.readouterr().err
-    assert told.count("the launcher's watch: a look has failed, and it goes on looking: OSError") == 1
+    assert told.count("the launcher's watchdog: a check failed, and will be repeated: OSError") == 1
     assert "ValueError" not in told

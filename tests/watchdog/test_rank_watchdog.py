@@ -1,11 +1,8 @@
-"""Boards, the watchdog of one rank, and asking another host."""
+"""Status pages, the watchdog of one rank, and asking another host."""
 
-import json
-import mmap
 import os
 import signal
 import socket
-import struct
 import subprocess
 import threading
 import time
@@ -15,8 +12,15 @@ import pytest
 import torch
 
 from ddprun.watchdog.rank_watchdog import HANG, Overdue, RankWatchdog
-from ddprun.watchdog.status_page import Seen, StatusPage, read, read_all, seen_from
-from ddprun.watchdog.status_server import StatusServer, ask, ask_all
+from ddprun.watchdog.status_page import (
+    SEEN_BY_RANK,
+    StatusPage,
+    StatusServer,
+    ask,
+    ask_all,
+    read,
+    read_all,
+)
 from ddprun_hooks.comm.observer import waiting
 from ddprun_hooks.payload import ParamSlice, Payload
 
@@ -24,11 +28,11 @@ from ddprun_hooks.payload import ParamSlice, Payload
 def watchdog(
     folder: Path | None, timeout_s: float = 0.4
 ) -> tuple[RankWatchdog, list[list[Overdue]], threading.Event]:
-    """A watch of rank 0, what its alarm was called with, and whether it was."""
+    """A watchdog of rank 0, what its handler was called with, and whether it was."""
     calls: list[list[Overdue]] = []
     rung = threading.Event()
 
-    def handler(waits: list[Overdue]) -> None:
+    def handler(_: RankWatchdog, waits: list[Overdue]) -> None:
         calls.append(waits)
         rung.set()
 
@@ -36,7 +40,7 @@ def watchdog(
 
 
 @pytest.mark.parametrize("in_folder", [True, False])
-def test_a_board_says_what_its_rank_is_at(tmp_path: Path, in_folder: bool) -> None:
+def test_a_status_page_says_what_its_rank_is_at(tmp_path: Path, in_folder: bool) -> None:
     """To anyone of this host who knows its path, and after JSON to other hosts."""
     it, _, _ = watchdog(tmp_path if in_folder else None)
     it.stage("stages[1].train")
@@ -45,9 +49,9 @@ def test_a_board_says_what_its_rank_is_at(tmp_path: Path, in_folder: bool) -> No
     line = it.sequence("world.0", [0, 1])
     line.issue("all_reduce", what="one").done()
     line.issue("all_reduce", what="two")
-    looking = threading.Thread(target=lambda: it.note(it.overdue(0)))
-    looking.start()
-    looking.join()
+    noting = threading.Thread(target=lambda: it.note(it.overdue(0)))
+    noting.start()
+    noting.join()
     found = read(it.page.path)
     assert found is not None
     assert (found.pid, found.stage, found.step, found.phase) == (
@@ -58,15 +62,15 @@ def test_a_board_says_what_its_rank_is_at(tmp_path: Path, in_folder: bool) -> No
     )
     assert found.issued == (2,)
     assert [(wait.number, wait.what, wait.ranks) for wait in found.waits] == [(2, "two", (0, 1))]
-    assert found.at.endswith("in test_a_board_says_what_its_rank_is_at")
+    assert found.at.endswith("in test_a_status_page_says_what_its_rank_is_at")
     assert not found.lifeless
-    assert seen_from(json.loads(json.dumps(found.plain()))) == found
+    assert SEEN_BY_RANK.validate_json(SEEN_BY_RANK.dump_json({0: found})) == {0: found}
     assert list(read_all(tmp_path)) == ([0] if in_folder else [])
     it.page.remove()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_board_of_a_stopped_process_says_so(tmp_path: Path) -> None:
+def test_a_status_page_of_a_stopped_process_says_so(tmp_path: Path) -> None:
     """Though it cannot write any more."""
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
@@ -85,7 +89,7 @@ def test_a_board_of_a_stopped_process_says_so(tmp_path: Path) -> None:
         sleeper.wait()
 
 
-def test_what_is_no_board_is_none(tmp_path: Path) -> None:
+def test_what_is_no_status_page_is_none(tmp_path: Path) -> None:
     """Absent, empty, half made, of something else."""
     for content in (b"", b"ddprun1\0", b"\0" * 40000, b"x" * 40000):
         (tmp_path / "rank-00000.status").write_bytes(content)
@@ -93,7 +97,7 @@ def test_what_is_no_board_is_none(tmp_path: Path) -> None:
     assert read(tmp_path / "nowhere") is None
 
 
-def test_a_collective_that_takes_too_long_rings_the_alarm_with_its_bucket(tmp_path: Path) -> None:
+def test_a_collective_that_takes_too_long_calls_the_handler_with_its_bucket(tmp_path: Path) -> None:
     """One that has ended in time, by its future or by what was asked, does not."""
     it, calls, rung = watchdog(tmp_path)
     line = it.sequence("world.0", [0, 1])
@@ -130,7 +134,7 @@ def test_a_collective_that_failed_is_still_what_this_rank_waits_for(tmp_path: Pa
     assert first.keys() == {"two", "three"}
 
 
-def test_another_ranks_alarm_is_heard(tmp_path: Path) -> None:
+def test_another_rank_that_finds_a_hang_is_heard(tmp_path: Path) -> None:
     """The file that the first rank of a host makes."""
     it, calls, rung = watchdog(tmp_path, timeout_s=600)
     it.start()
@@ -155,10 +159,9 @@ def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path
     page = StatusPage(5, tmp_path)
     called: list[bool] = []
 
-    def look() -> dict[int, Seen]:
-        return read_all(tmp_path)
-
-    with StatusServer("127.0.0.1", "opensesame", look, lambda: called.append(True)) as server:
+    with StatusServer(
+        "127.0.0.1", "opensesame", lambda: read_all(tmp_path), lambda: called.append(True)
+    ) as server:
         server.open()
         found = ask(server.name, hang=False)
         assert found is not None
@@ -183,7 +186,7 @@ def test_asking_takes_no_longer_than_one_answer_may(tmp_path: Path) -> None:
         assert time.monotonic() - since < 2.5
 
 
-def test_a_board_has_room_for_lines_of_many_ranks(tmp_path: Path) -> None:
+def test_a_status_page_has_room_for_lines_of_many_ranks(tmp_path: Path) -> None:
     """A rank whose status page cannot say what it waits for would be taken for one that waits for nobody."""
     it, _, _ = watchdog(tmp_path)
     lines = (range(10_000), range(3, 9_003, 8), range(16, 24), [5], [2, 9])
@@ -200,15 +203,15 @@ def test_a_board_has_room_for_lines_of_many_ranks(tmp_path: Path) -> None:
         found = read(it.page.path)
         assert found is not None
         assert found.waits[0].ranks == tuple(ranks)
-        assert seen_from(json.loads(json.dumps(found.plain()))) == found
+        assert SEEN_BY_RANK.validate_json(SEEN_BY_RANK.dump_json({0: found})) == {0: found}
 
 
-def test_a_look_that_fails_is_told_once_and_the_next_ones_find_the_hang(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_check_that_fails_is_reported_once_and_the_next_ones_find_the_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The thread ended without a word, and the rank was watched by nobody."""
     it, calls, rung = watchdog(tmp_path)
-    it.page._map = mmap.mmap(-1, 4096)  # too small: every note fails from here on
+    monkeypatch.setattr(StatusPage, "beat", None)  # every note fails from here on
     asked = threading.Semaphore(0)
 
     def ended() -> bool:
@@ -226,13 +229,11 @@ def test_a_look_that_fails_is_told_once_and_the_next_ones_find_the_hang(
         it.close()
     assert [one.pending.what for one in calls[0]] == ["the one that hangs"]
     told = capsys.readouterr().err
-    assert told.count("the watchdog of rank 0: a look has failed, and it goes on looking") == 1
+    assert told.count("the watchdog of rank 0: a check failed, and will be repeated") == 1
 
 
 @pytest.mark.parametrize("note", ["[]", "3", '{"waits": 1}', '{"waits": [{}]}', '{"waits": [[]]}', '{"wa'])
-def test_a_board_with_half_a_note_is_none_yet(tmp_path: Path, note: str) -> None:
+def test_a_status_page_with_half_a_note_is_none_yet(tmp_path: Path, note: str) -> None:
     page = StatusPage(0, tmp_path)
-    place = page._map.find(b"{}", 4000)
-    page._map[place : place + len(note)] = note.encode()
-    struct.pack_into("<q", page._map, place - 8, len(note))
+    page._page.note = note.encode()
     assert read(page.path) is None

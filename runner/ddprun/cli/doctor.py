@@ -1,12 +1,23 @@
 """`ddprun doctor`."""
 
+import json
 import os
 import sys
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 
 from ddprun import screen
 from ddprun.cli.run import torchrun_flags
+from ddprun.units import count
+
+if TYPE_CHECKING:
+    from ddprun.doctor.findings import Finding, Report
+
+_TONES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
+_WIDTH, _INDENT = 110, 24
 
 
 @click.command(options_metavar="[OPTIONS]")
@@ -28,32 +39,64 @@ from ddprun.cli.run import torchrun_flags
     help="How long to wait for the other hosts, and for a collective.",
 )
 def doctor(form: str, timeout_s: float, **flags: str | int | float | bool | None) -> int:
-    """Tell whether this host is fit to run, or all hosts of a launch together.
+    """Check whether this host is fit to run, or all hosts of a launch together.
 
-    With torchrun's own flags, on every host, or under srun or torchrun, hosts meet as those of a run do, and
-    the first one prints what was found and what to do. Exit code 0 if there is no problem, 1 if there is.
+    With torchrun's own flags, on every host, or under srun or torchrun, hosts find each other as those of a
+    run do, and the first one prints what was found and what to do. Exit code 0 if there is no problem, 1 if
+    there is.
     """
-    from ddprun.cli import diagnosed, printing
+    from ddprun.cli import printing
     from ddprun.cli.run import given
-    from ddprun.doctor.run import visit
+    from ddprun.doctor.run import run
     from ddprun.launch.launcher import LauncherError
 
     try:
-        seen = visit(given(flags), timeout_s)
+        done = run(given(flags), timeout_s)
     except LauncherError as error:
         click.echo(f"ddprun doctor: {error}", err=True)
         return 2
-    if seen.report is not None:
+    if done.report is not None:
         if form == "json":
-            click.echo(diagnosed.as_json(seen.report))
+            click.echo(json.dumps(done.report.plain(), indent=2, ensure_ascii=False))
         else:
-            click.echo(diagnosed.text(seen.report, printing.colored(sys.stdout)))
-    if seen.fault:
-        click.echo(f"ddprun doctor: {seen.fault}", err=True)
-    if seen.stuck:
+            click.echo(text(done.report, printing.colored(sys.stdout)))
+    if done.fault:
+        click.echo(f"ddprun doctor: {done.fault}", err=True)
+    if done.stuck:
         screen.flush()
-        os._exit(seen.code)  # threads may hang in collectives whose peers are gone
-    return seen.code
+        os._exit(done.code)  # threads may hang in collectives whose peers are gone
+    return done.code
 
 
 torchrun_flags(doctor)
+
+
+def text(report: "Report", color: bool = False) -> str:
+    """Findings by host, then by pair of hosts; below each that is not ok, what to do."""
+    lines = []
+    for where in dict.fromkeys(finding.where for finding in report.findings):
+        lines.append(click.style(where, bold=True) if color else where)
+        for finding in report.findings:
+            if finding.where == where:
+                lines += _lines(finding, color)
+    counts = [
+        count(number, kind) for kind in ("problem", "warning", "note") if (number := report.count(kind))
+    ]
+    lines.append(f"{count(len(report.hosts), 'host')}: {', '.join(counts) or 'no problems'}")
+    return "\n".join(lines)
+
+
+def _lines(finding: "Finding", color: bool) -> Iterator[str]:
+    level = f"{finding.level:<9}"
+    if color:
+        level = click.style(level, fg=_TONES[finding.level], bold=finding.level == "problem")
+    first, *rest = _wrapped(finding.found)
+    yield f"  {level}{finding.check:<{_INDENT - 11}}{first}"
+    for line in rest:
+        yield " " * _INDENT + line
+    for index, line in enumerate(_wrapped(finding.do)):
+        yield " " * (_INDENT - 3) + f"{'  ' if index else '->'} {line}"
+
+
+def _wrapped(paragraph: str) -> list[str]:
+    return textwrap.wrap(paragraph, _WIDTH - _INDENT, break_on_hyphens=False, break_long_words=False)

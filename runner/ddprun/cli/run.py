@@ -104,9 +104,9 @@ def start(
     from ddprun.config import PipelineError, load
 
     if LAUNCHED in os.environ or COMPARED in os.environ:
-        from ddprun.launch.environment import handed_down
+        from ddprun.launch.launcher import inherited_overrides
 
-        overrides = (*handed_down(), *overrides)
+        overrides = (*inherited_overrides(), *overrides)
     try:
         loaded = load(pipeline, overrides, folder)
         from ddprun import launch

@@ -23,7 +23,7 @@ from typing import Any
 from ddprun import COMPARED
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.compare.variants import Variant
-from ddprun.launch.environment import handed_on
+from ddprun.launch.launcher import passing_on
 from ddprun.report.digest import Digest, digest
 from ddprun.report.runs import NoRunError, Run
 from ddprun.units import count
@@ -118,7 +118,7 @@ async def _started(
                 command += ["--run-dir", str(side.folder), *arguments]
                 side.folder.parent.mkdir(parents=True, exist_ok=True)
                 with (
-                    handed_on((*side.variant.overrides, "timings.every=1")),
+                    passing_on((*side.variant.overrides, "timings.every=1")),
                     side.folder.with_suffix(".log").open("wb") as log,
                 ):
                     process = subprocess.Popen(

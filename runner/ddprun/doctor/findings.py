@@ -1,7 +1,7 @@
 """What the doctor finds, and what to do about it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Level = Literal["ok", "note", "warning", "problem"]
@@ -10,7 +10,7 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "problem")
 """From harmless to what keeps a run from working."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the report."""
 
@@ -18,14 +18,14 @@ class Finding:
     """A host, or two of them: `node0 - node1`."""
 
     check: str
-    """What was looked at: `ports`, `clock` …"""
+    """What was checked: `ports`, `clock` …"""
 
     level: Level
     found: str
-    """What is so, in one line."""
+    """The result, in one line."""
 
     do: str = ""
-    """What to do about it; only what is ok has nothing to be done."""
+    """What to do about it; empty only where all is ok."""
 
     value: Mapping[str, Any] = field(default_factory=dict)
     """What was measured, with units in the names, for programs."""
@@ -34,21 +34,10 @@ class Finding:
         assert self.level in LEVELS
         assert (self.level == "ok") == (not self.do), f"{self.check}: {self.found}: nothing to do?"
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON can carry it; `Finding(**plain)` is equal."""
-        return {
-            "where": self.where,
-            "check": self.check,
-            "level": self.level,
-            "found": self.found,
-            "do": self.do,
-            "value": dict(self.value),
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All of it."""
+    """What was found on one host, or on all of them and between them."""
 
     hosts: Sequence[Mapping[str, Any]]
     """Facts of each host."""
@@ -58,7 +47,7 @@ class Report:
     @property
     def fit(self) -> bool:
         """Whether there is no problem."""
-        return not any(finding.level == "problem" for finding in self.findings)
+        return not self.count("problem")
 
     def count(self, level: Level) -> int:
         """How many findings are of a level."""
@@ -66,14 +55,9 @@ class Report:
 
     def plain(self) -> dict[str, Any]:
         """As JSON can carry it."""
-        return {
-            "fit": self.fit,
-            "counts": {level: self.count(level) for level in LEVELS},
-            "hosts": [dict(host) for host in self.hosts],
-            "findings": [finding.plain() for finding in self.findings],
-        }
+        return {"fit": self.fit, "counts": {level: self.count(level) for level in LEVELS}, **asdict(self)}
 
 
 def pair_of(one: str, other: str) -> str:
-    """How two hosts are called together."""
+    """How two hosts are called in a finding."""
     return f"{one} - {other}"

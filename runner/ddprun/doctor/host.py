@@ -1,19 +1,21 @@
 """What one host can say about itself."""
 
+import itertools
 import os
 import platform
+import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ddprun import __version__
-from ddprun.doctor.findings import Finding, Level
-from ddprun.doctor.gpus import Gpus, gpu_findings
-from ddprun.doctor.holes import holes_of
+from ddprun.doctor.findings import Finding, Level, Report
 from ddprun.host.network import VARIABLES, NetworkError, addresses, check_named, is_loopback, owners
 from ddprun.host.shared_memory import REMEDY, ROOM_FOR_NCCL_BYTES, Room, binary, least_bytes, room
 
@@ -23,57 +25,60 @@ _LOADERS = 4
 _ROOM_BYTES = 256 << 20
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_NVIDIA_SMI_S = 20.0
 
 
-def facts(gpus: Gpus, ranks: int) -> dict[str, Any]:
-    """What is so on this host, as JSON can carry it.
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """What torch and the driver say about the GPUs."""
+
+    names: tuple[str, ...] = ()
+    """Of those that torch sees."""
+
+    without_peer_access: tuple[tuple[int, int], ...] = ()
+    """Pairs that cannot read each other's memory directly."""
+
+    driver: str | None = None
+    nccl: str | None = None
+    topology: str = ""
+    """What `nvidia-smi topo -m` prints."""
+
+    broken: str = ""
+    """Why torch sees none although the driver does."""
+
+
+def examine_host(ranks: int | None) -> Report:
+    """Examine this host alone; takes seconds where there are GPUs.
 
     Args:
-        gpus: of this host.
-        ranks: that a run would start on it.
+        ranks: that a run would start on it; None: one for each GPU, or two.
     """
-    import torch
-
-    here = room()
-    return {
-        "name": socket.gethostname(),
+    gpus, shm = _gpus(), room()
+    ranks = ranks or len(gpus.names) or 2
+    name, versions, links, count = socket.gethostname(), _versions(gpus), interfaces(), cores()
+    facts = {
+        "name": name,
         "boot": _BOOT.read_text("ascii").strip() if _BOOT.is_file() else "",
-        "interfaces": interfaces(),
-        "shm": None if here is None else {"total_bytes": here.total, "free_bytes": here.free},
-        "versions": {
-            "ddprun": __version__,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "CUDA": torch.version.cuda,
-            "NCCL": gpus.nccl,
-            "NVIDIA driver": gpus.driver,
-        },
+        "interfaces": links,
+        "shm": None if shm is None else {"total_bytes": shm.total, "free_bytes": shm.free},
+        "versions": versions,
         "gpus": list(gpus.names),
-        "cores": cores(),
+        "cores": count,
         "ranks": ranks,
     }
-
-
-def look(seen: Mapping[str, Any], gpus: Gpus, environment: Mapping[str, str]) -> list[Finding]:
-    """Everything that can be said of this host alone.
-
-    Args:
-        seen: its facts.
-        gpus: of this host.
-        environment: variables of the process.
-    """
-    name, room_here = seen["name"], seen["shm"]
-    several = seen["ranks"] > 1 and len(seen["gpus"]) > 1
-    return [
-        *_interfaces(name, seen["interfaces"], environment),
+    listed = ", ".join(f"{what} {which}" for what, which in versions.items() if which)
+    if missing := [what for what in ("CUDA", "NCCL") if not versions[what]]:
+        listed += f"; this torch has no {' and no '.join(missing)}"
+    findings = [
+        *_interfaces(name, links),
         _own_name(name),
-        _shm(name, room_here and Room(*room_here.values()), ranks=seen["ranks"], nccl=several),
-        _versions(name, seen["versions"]),
-        *security(name, seen["versions"]["torch"]),
-        *gpu_findings(name, gpus),
-        *cores_findings(name, seen["cores"], seen["ranks"], environment),
-        _debug(name, environment),
+        _shm(name, shm, ranks, nccl=ranks > 1 and len(gpus.names) > 1),
+        Finding(name, "versions", "ok", listed),
+        gpu_finding(name, gpus),
+        *core_findings(name, count, ranks, os.environ.get("OMP_NUM_THREADS", "")),
+        _debug(name),
     ]
+    return Report([facts], findings)
 
 
 def interfaces() -> list[dict[str, Any]]:
@@ -99,190 +104,197 @@ def cores() -> float:
         return count
 
 
-def bad_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that name an interface which is not there, and what is wrong."""
+def bad_variables() -> dict[str, str]:
+    """Environment variables that name a missing interface, and what is wrong."""
     found = {}
     for name in VARIABLES:
-        if environment.get(name):
+        if os.environ.get(name):
             try:
-                check_named(name, environment[name])
+                check_named(name, os.environ[name])
             except NetworkError as error:
                 found[name] = str(error)
     return found
 
 
-def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that name the loopback, which leads to no other host, and its name."""
+def loopback_variables() -> dict[str, str]:
+    """Environment variables that name the loopback, which leads to no other host, and its name."""
     loopbacks = {name for address, name in owners().items() if is_loopback(address)}
-    named = {name: environment.get(name, "").lstrip("=") for name in VARIABLES}
+    named = {name: os.environ.get(name, "").lstrip("=") for name in VARIABLES}
     return {name: value for name, value in named.items() if value in loopbacks}
 
 
-def told_interface(entry: Mapping[str, Any]) -> str:
-    """`e0 10.77.0.1, 10 Gbit/s`."""
-    speed = entry["mbit_per_s"]
-    told = f"{entry['name']} {' '.join(entry['addresses'])}"
-    return told if speed is None else f"{told}, {speed_of(speed)}"
+def wrong_interface(where: str, variable: str, found: str) -> Finding:
+    """An environment variable names an interface that cannot be used."""
+    do = f"unset {variable}: ddprun takes the interface that leads to the other hosts"
+    return Finding(where, "interfaces", "problem", found, do)
 
 
 def speed_of(mbit_per_s: float) -> str:
-    """For a reader."""
+    """For a reader: `10 Gbit/s`."""
     if mbit_per_s >= 999.5:
         return f"{mbit_per_s / 1000:.3g} Gbit/s"
     return f"{mbit_per_s:.3g} Mbit/s"
 
 
-def _interfaces(
-    name: str, there: Sequence[Mapping[str, Any]], environment: Mapping[str, str]
-) -> Iterator[Finding]:
+def _interfaces(name: str, there: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     if there:
-        told = "; ".join(map(told_interface, there))
-        yield Finding(where=name, check="interfaces", level="ok", found=told)
+        listed = [
+            f"{entry['name']} {' '.join(entry['addresses'])}"
+            + (f", {speed_of(entry['mbit_per_s'])}" if entry["mbit_per_s"] else "")
+            for entry in there
+        ]
+        yield Finding(name, "interfaces", "ok", "; ".join(listed))
     else:
-        yield Finding(
-            where=name,
-            check="interfaces",
-            level="note",
-            found="none is up but the loopback: runs on this host alone work",
-            do="for several hosts bring one up: ip link set NAME up, and give it an address",
-        )
-    for variable, fault in bad_variables(environment).items():
-        yield Finding(
-            where=name,
-            check="interfaces",
-            level="problem",
-            found=fault,
-            do=f"unset {variable}: ddprun takes the interface that leads to the other hosts",
-        )
+        found = "only the loopback is up: runs on this host alone work"
+        do = "for several hosts bring one up: ip link set NAME up, and give it an address"
+        yield Finding(name, "interfaces", "note", found, do)
+    for variable, fault in bad_variables().items():
+        yield wrong_interface(name, variable, fault)
 
 
 def _own_name(name: str) -> Finding:
     found = addresses(name)
+    listed = ", ".join(dict.fromkeys(found))
     if not found:
-        return Finding(
-            where=name,
-            check="own name",
-            level="warning",
-            found=f"the host's own name, {name}, cannot be looked up: torchrun may not take it for the one "
-            "on which ranks meet",
-            do="add it to /etc/hosts with the address that the other hosts know, or give --local-addr and, "
-            "on the host of --rdzv-endpoint, --rdzv-conf is_host=1",
+        text = (
+            f"this host's name, {name}, cannot be looked up: torchrun may miss that --rdzv-endpoint is here"
         )
+        do = (
+            "add it to /etc/hosts with the address that the other hosts know, or give --local-addr and, on "
+            "the host of --rdzv-endpoint, --rdzv-conf is_host=1"
+        )
+        return Finding(name, "own name", "warning", text, do)
     if all(map(is_loopback, found)):
-        return Finding(
-            where=name,
-            check="own name",
-            level="note",
-            found=f"{name} leads to {', '.join(dict.fromkeys(found))}, the loopback: Gloo in scripts without "
-            "ddprun listens where no other host can reach it",
-            do="for such scripts set GLOO_SOCKET_IFNAME, or correct /etc/hosts; ddprun chooses by itself",
-        )
-    return Finding(
-        where=name,
-        check="own name",
-        level="ok",
-        found=f"{name} is {', '.join(dict.fromkeys(found))}",
-    )
+        text = f"{name} leads to {listed}, the loopback, where other hosts cannot reach Gloo"
+        do = "for scripts without ddprun, which chooses itself, set GLOO_SOCKET_IFNAME or correct /etc/hosts"
+        return Finding(name, "own name", "note", text, do)
+    return Finding(name, "own name", "ok", f"{name} is {listed}")
 
 
-def _shm(name: str, here: Room | None, *, ranks: int, nccl: bool) -> Finding:
+def _shm(name: str, here: Room | None, ranks: int, *, nccl: bool) -> Finding:
     if here is None:
-        return Finding(
-            where=name,
-            check="/dev/shm",
-            level="warning",
-            found="there is none: loader.workers and NCCL between GPUs of a host need it",
-            do="mount -t tmpfs -o size=1g tmpfs /dev/shm",
-        )
-    told = f"{binary(here.total)}, {binary(here.free)} of it free"
+        found = "it does not exist: loader.workers, and NCCL between the GPUs of a host, need it"
+        return Finding(name, "/dev/shm", "warning", found, "mount -t tmpfs -o size=1g tmpfs /dev/shm")
+    found = f"{binary(here.total)}, {binary(here.free)} of it free"
     least, enough = least_bytes(ranks, _LOADERS), ROOM_FOR_NCCL_BYTES if nccl else _ROOM_BYTES
     level: Level = "ok"
     if here.free < least:
         level = "problem"
-        told += (
-            f": loader.workers: {_LOADERS} on {ranks} ranks cannot even start in less than {binary(least)}"
-        )
+        found += f": loader.workers: {_LOADERS} on {ranks} ranks cannot even start, and needs {binary(least)}"
     elif here.free < enough:
         level = "warning"
-        told += ": batches of loading processes" + (" and NCCL" if nccl else "") + " may not fit"
-        told += f", for which {binary(enough)} are commonly enough"
+        found += ": batches of loading processes" + (" and NCCL" if nccl else "") + " may not fit"
+        found += f", for which {binary(enough)} are usually enough"
     do = "" if level == "ok" else f"{REMEDY}; loader.workers: 0 needs none, nor does the hook shared_memory"
     value = {"total_bytes": here.total, "free_bytes": here.free}
-    return Finding(where=name, check="/dev/shm", level=level, found=told, do=do, value=value)
+    return Finding(name, "/dev/shm", level, found, do, value)
 
 
-def _versions(name: str, versions: Mapping[str, str | None]) -> Finding:
-    told = ", ".join(f"{what} {which}" for what, which in versions.items() if which)
-    missing = [what for what in ("CUDA", "NCCL") if not versions[what]]
-    if missing:
-        told += f"; this torch has no {' and no '.join(missing)}"
-    return Finding(where=name, check="versions", level="ok", found=told)
+def _versions(gpus: Gpus) -> dict[str, str | None]:
+    import torch
+
+    return {
+        "ddprun": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "CUDA": torch.version.cuda,
+        "NCCL": gpus.nccl,
+        "NVIDIA driver": gpus.driver,
+    }
 
 
-def security(name: str, torch: str) -> list[Finding]:
-    """Known holes of the installed torch."""
-    found = holes_of(torch)
-    return [
-        Finding(
-            where=name,
-            check="security",
-            level="warning" if hole.severity == "high" else "note",
-            found=f"torch {torch} has {hole.name}: {hole.what}",
-            do=f"pip install 'torch>={'.'.join(map(str, hole.fixed))}'; see {hole.source}",
-            value={"id": hole.name, "severity": hole.severity, "source": hole.source},
+def _gpus() -> Gpus:
+    import torch
+    from torch import distributed as dist
+
+    nccl = None
+    if dist.is_available() and dist.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    driver = next(iter(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split()), None)
+    if not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "CUDA cannot start"
+        return Gpus(driver=driver, nccl=nccl, broken="" if driver is None else why)
+    count = torch.cuda.device_count()
+    return Gpus(
+        names=tuple(torch.cuda.get_device_name(index) for index in range(count)),
+        without_peer_access=tuple(
+            pair
+            for pair in itertools.combinations(range(count), 2)
+            if not torch.cuda.can_device_access_peer(*pair)
+        ),
+        driver=driver,
+        nccl=nccl,
+        topology=_nvidia_smi("topo", "-m"),
+    )
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What it prints; nothing where it is missing, fails or does not answer."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False
         )
-        for hole in found
-    ] or [
-        Finding(
-            where=name,
-            check="security",
-            level="ok",
-            found=f"torch {torch}: none of the holes that are known here",
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def gpu_finding(name: str, gpus: Gpus) -> Finding:
+    """How torch sees the GPUs, and how they reach each other."""
+    value = {"topology": gpus.topology} if gpus.topology else {}
+    if gpus.broken:
+        found = f"the driver ({gpus.driver}) sees GPUs, torch does not: {gpus.broken}"
+        do = (
+            "install a torch build for CUDA (https://pytorch.org/get-started/locally), and check "
+            "CUDA_VISIBLE_DEVICES and the driver's age"
         )
-    ]
+        return Finding(name, "GPUs", "problem", found, do)
+    if not gpus.names:
+        return Finding(name, "GPUs", "ok", "no NVIDIA GPU here: ranks use Gloo")
+    kinds = ", ".join(f"{gpus.names.count(kind)} x {kind}" for kind in dict.fromkeys(gpus.names))
+    if gpus.without_peer_access:
+        pairs = ", ".join(f"{one}-{other}" for one, other in gpus.without_peer_access)
+        found = f"{kinds}; no direct access between {pairs}: NCCL goes through host memory"
+        do = "see `nvidia-smi topo -m`; switch ACS off, or pass all GPUs of a switch to one virtual machine"
+        return Finding(name, "GPUs", "warning", found, do, value)
+    found = kinds if len(gpus.names) == 1 else f"{kinds}; all have direct access to each other"
+    return Finding(name, "GPUs", "ok", found, value=value)
 
 
-def cores_findings(name: str, cores: float, ranks: int, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether ranks and their threads have cores."""
-    told = f"{cores:g} for {ranks} rank{'s' if ranks > 1 else ''}"
+def core_findings(name: str, cores: float, ranks: int, threads: str) -> Iterator[Finding]:
+    """Whether ranks and their threads have cores.
+
+    Args:
+        name: of the host.
+        cores: that ranks may use.
+        ranks: on the host.
+        threads: value of `OMP_NUM_THREADS`; empty: not set.
+    """
+    found = f"{cores:g} for {ranks} rank{'s' if ranks > 1 else ''}"
     if cores < ranks:
-        yield Finding(
-            where=name,
-            check="cores",
-            level="warning",
-            found=f"{told}: ranks take turns, and each waits for the slowest",
-            do="start fewer with --nproc-per-node, or ask for more (srun --cpus-per-task, docker --cpus)",
-        )
+        found += ": ranks share cores, and all wait for the slowest"
+        do = "start fewer with --nproc-per-node, or ask for more (srun --cpus-per-task, docker --cpus)"
+        yield Finding(name, "cores", "warning", found, do)
     else:
-        yield Finding(where=name, check="cores", level="ok", found=told)
-    threads = environment.get("OMP_NUM_THREADS", "")
+        yield Finding(name, "cores", "ok", found)
     if threads.isdigit() and int(threads) * ranks > max(cores, ranks):
-        yield Finding(
-            where=name,
-            check="cores",
-            level="warning",
-            found=f"OMP_NUM_THREADS={threads} on {ranks} ranks are more threads than the {cores:g} cores",
-            do=f"set OMP_NUM_THREADS={max(1, int(cores // ranks))}; unset, ddprun and torchrun take 1",
-        )
+        found = f"OMP_NUM_THREADS={threads} on {ranks} ranks makes more threads than the {cores:g} cores"
+        do = f"set OMP_NUM_THREADS={max(1, int(cores // ranks))}; unset, ddprun and torchrun take 1"
+        yield Finding(name, "cores", "warning", found, do)
 
 
-def _debug(name: str, environment: Mapping[str, str]) -> Finding:
-    value = environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper()
+def _debug(name: str) -> Finding:
+    value = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper()
     if value == "DETAIL":
-        return Finding(
-            where=name,
-            check="debug",
-            level="problem",
-            found="TORCH_DISTRIBUTED_DEBUG=DETAIL: torch checks every collective twice, and ends every run "
-            "that uses DDP in a segmentation fault, so ddprun refuses it",
-            do="unset it, or set INFO; keep DETAIL for `ddprun doctor` and for scripts without DDP",
+        found = (
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch checks every collective twice, and ends every run that "
+            "uses DDP in a segmentation fault, so ddprun refuses it"
         )
+        do = "unset it, or set INFO; keep DETAIL for `ddprun doctor` and for scripts without DDP"
+        return Finding(name, "debug", "problem", found, do)
     if value == "INFO":
-        return Finding(
-            where=name,
-            check="debug",
-            level="note",
-            found="TORCH_DISTRIBUTED_DEBUG=INFO: DDP logs its settings and times its steps",
-            do="unset TORCH_DISTRIBUTED_DEBUG to measure speed",
-        )
-    return Finding(where=name, check="debug", level="ok", found="TORCH_DISTRIBUTED_DEBUG is off")
+        found = "TORCH_DISTRIBUTED_DEBUG=INFO: DDP logs its settings and times its steps"
+        return Finding(name, "debug", "note", found, "unset TORCH_DISTRIBUTED_DEBUG to measure speed")
+    return Finding(name, "debug", "ok", "TORCH_DISTRIBUTED_DEBUG is off")

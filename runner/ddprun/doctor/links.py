@@ -1,42 +1,270 @@
-"""Latency and bandwidth between two hosts, by the collectives that training uses."""
+"""What is measured between two hosts: clocks, ports, interfaces, latency and bandwidth.
+
+The hosts of a launch are numbered from 0. Each part measures on one host, and turns what all hosts have
+measured into findings about every pair of them.
+"""
 
 import itertools
+import json
+import secrets
+import socket
 import statistics
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddprun.doctor.clocks import length
 from ddprun.doctor.findings import Finding, Level, pair_of
 from ddprun.doctor.host import speed_of
+from ddprun.host.network import VARIABLES
 
-_END, _SMALL, _ALL_REDUCE, _FROM_ONE, _FROM_OTHER = range(5)
+_CLOCK_ROUNDS = 10
+_CLOCK_WARNING_S = 1.0
+
+ELASTIC_S = 5.0
+"""Elastic runs take a host for lost that has given no sign of life for so long, by its own wall clock
+(`ddprun.launch.agent`)."""
+
+_ANSWERS_S = 3.0
+_PORTS = 3
+"""A firewall may leave some ports open; so many are tried."""
+
+_AT_ONCE = 32
+_TOKEN_BYTES = 16
+
+_END, _BARRIERS, _ALL_REDUCE, _FROM_FIRST, _FROM_SECOND = range(5)
 _FIRST_BYTES, _MOST_BYTES = 64 << 10, 64 << 20
 _LONG_ENOUGH_S, _WANTED_S = 0.05, 0.2
 _REPEATS, _REPEATS_S = 5, 2.0
-_WARM_UP, _SMALL_ROUNDS, _SMALL_S = 5, 200, 1.0
+_WARM_UP, _MOST_BARRIERS, _BARRIERS_S = 5, 200, 1.0
 
 LONGEST_S = 60.0
 """What measuring a link takes at most, but for a collective that fails."""
 
 _SLOW_MBIT, _LATE_S = 1000.0, 2e-3
-_TELLING_MBIT = 10_000.0
+_ONE_STREAM_MBIT = 10_000.0
 """One stream of Gloo's is not to be expected faster, whatever the interface."""
 
 _SHARE_OF_SPEED = 0.3
 _LOPSIDED = 2.0
-_ALONE_UP_TO = 8
+_ONE_BY_ONE_HOSTS = 8
 """So many hosts are measured one pair after the other."""
+
+
+def length(seconds: float) -> str:
+    """A time for a reader: three significant digits."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 0.9995 or unit == "µs":
+            return f"{seconds * factor:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
+    raise AssertionError
+
+
+def clock_offset(store: dist.Store, host: int, hosts: int, within_s: float) -> tuple[float, float]:
+    """How far this host's wall clock is ahead of the first host's, and the error bound, in seconds.
+
+    Cristian's algorithm (Distributed Computing 3, 1989), through the store: of some exchanges the one with
+    the shortest round trip counts, and half of it is the error bound. The first host answers one by one.
+
+    Args:
+        store: of the hosts.
+        host: this one.
+        hosts: how many there are.
+        within_s: how long a host may take to begin.
+    """
+    if host == 0:
+        for other, number in itertools.product(range(1, hosts), range(_CLOCK_ROUNDS)):
+            store.wait([f"clock/{other}/{number}/asked"], timedelta(seconds=within_s))
+            store.set(f"clock/{other}/{number}/answer", json.dumps(time.time()))
+        return 0.0, 0.0
+    best = (0.0, float("inf"))
+    for number in range(_CLOCK_ROUNDS):
+        key, asked, began = f"clock/{host}/{number}", time.time(), time.monotonic()
+        store.set(f"{key}/asked", "")
+        store.wait([f"{key}/answer"], timedelta(seconds=within_s * hosts))
+        theirs, bound = json.loads(store.get(f"{key}/answer")), (time.monotonic() - began) / 2
+        if bound < best[1]:
+            best = (asked + bound - theirs, bound)
+    return best
+
+
+def clock_findings(names: Sequence[str], offsets: Sequence[tuple[float, float]]) -> list[Finding]:
+    """How far the clocks of each pair are apart, from each host's `clock_offset`."""
+    findings = []
+    for (one, (offset, bound)), (other, (others, others_bound)) in itertools.combinations(
+        zip(names, offsets, strict=True), 2
+    ):
+        ahead, behind = (other, one) if others > offset else (one, other)
+        apart_s, within_s = abs(others - offset), bound + others_bound
+        found = f"the clock of {ahead} is {length(apart_s)} ahead of that of {behind} (± {length(within_s)})"
+        level: Level = "ok"
+        if apart_s <= within_s:
+            found = f"clocks are equal within {length(within_s)}"
+        elif apart_s > _CLOCK_WARNING_S:
+            level = "warning"
+            found += "; logs and records of the two do not fit together"
+            if apart_s > ELASTIC_S:
+                level = "problem"
+                found += f", and elastic runs (--max-restarts, --nnodes MIN:MAX) take {behind} for lost"
+        do = "let chrony or ntpd set the clocks on both: `chronyc makestep`, `timedatectl`"
+        value = {"ahead": ahead, "ahead_s": apart_s, "within_s": within_s}
+        where = pair_of(one, other)
+        findings.append(Finding(where, "clock", level, found, "" if level == "ok" else do, value))
+    return findings
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a host listens."""
+
+    address: str
+    ports: tuple[int, ...]
+    token: str
+    """What it answers: another program might listen there, in another network of the same numbers."""
+
+
+class OpenPorts:
+    """Listens at an address of this host, at ports that the kernel chooses, until the block is left."""
+
+    def __init__(self, address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._sockets = [socket.create_server((address, 0), family=family) for _ in range(_PORTS)]
+        ports = tuple(int(one.getsockname()[1]) for one in self._sockets)
+        self.listening = Listening(address, ports, secrets.token_hex(_TOKEN_BYTES // 2))
+
+    def _answer(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                peer, _ = listener.accept()
+                with suppress(OSError), peer:
+                    peer.sendall(self.listening.token.encode())
+
+    def __enter__(self) -> Listening:
+        for one in self._sockets:
+            threading.Thread(target=self._answer, args=(one,), daemon=True).start()
+        return self.listening
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+def closed_ports(hosts: Sequence[Listening | None]) -> list[list[tuple[int, str]]]:
+    """For each host the ports at which it cannot be reached from here, and why; None is not tried."""
+
+    def why_closed(port_of: tuple[Listening, int]) -> str:
+        host, port = port_of
+        try:
+            with socket.create_connection((host.address, port), timeout=_ANSWERS_S) as one:
+                one.settimeout(_ANSWERS_S)
+                answer = one.recv(_TOKEN_BYTES, socket.MSG_WAITALL).decode(errors="replace")
+        except TimeoutError:
+            return "no answer"
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+        return "" if answer == host.token else "another program answers"
+
+    ports = [(host, port) for host in hosts if host is not None for port in host.ports]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        whys = dict(zip(ports, pool.map(why_closed, ports), strict=True))
+    return [
+        [] if host is None else [(port, whys[host, port]) for port in host.ports if whys[host, port]]
+        for host in hosts
+    ]
+
+
+def port_findings(
+    names: Sequence[str], hosts: Sequence[Listening], closed: Sequence[Sequence[Sequence[tuple[int, str]]]]
+) -> list[Finding]:
+    """Which ports each pair can reach.
+
+    Args:
+        names: of the hosts.
+        hosts: where they listen.
+        closed: `closed[i][j]`: ports of host j that host i cannot reach, and why.
+    """
+    findings = []
+    for one, other in itertools.combinations(range(len(names)), 2):
+        where = pair_of(names[one], names[other])
+        faults = []
+        for here, there in ((one, other), (other, one)):
+            if not (ports := closed[here][there]):
+                continue
+            tried = len(hosts[there].ports)
+            listed = ", ".join(f"{names[there]}:{port}" for port, _ in ports)
+            some = "" if len(ports) == tried else f" (of {tried} tried)"
+            whys = ", ".join(dict.fromkeys(why for _, why in ports))
+            found = f"{names[here]} cannot connect to {listed}{some}: {whys}"
+            do = (
+                f"open all TCP ports on {names[there]} ({hosts[there].address}) for {names[here]} "
+                f"({hosts[here].address}): Gloo and NCCL take any of net.ipv4.ip_local_port_range, and "
+                "which cannot be chosen; no collective was tried"
+            )
+            value = {"from": names[here], "to": names[there], "closed": [port for port, _ in ports]}
+            faults.append(Finding(where, "ports", "problem", found, do, value))
+        fine = Finding(where, "ports", "ok", f"{_PORTS} ports chosen by the kernel are open both ways")
+        findings += faults or [fine]
+    return findings
+
+
+def route_findings(
+    names: Sequence[str], used: Sequence[str], routes: Sequence[Sequence[str | None]]
+) -> list[Finding]:
+    """Which interfaces lead from host to host, and whether they are those that are used.
+
+    Args:
+        names: of the hosts.
+        used: interface that Gloo uses on each; empty: it takes its own choice.
+        routes: `routes[i][j]`: interface of host i on the way to host j; None: there is none.
+    """
+    findings = []
+    for one, other in itertools.combinations(range(len(names)), 2):
+        where = pair_of(names[one], names[other])
+        wrong = [
+            Finding(
+                where,
+                "interfaces",
+                "problem",
+                f"{names[here]} uses {used[here]}, but {route} leads to {names[there]}",
+                f"on {names[here]} unset {VARIABLES[0]} and {VARIABLES[1]}, or set them to {route}",
+            )
+            for here, there in ((one, other), (other, one))
+            if used[here] and (route := routes[here][there]) and route not in used[here].split(",")
+        ]
+        found = f"{names[one]} uses {used[one] or 'any'}, {names[other]} {used[other] or 'any'}"
+        findings += wrong or [Finding(where, "interfaces", "ok", found)]
+    return findings
+
+
+def rounds(hosts: int) -> list[list[tuple[int, int]]]:
+    """Which pairs are measured, one round after the other: each pair once, and no host twice in a round.
+
+    Up to eight hosts there is one pair in a round, so that nothing else is on the network. With more that
+    would take too long, and there are as many pairs in a round as there can be (the circle method).
+    """
+    if hosts <= _ONE_BY_ONE_HOSTS:
+        return [[pair] for pair in itertools.combinations(range(hosts), 2)]
+    seats = list(range(hosts)) + [-1] * (hosts % 2)
+    found = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append(sorted((min(pair), max(pair)) for pair in pairs if -1 not in pair))
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A link, by a group of its two hosts alone; medians."""
+    """A link, by a process group of its two hosts alone; medians."""
 
     backend: str
     latency_s: float
@@ -52,35 +280,13 @@ class Measured:
     nbytes: int
     """Largest message."""
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON can carry it; `Measured(**plain)` is equal."""
-        return asdict(self)
 
-
-def rounds(hosts: int) -> list[list[tuple[int, int]]]:
-    """Which pairs are measured, one round after the other: each pair once, and no host twice in a round.
-
-    Up to eight hosts there is one pair in a round, so that nothing else is on the network. With more that
-    would take too long, and there are as many pairs in a round as there can be (the circle method).
-    """
-    if hosts <= _ALONE_UP_TO:
-        return [[pair] for pair in itertools.combinations(range(hosts), 2)]
-    seats = list(range(hosts)) + [-1] * (hosts % 2)
-    found = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        found.append(sorted((min(pair), max(pair)) for pair in pairs if -1 not in pair))
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return found
-
-
-def measure(store: dist.Store, place: int, backend: str, device: torch.device, timeout_s: float) -> Measured:
+def measure(store: dist.Store, rank: int, backend: str, device: torch.device, timeout_s: float) -> Measured:
     """Measure with the other host of a pair, which has to call this, too; both get the result.
 
     Args:
         store: of the pair and for this measurement alone.
-        place: 0 or 1.
+        rank: in the pair: 0 or 1.
         backend: gloo or nccl.
         device: where the messages are.
         timeout_s: how long a collective may take.
@@ -88,20 +294,19 @@ def measure(store: dist.Store, place: int, backend: str, device: torch.device, t
     Raises:
         RuntimeError: a collective failed.
     """
-    dist.init_process_group(
-        backend, store=store, rank=place, world_size=2, timeout=timedelta(seconds=timeout_s)
-    )
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
     try:
-        link = _Link(place, device)
-        if place == 1:
+        link = _Link(device)
+        values = torch.zeros(5, dtype=torch.float64, device=device)
+        if rank == 1:
             link.follow()
-            values = torch.zeros(5, dtype=torch.float64, device=device)
         else:
             latency_s = link.latency()
-            both, there, back = (link.bandwidth(kind) for kind in (_ALL_REDUCE, _FROM_ONE, _FROM_OTHER))
-            link.call(_END, 0)
-            largest = float(link.largest)
-            values = torch.tensor([latency_s, there, back, both, largest], dtype=torch.float64, device=device)
+            both, there, back = map(link.bandwidth, (_ALL_REDUCE, _FROM_FIRST, _FROM_SECOND))
+            link.run(_END, 0)
+            found = [latency_s, there, back, both, float(link.largest)]
+            values = torch.tensor(found, dtype=torch.float64, device=device)
         dist.broadcast(values, 0)
         latency_s, there, back, both, largest = values.tolist()
         return Measured(backend, latency_s, there, back, both, int(largest))
@@ -110,138 +315,113 @@ def measure(store: dist.Store, place: int, backend: str, device: torch.device, t
 
 
 class _Link:
-    """Place 0 says what is done next, and measures; place 1 follows."""
+    """Rank 0 says what is done next, and measures; rank 1 follows."""
 
-    def __init__(self, place: int, device: torch.device) -> None:
-        self._place, self._device = place, device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._small = torch.zeros(1, device=device)
-        self._memory = torch.zeros(0, dtype=torch.uint8, device=device)
+        self._memory = torch.zeros(0, device=device)
         self.largest = 0
 
     def follow(self) -> None:
-        """Do what place 0 calls for, until the end."""
+        """Do what rank 0 says, until the end."""
         kind = -1
         while kind != _END:
-            word = torch.zeros(2, dtype=torch.int64, device=self._device)
-            dist.broadcast(word, 0)
-            kind, number = (int(value) for value in word.tolist())
+            command = torch.zeros(2, dtype=torch.int64, device=self._device)
+            dist.broadcast(command, 0)
+            kind, number = (int(value) for value in command.tolist())
             self._act(kind, number)
 
-    def call(self, kind: int, nbytes: int) -> float:
-        """Do something together; gives the seconds it took."""
-        word = torch.tensor([kind, nbytes], dtype=torch.int64, device=self._device)
-        message = self._message(nbytes)
-        dist.broadcast(word, 0)
-        self._meet()
-        began = time.perf_counter()
-        self._exchange(kind, message)
-        self._meet()
-        return time.perf_counter() - began
+    def run(self, kind: int, number: int) -> list[float]:
+        """Do something on both hosts; gives the seconds of each time.
+
+        Args:
+            kind: of the collective.
+            number: of barriers, or of bytes in the message.
+        """
+        dist.broadcast(torch.tensor([kind, number], dtype=torch.int64, device=self._device), 0)
+        return self._act(kind, number)
 
     def latency(self) -> float:
-        """Median of small all-reduces, in seconds; what comes first is not counted."""
-        took = statistics.median(self._small_ones(_WARM_UP))
-        rounds = max(_WARM_UP, min(_SMALL_ROUNDS, int(_SMALL_S / took)))
-        return statistics.median(self._small_ones(rounds))
-
-    def _small_ones(self, count: int) -> list[float]:
-        dist.broadcast(torch.tensor([_SMALL, count], dtype=torch.int64, device=self._device), 0)
-        times = []
-        for _ in range(count):
-            began = time.perf_counter()
-            self._meet()
-            times.append(time.perf_counter() - began)
-        return times
+        """Median of small all-reduces, in seconds, after some that do not count."""
+        took = statistics.median(self.run(_BARRIERS, _WARM_UP))
+        count = max(_WARM_UP, min(_MOST_BARRIERS, int(_BARRIERS_S / took)))
+        return statistics.median(self.run(_BARRIERS, count))
 
     def bandwidth(self, kind: int) -> float:
         """Median, in megabits a second that the busiest direction carries."""
         nbytes = _FIRST_BYTES
-        took = self.call(kind, nbytes)
+        (took,) = self.run(kind, nbytes)
         while took < _LONG_ENOUGH_S and nbytes < _MOST_BYTES:
             nbytes = min(4 * nbytes, _MOST_BYTES)
-            took = self.call(kind, nbytes)
+            (took,) = self.run(kind, nbytes)
         if took < _WANTED_S:
             nbytes = min(int(nbytes * _WANTED_S / took), _MOST_BYTES)
         times: list[float] = []
         while len(times) < _REPEATS and (sum(times) < _REPEATS_S or not times):
-            times.append(self.call(kind, nbytes))
+            times += self.run(kind, nbytes)
         self.largest = max(self.largest, nbytes)
         return 8e-6 * nbytes / statistics.median(times)
 
-    def _act(self, kind: int, number: int) -> None:
-        if kind == _SMALL:
+    def _act(self, kind: int, number: int) -> list[float]:
+        times = []
+        if kind == _BARRIERS:
             for _ in range(number):
-                self._meet()
-            return
-        message = self._message(number)
-        self._meet()
-        self._exchange(kind, message)
-        self._meet()
+                began = time.perf_counter()
+                self._barrier()
+                times.append(time.perf_counter() - began)
+        elif kind != _END:
+            elements = -(-number // self._memory.element_size())
+            if self._memory.numel() < elements:
+                self._memory = torch.zeros(elements, device=self._device)
+            message = self._memory[:elements]
+            self._barrier()
+            began = time.perf_counter()
+            if kind == _ALL_REDUCE:
+                dist.all_reduce(message)
+            else:
+                dist.broadcast(message, 0 if kind == _FROM_FIRST else 1)
+            self._barrier()
+            times.append(time.perf_counter() - began)
+        return times
 
-    def _exchange(self, kind: int, message: torch.Tensor) -> None:
-        if kind == _ALL_REDUCE:
-            dist.all_reduce(message.view(torch.float32))
-        elif kind in (_FROM_ONE, _FROM_OTHER):
-            dist.broadcast(message, 0 if kind == _FROM_ONE else 1)
-
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         dist.all_reduce(self._small)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _message(self, nbytes: int) -> torch.Tensor:
-        nbytes = -(-nbytes // 4) * 4
-        if self._memory.numel() < nbytes:
-            self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        return self._memory[:nbytes]
 
 
 def link_findings(
     one: str, other: str, found: Measured, speeds_mbit: Sequence[float | None]
 ) -> list[Finding]:
-    """What there is to say of a link.
+    """What was measured between two hosts.
 
     Args:
         one: name of the first host.
         other: of the second.
-        found: what was measured between them.
+        found: what was measured.
         speeds_mbit: of the two hosts' interfaces, where they are known.
     """
-    where, over = pair_of(one, other), f" over {found.backend}"
+    where = pair_of(one, other)
     late = found.latency_s > _LATE_S
-    latency = Finding(
-        where=where,
-        check="latency",
-        level="note" if late else "ok",
-        found=f"a small all-reduce takes {length(found.latency_s)}{over}",
-        do="fewer and larger messages: ddp.bucket_cap_mb, accumulate; or sync: local_sgd or diloco"
-        if late
-        else "",
-        value={"backend": found.backend, "all_reduce_us": found.latency_s * 1e6},
-    )
-    return [latency, _bandwidth(one, other, found, [speed for speed in speeds_mbit if speed])]
-
-
-def _bandwidth(one: str, other: str, found: Measured, speeds_mbit: Sequence[float]) -> Finding:
+    text = f"a small all-reduce takes {length(found.latency_s)} over {found.backend}"
+    advice = "fewer and larger messages: ddp.bucket_cap_mb, accumulate; or sync: local_sgd or diloco"
+    value: dict[str, Any] = {"backend": found.backend, "all_reduce_us": found.latency_s * 1e6}
+    latency = Finding(where, "latency", "note" if late else "ok", text, advice if late else "", value)
     slow, fast = sorted((found.there_mbit, found.back_mbit))
-    told = (
+    text = (
         f"{one} to {other} {speed_of(found.there_mbit)}, back {speed_of(found.back_mbit)}, both at once "
         f"{speed_of(found.both_mbit)} each way over {found.backend}"
     )
-    level: Level = "ok"
     do = []
-    named = min(speeds_mbit, default=0.0)
-    if slow < _SHARE_OF_SPEED * min(named, _TELLING_MBIT):
-        level = "warning"
-        told += f"; the interfaces say {speed_of(named)}"
+    named = min((speed for speed in speeds_mbit if speed), default=0.0)
+    if slow < _SHARE_OF_SPEED * min(named, _ONE_STREAM_MBIT):
+        text += f"; the interfaces say {speed_of(named)}"
         do.append("look for a slower link on the way, other traffic, or a limit (`tc qdisc`, the provider's)")
     if fast > _LOPSIDED * slow:
-        level = "warning"
         do.append("one direction is slower than the other: look at cables, duplex and limits on that side")
     if slow < _SLOW_MBIT:
-        level = "warning"
-        seconds = 8e-6 * 100e6 / found.both_mbit
-        told += f"; 100 MB of gradients take {length(seconds)}"
+        text += f"; 100 MB of gradients take {length(8e-6 * 100e6 / found.both_mbit)}"
         do.append("send less: hooks: [int8] or [powersgd], sync: diloco; `ddprun explain` counts the bytes")
     value = {
         "backend": found.backend,
@@ -249,6 +429,5 @@ def _bandwidth(one: str, other: str, found: Measured, speeds_mbit: Sequence[floa
         "all_reduce_mbit_per_s": found.both_mbit,
         "bytes": found.nbytes,
     }
-    return Finding(
-        where=pair_of(one, other), check="bandwidth", level=level, found=told, do="; ".join(do), value=value
-    )
+    level: Level = "warning" if do else "ok"
+    return [latency, Finding(where, "bandwidth", level, text, "; ".join(do), value)]

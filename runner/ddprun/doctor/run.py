@@ -1,25 +1,32 @@
-"""Who takes part in an examination, and what comes of it if hosts do not come together."""
+"""Who takes part in an examination, how the hosts find each other, and what is reported if they do not."""
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from ddprun.doctor.examine import AGAIN, Examined, all_hosts, this_host
 from ddprun.doctor.findings import Finding, Report
-from ddprun.host.network import NetworkError, host_of, is_own
-from ddprun.host.signals import handle
-from ddprun.launch import endpoint
-from ddprun.launch.launcher import Launcher, LauncherError, recognise
+from ddprun.doctor.host import examine_host
+from ddprun.host.network import NetworkError, addresses, host_and_port, host_of, is_own, public_address
+from ddprun.host.processes import handle
+from ddprun.launch.launcher import Launcher, LauncherError, flag_of, recognise
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
 FIT, UNFIT = 0, 1
+_NO_LIMIT = "1000000"
+_TRY_S = 2.0
+_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorRun:
-    """What this process has to tell."""
+    """What this process has to report."""
 
     code: int
     report: Report | None = None
@@ -29,11 +36,19 @@ class DoctorRun:
     """Why this host cannot take part."""
 
     stuck: bool = False
-    """Hosts have not come together, or one was lost: threads of this process may not come to an end."""
+    """Hosts did not find each other, or one was lost: threads of this process may never end."""
 
 
-def visit(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorRun:
-    """Examine this host, or together with the other hosts of the launch all of them.
+class UnreachableError(RuntimeError):
+    """The hosts do not find each other: what is wrong, and what to do about it."""
+
+    def __init__(self, found: str, do: str) -> None:
+        super().__init__(found)
+        self.do = do
+
+
+def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorRun:
+    """Examine this host, or all hosts of the launch.
 
     Args:
         flags: torchrun's own that were given.
@@ -43,124 +58,198 @@ def visit(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorRun:
         LauncherError: the flags, or the variables that a launcher has set, make no sense.
     """
     launcher = recognise(os.environ, flags)
-    asked = {**({} if launcher is None else launcher.flags), **flags}
-    joins = launcher is not None and not launcher.starts_ranks
-    if joins:
-        assert launcher is not None
-        together = launcher.variables["WORLD_SIZE"] != "1"
+    flags = {**({} if launcher is None else launcher.flags), **flags}
+    ranks = flag_of(flags, "nproc_per_node")
+    if launcher is not None and not launcher.starts_ranks:
+        several = launcher.variables["WORLD_SIZE"] != "1"
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", launcher.variables.get("LOCAL_WORLD_SIZE", ""))
     else:
-        together = _hosts(asked) > 1
-        if together:
-            asked = _completed(asked)
+        launcher = None
+        nodes = flag_of(flags, "nnodes") or "1"
+        most = nodes.rpartition(":")[2]
+        if not most.isdigit() or int(most) < 1:
+            raise LauncherError(f"--nnodes is {nodes!r}; it must be a number of hosts, or MIN:MAX")
+        several = int(most) > 1
+        if several:
+            if not _endpoint(flags):
+                raise LauncherError(
+                    f"--nnodes {nodes} needs a rendezvous: add --rdzv-endpoint HOST:PORT, the same on every "
+                    "host"
+                )
+            # Torchrun's default is static, for which every host needs a number.
+            if "rdzv_endpoint" in flags and not (
+                flag_of(flags, "rdzv_backend") or flag_of(flags, "node_rank")
+            ):
+                flags["rdzv_backend"] = "c10d"
     for number in (signal.SIGINT, signal.SIGTERM):  # waiting in torch's C++ code must not hold them up
         handle(number, signal.SIG_DFL)
-    # Torch's C++ side tells what it cannot reach, stack and all; what matters becomes a finding.
+    # Torch's C++ side prints what it cannot reach, stack and all; what matters becomes a finding.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    here = this_host(_ranks(asked, launcher if joins else None))
-    if together:
-        return _together(here, launcher if joins else None, asked, timeout_s)
-    report = Report([here.facts], here.findings)
-    return DoctorRun(FIT if report.fit else UNFIT, report)
+    here = examine_host(int(ranks) if ranks.isdigit() and int(ranks) else None)
+    if several:
+        return _run_on_all_hosts(here, launcher, flags, timeout_s)
+    return DoctorRun(FIT if here.fit else UNFIT, here)
 
 
-def _together(
-    here: Examined, launcher: Launcher | None, asked: Mapping[str, str | bool], timeout_s: float
+def _run_on_all_hosts(
+    here: Report, launcher: Launcher | None, flags: Mapping[str, str | bool], timeout_s: float
 ) -> DoctorRun:
-    """With the other hosts: as the rank that a launcher has started, or by the flags."""
-    from ddprun.doctor.host_group import LOOK, LostError
-    from ddprun.launch.meeting import Meeting, MeetingError, meet, reach
+    """As the rank that a launcher has started, or by the flags."""
+    from ddprun.doctor.hosts import CHECK_HOST, RUN_AGAIN, LostError, examine_hosts
 
-    where = _where(asked)
-    meeting: Meeting | None = None
+    endpoint = _endpoint(flags)
+    store: Any = None
+    handler: RendezvousHandler | None = None
     try:
         if launcher is None:
-            meeting = meet(asked, timeout_s)
-            os.environ.update(meeting.variables())
+            handler, info = rendezvous(flags, timeout_s)
+            os.environ["RANK"] = os.environ["GROUP_RANK"] = str(info.rank)
+            os.environ["WORLD_SIZE"] = os.environ["GROUP_WORLD_SIZE"] = str(info.world_size)
+            os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"
+            os.environ["MASTER_ADDR"], port = host_and_port(endpoint)
+            os.environ["MASTER_PORT"] = str(port)
+            store = info.store
+            store = store.clone()  # ranks of a run open another one, at a port that may be closed
         else:
             for name, value in launcher.variables.items():
                 os.environ.setdefault(name, value)
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            endpoint = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             if os.environ["RANK"] != "0":
-                reach(where, time.monotonic() + timeout_s)
-        store = None if meeting is None else meeting.store
-        report, fit = all_hosts(here, timeout_s, store, _meeting_point(here.facts["name"], where))
-    except MeetingError as error:
-        return _apart(here, where, str(error), error.do)
+                reach(endpoint, time.monotonic() + timeout_s)
+        report, fit = examine_hosts(here, timeout_s, store, [_rendezvous_finding(here, endpoint)])
+    except UnreachableError as error:
+        return _without_others(here, endpoint, str(error), error.do)
     except ValueError as error:  # torchrun's way to refuse flags
         raise LauncherError(str(error)) from None
     except NetworkError as error:
-        return _apart(here, where, str(error), "see `ip addr` and `ip route` there")
+        return _without_others(here, endpoint, str(error), "see `ip addr` and `ip route` there")
     except (LostError, OSError, RuntimeError) as error:  # the store's errors are RuntimeErrors
         found = str(error).strip().partition("\n")[0] or type(error).__name__
         if found.startswith("wait timeout"):
-            found = f"not all that had come answered within {timeout_s:g} s"
-        return _apart(here, where, f"the hosts have lost each other: {found}", f"{LOOK}, or {AGAIN}")
-    if meeting is not None:
+            found = f"not all of them answered within {timeout_s:g} s"
+        found = f"lost contact between the hosts: {found}"
+        return _without_others(here, endpoint, found, f"{CHECK_HOST}, or {RUN_AGAIN}")
+    if handler is not None:
         with suppress(Exception):  # the store may have ended with another process
-            meeting.close()
+            handler.shutdown()  # tells the other hosts that this is the end
     return DoctorRun(FIT if fit else UNFIT, report, stuck=not fit)
 
 
-def _apart(here: Examined, where: str, found: str, do: str) -> DoctorRun:
-    """What is there to tell without the others: the host at which they meet reports of itself, too."""
-    name = here.facts["name"]
-    if os.environ.get("RANK", "0") != "0" or not is_own(host_of(where)):
+def _without_others(here: Report, endpoint: str, found: str, do: str) -> DoctorRun:
+    """What can be said without the others: the host of the rendezvous reports of itself, too."""
+    if os.environ.get("RANK", "0") != "0" or not is_own(host_of(endpoint)):
         return DoctorRun(UNFIT, fault=f"{found}\n  -> {do}", stuck=True)
-    fault = Finding(where=name, check="rendezvous", level="problem", found=found, do=do)
-    return DoctorRun(UNFIT, Report([here.facts], [*here.findings, fault]), stuck=True)
+    fault = Finding(here.hosts[0]["name"], "rendezvous", "problem", found, do)
+    return DoctorRun(UNFIT, Report(here.hosts, [*here.findings, fault]), stuck=True)
 
 
-def _meeting_point(name: str, where: str) -> list[Finding]:
-    """What there is to say of the place at which hosts meet."""
-    if (told := endpoint.public_address(where)) is not None:
-        return [
-            Finding(
-                where=name,
-                check="rendezvous",
-                level="warning",
-                found=f"hosts meet at the public address {told}; whoever reaches its ports can join a run",
-                do="use a private network, or let a firewall open them to your hosts alone",
-            )
-        ]
-    return [Finding(where=name, check="rendezvous", level="ok", found=f"{where} can be reached")]
+def _rendezvous_finding(here: Report, endpoint: str) -> Finding:
+    name = here.hosts[0]["name"]
+    if (public := public_address(endpoint)) is None:
+        return Finding(name, "rendezvous", "ok", f"{endpoint} can be reached")
+    found = f"the rendezvous is at the public address {public}; whoever reaches its ports can join a run"
+    do = "use a private network, or let a firewall open them to your hosts alone"
+    return Finding(name, "rendezvous", "warning", found, do)
 
 
-def _hosts(asked: Mapping[str, str | bool]) -> int:
-    """The largest number of hosts that the flags, or torchrun's own variables, allow."""
-    nodes = str(asked.get("nnodes") or os.environ.get("PET_NNODES", "1"))
-    most = nodes.rpartition(":")[2]
-    if not most.isdigit() or int(most) < 1:
-        raise LauncherError(f"--nnodes is {nodes!r}; it is a number of hosts, or MIN:MAX")
-    return int(most)
+def _endpoint(flags: Mapping[str, str | bool]) -> str:
+    """Where the rendezvous is; nothing where neither a flag nor a variable says."""
+    address = flag_of(flags, "master_addr")
+    static = f"{address}:{flag_of(flags, 'master_port') or '29500'}" if address else ""
+    return flag_of(flags, "rdzv_endpoint") or static
 
 
-def _ranks(asked: Mapping[str, str | bool], launcher: Launcher | None) -> int | None:
-    """Ranks on this host, where somebody says."""
-    told = str(asked.get("nproc_per_node") or os.environ.get("PET_NPROC_PER_NODE", ""))
-    if launcher is not None:
-        told = os.environ.get("LOCAL_WORLD_SIZE", launcher.variables.get("LOCAL_WORLD_SIZE", ""))
-    return int(told) if told.isdigit() and int(told) else None
+def rendezvous(
+    flags: Mapping[str, str | bool], timeout_s: float
+) -> "tuple[RendezvousHandler, RendezvousInfo]":
+    """Wait for the other hosts as a run does, with one rank on each host, but without starting any.
 
+    Args:
+        flags: torchrun's own, as they would be given to a run; of a range of hosts the largest number counts.
+        timeout_s: how long to wait.
 
-def _completed(asked: Mapping[str, str | bool]) -> dict[str, str | bool]:
-    """With c10d where a meeting point is named without a way to meet there: torchrun's default is static,
-    for which every host needs a number.
+    Returns:
+        What keeps this host in the rendezvous as long as it lives, and this host's rank.
+
+    Raises:
+        ValueError: torchrun refuses the flags.
+        UnreachableError: the others do not come.
     """
-    if not _where(asked):
-        raise LauncherError(
-            f"--nnodes {asked.get('nnodes', os.environ.get('PET_NNODES'))} needs a place to meet: add "
-            "--rdzv-endpoint HOST:PORT, the same on every host"
+    from torch.distributed import DistError
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    from ddprun.launch.agent import rendezvous_parameters
+    from ddprun.launch.local import quieten, torchrun_arguments
+    from ddprun.launch.rendezvous import make_handler
+
+    quieten()
+    until = time.monotonic() + timeout_s
+    hosts = (flag_of(flags, "nnodes") or "1").rpartition(":")[2]
+    given = {**flags, "nproc_per_node": "1", "max_restarts": "0", "nnodes": hosts}
+    config, _, _ = torchrun.config_from_args(torchrun_arguments(given, ["-m", "ddprun"]))
+    config.run_id = f"{config.run_id}-doctor"
+    static = config.rdzv_backend == "static"
+    limits: dict[str, Any] = {"timeout": round(timeout_s)}
+    if not static:
+        join_s = str(max(1, round(timeout_s)))
+        # Clocks that are apart would make hosts take each other for dead: that is to be reported.
+        limits = {"join_timeout": join_s, "read_timeout": join_s, "keep_alive_max_attempt": _NO_LIMIT}
+    parameters = rendezvous_parameters(config, **limits)
+    reach(parameters.endpoint, until)
+    try:
+        handler = make_handler(parameters)
+        return handler, handler.next_rendezvous()
+    except (DistError, RendezvousError) as error:
+        why = str(error.__cause__ or error).strip().partition("\n")[0]
+        why = f"{type(error).__name__}: {why}" if why else type(error).__name__
+        raise UnreachableError(
+            f"not all of the {hosts} hosts came to {parameters.endpoint} within {timeout_s:g} s ({why})",
+            f"start the same command on all {hosts} hosts within this time (--timeout SECONDS gives more); "
+            f"where it cannot connect, open TCP port {host_and_port(parameters.endpoint)[1]} to that host; "
+            "take a port that nobody uses" + ("" if static else ", and the same --rdzv-id everywhere"),
+        ) from None
+
+
+def reach(endpoint: str, until: float) -> None:
+    """Wait until somebody listens at the rendezvous; at once on its own host, which is to listen.
+
+    Args:
+        endpoint: HOST or HOST:PORT.
+        until: by the monotonic clock.
+
+    Raises:
+        UnreachableError: nobody does, or it cannot be reached.
+    """
+    host, port = host_and_port(endpoint)
+    known = ", ".join(dict.fromkeys(addresses(host)))
+    if not known:
+        raise UnreachableError(
+            f"the name {host!r} of {endpoint!r} cannot be looked up here",
+            "add it to /etc/hosts or to the name service, or write an address",
         )
-    named = "rdzv_backend" in asked or "PET_RDZV_BACKEND" in os.environ
-    if named or "rdzv_endpoint" not in asked or "node_rank" in asked or "PET_NODE_RANK" in os.environ:
-        return dict(asked)
-    return {**asked, "rdzv_backend": "c10d"}
-
-
-def _where(asked: Mapping[str, str | bool]) -> str:
-    """Where hosts meet; nothing where neither a flag nor a variable says."""
-    for host, port in (("rdzv_endpoint", None), ("master_addr", "master_port")):
-        if told := str(asked.get(host) or os.environ.get(f"PET_{host.upper()}", "")):
-            given = port and str(asked.get(port) or os.environ.get(f"PET_{port.upper()}", "29500"))
-            return f"{told}:{given}" if given else told
-    return ""
+    if is_own(host):
+        return
+    cause: OSError = TimeoutError()
+    while True:
+        left_s = until - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, min(_TRY_S, left_s))).close()
+            return
+        except OSError as error:
+            cause = cause if isinstance(error, TimeoutError) else error
+        if left_s <= 0:
+            break
+        time.sleep(min(_AGAIN_S, left_s))
+    here = socket.gethostname()
+    at = f"{host}:{port}" + ("" if known == host else f" ({known})")
+    if isinstance(cause, ConnectionRefusedError):
+        do = f"start the same command on {host}; if it runs there, open port {port} in its firewall"
+        raise UnreachableError(f"{here} reaches {host}, but nothing listens at {at}", do)
+    if isinstance(cause, TimeoutError):
+        why = "no answer"
+        do = f"open TCP port {port} on {host} for {here} in the firewall or security group"
+    else:
+        why = cause.strerror or str(cause)
+        do = "see `ip route` and `ip addr`: this host has no way there"
+    raise UnreachableError(f"{here} cannot connect to {at}: {why}", f"{do}; or correct --rdzv-endpoint")

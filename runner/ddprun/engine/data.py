@@ -23,7 +23,7 @@ from torch.utils.data._utils import worker as loading_process
 from ddprun.config import Loader
 from ddprun.engine.samples import BatchError, collate, digest_of
 from ddprun.engine.seeding import generators_kept, seed_everything
-from ddprun.host.orphans import die_with_parent
+from ddprun.host.processes import die_with_parent
 from ddprun_hooks.comm.control import Control
 
 

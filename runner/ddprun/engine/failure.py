@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from ddprun.host.network import NetworkError
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.sync.audit import DriftError
 from ddprun.telemetry.writer import Writer, event_log
-from ddprun.watchdog.hang import HangHandler, Report, RunContext, open_log
+from ddprun.watchdog.hang import Report, RunContext, handle_hang, open_log
 from ddprun.watchdog.rank_watchdog import RankWatchdog
 from ddprun_hooks.errors import DisagreementError
 
@@ -200,19 +201,17 @@ def open_watchdog(
         if progress.session is not None:
             progress.session.reporter.trackers.fail(_TRACKERS_END_S)
 
-    handler = HangHandler(
-        RunContext(
-            rank=environment.rank,
-            size=environment.world_size,
-            host=os.uname().nodename,
-            peers=lambda: ranks().peers(),
-            holds_store=lambda: ranks().holds_store,
-            first=lambda: ranks().first_to_fail(FAILED)[0],
-            log=lambda: log_of(progress.run_dir, environment.rank),
-            speak=speak,
-            leave=leave,
-        )
+    context = RunContext(
+        rank=environment.rank,
+        size=environment.world_size,
+        host=os.uname().nodename,
+        peers=lambda: ranks().peers(),
+        holds_store=lambda: ranks().holds_store,
+        first=lambda: ranks().first_to_fail(FAILED)[0],
+        log=lambda: log_of(progress.run_dir, environment.rank),
+        speak=speak,
+        leave=leave,
     )
-    watchdog = RankWatchdog(environment.rank, timeout_s, rank_files.attempt_folder(), handler)
-    handler.watchdog = watchdog
-    return watchdog
+    return RankWatchdog(
+        environment.rank, timeout_s, rank_files.attempt_folder(), partial(handle_hang, context)
+    )

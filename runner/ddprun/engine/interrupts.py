@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from ddprun import COMPARED, LAUNCHED
-from ddprun.host.signals import handle
+from ddprun.host.processes import handle
 from ddprun.parallel.ranks import Ranks
 
 _STOP, _ASK_EVERY_S = "stop", 1.0

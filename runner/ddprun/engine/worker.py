@@ -24,7 +24,7 @@ from ddprun.engine.session import Session
 from ddprun.engine.setup import open_session
 from ddprun.host import rank_files
 from ddprun.host.device import place_of
-from ddprun.host.orphans import die_with_parent
+from ddprun.host.processes import die_with_parent
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import Resuming
 from ddprun.watchdog.rank_watchdog import GROUPS_LATER_S

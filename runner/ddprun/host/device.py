@@ -42,39 +42,24 @@ def place_of(loaded: Loaded, local_rank: int, local_ranks: int) -> Place:
         PipelineError: CUDA without a GPU, or NCCL with more ranks than GPUs.
     """
     launch, gpus = loaded.pipeline.launch, gpu_count()
+
+    def refused(key: str, message: str, do: str) -> PipelineError:
+        return PipelineError([loaded.fault(key, message, do)])
+
     if launch.device == "cuda" and not gpus:
-        raise PipelineError(
-            [
-                loaded.fault(
-                    "launch.device", "cuda is asked for, but torch sees no GPU here", "write auto or cpu"
-                )
-            ]
-        )
+        raise refused("launch.device", "cuda is asked for, but torch sees no GPU here", "write auto or cpu")
     if launch.device == "cpu" or not gpus:
         if launch.backend == "nccl":
-            raise PipelineError(
-                [
-                    loaded.fault(
-                        "launch.backend", "nccl needs GPUs, but torch sees none here", "write auto or gloo"
-                    )
-                ]
-            )
+            raise refused("launch.backend", "nccl needs GPUs, but torch sees none here", "write auto or gloo")
         return Place(torch.device("cpu"), "gloo")
     if launch.backend == "nccl" and local_ranks > gpus:
-        raise PipelineError(
-            [
-                loaded.fault(
-                    "launch.backend",
-                    f"nccl needs a GPU for each rank; this host has {local_ranks} ranks and {_gpus(gpus)}",
-                    f"start at most {gpus} ranks here, or write gloo, which lets ranks share a GPU",
-                )
-            ]
+        raise refused(
+            "launch.backend",
+            f"nccl needs a GPU for each rank; this host has {local_ranks} ranks and "
+            f"{gpus} GPU{'s' if gpus > 1 else ''}",
+            f"start at most {gpus} ranks here, or write gloo, which lets ranks share a GPU",
         )
     backend = launch.backend
     if backend == "auto":
         backend = "nccl" if local_ranks <= gpus else "gloo"
     return Place(torch.device("cuda", local_rank % gpus), backend)
-
-
-def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"

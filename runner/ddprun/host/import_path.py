@@ -1,4 +1,4 @@
-"""Modules beside the pipeline file."""
+"""Modules in the folder of the pipeline file."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from types import ModuleType
 from ddprun_hooks.config.trust import trust
 
 
-def make_folder_importable(beside: Path) -> None:
+def make_folder_importable(folder: Path) -> None:
     """Let dotted names find modules in the folder of the pipeline file, after everything that is installed.
 
     Where `DDPRUN_TRUSTED` sets a limit, only the packages that it names with `./` are looked for there.
@@ -20,17 +20,17 @@ def make_folder_importable(beside: Path) -> None:
     Raises:
         TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
     """
-    folder, limit = str(beside), trust()
+    path, limit = str(folder), trust()
     if not limit.limited:
-        if folder not in sys.path:
-            sys.path.append(folder)
+        if path not in sys.path:
+            sys.path.append(path)
     elif limit.in_folder and not any(
-        isinstance(finder, _Beside) and finder.folder == folder for finder in sys.meta_path
+        isinstance(finder, _InFolder) and finder.folder == path for finder in sys.meta_path
     ):
-        sys.meta_path.append(_Beside(folder, limit.folder_roots()))
+        sys.meta_path.append(_InFolder(path, limit.folder_roots()))
 
 
-class _Beside(MetaPathFinder):
+class _InFolder(MetaPathFinder):
     """Finds some top-level packages in one folder."""
 
     def __init__(self, folder: str, roots: frozenset[str]) -> None:

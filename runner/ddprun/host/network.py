@@ -1,12 +1,13 @@
-"""Which of a host's network interfaces leads to the other hosts."""
+"""Addresses and interfaces of this host, which of them leads to the other hosts, and rendezvous endpoints."""
 
 import ipaddress
 import os
 import socket
-import threading
 from contextlib import suppress
 
 import psutil
+
+from ddprun.host.processes import in_background
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
@@ -16,6 +17,9 @@ _ANYWHERE = "192.0.2.1"
 
 _ANY_PORT = 9
 _LOOK_UP_S = 2.0
+_CONNECT_S = 3.0
+_RENDEZVOUS_PORT = 29400
+"""torchelastic's own, of an endpoint without one."""
 
 
 class NetworkError(RuntimeError):
@@ -68,7 +72,7 @@ def interface_towards(host: str) -> str | None:
 
 def address_towards(endpoint: str) -> str:
     """The address of this host on the interface that leads to the other hosts: that of `GLOO_SOCKET_IFNAME`
-    if it is set, else on the way to where they meet, else to anywhere.
+    if it is set, else on the way to the rendezvous, else to anywhere.
 
     Args:
         endpoint: HOST or HOST:PORT; this host's own, or another one's.
@@ -94,25 +98,73 @@ def host_of(endpoint: str) -> str:
     return endpoint if endpoint.count(":") > 1 else endpoint.partition(":")[0]
 
 
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """Host and port of HOST, HOST:PORT or [IPv6]:PORT.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    port = endpoint.rpartition(":")[2] if endpoint.count(":") == 1 or "]:" in endpoint else ""
+    if not (port or "0").isdigit():
+        raise ValueError(f"{endpoint!r} is not HOST:PORT")
+    return host_of(endpoint), int(port or _RENDEZVOUS_PORT)
+
+
+def answers(endpoint: str) -> bool:
+    """Whether somebody listens at an endpoint, or at one of several with commas between them; takes a few
+    seconds for each at most.
+    """
+    for one in endpoint.split(","):
+        with suppress(OSError, ValueError):
+            socket.create_connection(host_and_port(one.strip()), timeout=_CONNECT_S).close()
+            return True
+    return False
+
+
+def public_address(endpoint: str) -> str | None:
+    """The public address behind a rendezvous endpoint.
+
+    Args:
+        endpoint: `host`, `host:port`, `[IPv6]:port`, or several with commas between them.
+
+    Returns:
+        The first address that the whole internet can route to; None if there is none, or if a name cannot be
+        looked up at once: then no run can use it anyway.
+    """
+    for one in endpoint.split(","):
+        for text in addresses(host_of(one.strip())):
+            address = ipaddress.ip_address(text.partition("%")[0])
+            if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+                address = address.ipv4_mapped
+            if address.is_global and not address.is_multicast:
+                return text
+    return None
+
+
+def public_warning(endpoint: str) -> str | None:
+    """What to tell a user whose rendezvous has a public address; None if it has none."""
+    address = public_address(endpoint)
+    if address is None:
+        return None
+    where = endpoint if address in endpoint else f"{endpoint} ({address})"
+    return (
+        f"ddprun: warning: the rendezvous is at the public address {where}. PyTorch's distributed layer has "
+        "no authentication: whoever reaches its ports can join the run or end it. Use a private network, or "
+        "a firewall"
+    )
+
+
 def addresses(host: str) -> list[str]:
     """Of a host's name; none if nobody can look it up within two seconds."""
     try:
         return [str(ipaddress.ip_address(host.partition("%")[0]))]
     except ValueError:
         pass
-    found: list[str] = []
-
-    def look_up() -> None:
-        try:
-            found.extend(str(entry[4][0]) for entry in socket.getaddrinfo(host, None))
-        except (OSError, UnicodeError):
-            return
-
     if host:  # a name server that does not answer must not hold the run up
-        thread = threading.Thread(target=look_up, daemon=True)
-        thread.start()
-        thread.join(_LOOK_UP_S)
-    return list(found)
+        with suppress(OSError, UnicodeError):
+            found = in_background(lambda: socket.getaddrinfo(host, None)).result(_LOOK_UP_S)
+            return [str(entry[4][0]) for entry in found]
+    return []
 
 
 def _ways(host: str) -> list[str]:

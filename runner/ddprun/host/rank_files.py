@@ -1,17 +1,62 @@
-"""What ranks leave for their launcher, and for the ranks that it starts after them, on the same host."""
+"""The launcher's temporary folder, and what ranks leave in it: for their launcher, and for later ranks."""
 
+import fcntl
 import json
 import os
-from contextlib import suppress
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from ddprun.host.processes import state_of
+from ddprun.run_files import replacing
 
 SCRATCH = "DDPRUN_SCRATCH"
 """Environment variable: a folder of this launcher's own, gone when it ends."""
 
+_PREFIX = "ddprun-launch-"
 _RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
 _OUTCOME_WIDTH = 4
 _UNTOLD = 1
 """Exit code of a rank that has finished the run and cannot say so."""
+
+
+@contextmanager
+def launcher_folder() -> Iterator[Path]:
+    """A temporary folder for a launcher, gone afterwards.
+
+    A launcher that is killed has no time to clear up. Its folder is then no longer locked, and the next
+    launcher of the same user on the same host removes it.
+    """
+    remove_old_folders()
+    while True:
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
+            handle = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                # On the folder itself, which is also how one tells cleaners of temporary files to leave it.
+                fcntl.flock(handle, fcntl.LOCK_EX)
+                if not os.path.isdir(name):  # another launcher was faster, and took it for an old one
+                    continue
+                # Room for the outcome, which a disk that fills up later cannot take away.
+                (Path(name) / _OUTCOME).write_text(" " * _OUTCOME_WIDTH)
+                yield Path(name)
+                return
+            finally:
+                os.close(handle)
+
+
+def remove_old_folders() -> None:
+    """Remove the folders of launchers that are no more."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another user's, or another launcher was faster
+            if folder.stat().st_uid == os.geteuid():
+                handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(handle)
 
 
 def attempt_folder() -> Path | None:
@@ -21,33 +66,26 @@ def attempt_folder() -> Path | None:
     return folder if error_file and folder.is_dir() else None
 
 
-def prepare_outcome(scratch: Path) -> None:
-    """Make room for the outcome, which a disk that fills up later cannot take away. By the launcher."""
-    (scratch / _OUTCOME).write_text(" " * _OUTCOME_WIDTH)
-
-
 def keep_run_dir(folder: Path) -> None:
-    """For ranks that are started after a failure: they go on in this folder."""
-    if (scratch := _scratch()) is not None:
-        _write(scratch / _RUN_DIR, str(folder))
+    """For ranks that are started after a failure: they resume in this folder."""
+    _write(_RUN_DIR, os.fsencode(folder))
 
 
-def run_dir() -> Path | None:
-    """The folder of the ranks that this host's launcher had started before."""
-    scratch = _scratch()
-    return None if scratch is None else run_dir_of(scratch)
+def run_dir(scratch: Path | None = None) -> Path | None:
+    """The run's folder, as ranks of this host's launcher have left it.
 
-
-def run_dir_of(scratch: Path) -> Path | None:
-    """The run's folder, as the ranks of a launcher have noted it."""
+    Args:
+        scratch: the launcher's folder; None: of the launcher that started this rank.
+    """
+    scratch = scratch or _scratch()
     try:
-        return Path((scratch / _RUN_DIR).read_text("utf-8", "surrogateescape"))
+        return None if scratch is None else Path(os.fsdecode((scratch / _RUN_DIR).read_bytes()))
     except OSError:
         return None
 
 
 def keep_outcome(code: int) -> int:
-    """Tell the launcher how the run has ended: starting the ranks again would change nothing.
+    """Report to the launcher how the run has ended: starting the ranks again would change nothing.
 
     Returns:
         The exit code for this process: 0 if a launcher of ddprun's reads the outcome, and so starts nothing
@@ -72,14 +110,13 @@ def outcome(scratch: Path) -> int | None:
 
 
 def keep_checkpoint(put_ns: int, written: bool) -> None:
-    """Tell the launcher what has become of a checkpoint.
+    """Report to the launcher what has become of a checkpoint.
 
     Args:
         put_ns: when it was taken, by this host's monotonic clock.
         written: or left out.
     """
-    if (scratch := _scratch()) is not None:
-        _write(scratch / _CHECKPOINT, json.dumps([put_ns, written]))
+    _write(_CHECKPOINT, json.dumps([put_ns, written]).encode())
 
 
 def checkpoint(scratch: Path) -> tuple[int, bool]:
@@ -107,22 +144,20 @@ def drop_pid() -> None:
 
 
 def pids(scratch: Path) -> list[int]:
-    """The ranks that are children of this process now, and do not fail."""
+    """The ranks that are children of this process now, and do not fail.
+
+    A number may have been given to another process since.
+    """
     try:
         found = [int(entry.name) for entry in (scratch / _PIDS).iterdir()]
     except OSError:
         return []
-    return [pid for pid in found if _is_our_living_child(pid)]
-
-
-def _is_our_living_child(pid: int) -> bool:
-    """A number may have been given to another process since."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
-    except OSError:
-        return not Path("/proc").is_dir()
-    state, parent, *_ = stat.rpartition(")")[2].split()
-    return state != "Z" and int(parent) == os.getpid()
+    states = {pid: state_of(pid) for pid in found}
+    return [
+        pid
+        for pid, (state, parent) in states.items()
+        if state == "?" or (state not in ("Z", "gone") and parent == os.getpid())
+    ]
 
 
 def _scratch() -> Path | None:
@@ -133,12 +168,8 @@ def _scratch() -> Path | None:
     return None if error_file is None else Path(error_file).parents[2]
 
 
-def _write(path: Path, text: str) -> bool:
-    """Whether it could be written: on a full disk the run goes on without."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, "utf-8", "surrogateescape")
-        unfinished.replace(path)
-    except OSError:
-        return False
-    return True
+def _write(name: str, data: bytes) -> None:
+    """On a full disk the run continues without."""
+    if (scratch := _scratch()) is not None:
+        with suppress(OSError), replacing(scratch, name) as file:
+            file.write(data)

@@ -57,23 +57,12 @@ def room(folder: Path = SHM) -> Room | None:
 
 
 def least_bytes(ranks: int, workers: int) -> int:
-    """What loading processes need before the first batch.
-
-    Args:
-        ranks: on the host.
-        workers: loading processes of each rank.
-    """
+    """What loading processes need before the first batch; `workers` of them for each rank of the host."""
     return ranks * (_LOADER_SEMAPHORES + _WORKER_SEMAPHORES * workers) * PAGE_BYTES if workers else 0
 
 
 def needed_bytes(ranks: int, workers: int, tensor_bytes: Iterable[int]) -> int:
-    """What they need with the batches that they make in advance.
-
-    Args:
-        ranks: on the host.
-        workers: loading processes of each rank.
-        tensor_bytes: size of each tensor of a batch, which takes whole pages.
-    """
+    """What they need with the batches that they make in advance, each tensor of which takes whole pages."""
     batch = sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in tensor_bytes)
     return least_bytes(ranks, workers) + ranks * workers * PREFETCHED * batch
 
@@ -107,12 +96,7 @@ def shortage(ranks: int, workers: int, tensor_bytes: Iterable[int], here: Room |
 
 
 def nccl_shortage(ranks: int, here: Room | None) -> Shortage | None:
-    """What NCCL may miss between the GPUs of a host; None: there is enough room, or one rank.
-
-    Args:
-        ranks: on the host.
-        here: the room there is; None if the host has no `/dev/shm`, of which nothing is said.
-    """
+    """What NCCL may miss between the GPUs of a host; None: enough room, no `/dev/shm`, or one rank."""
     if ranks == 1 or here is None or here.free >= ROOM_FOR_NCCL_BYTES:
         return None
     told = f"/dev/shm has {binary(here.free)} free, which may be too little for NCCL between {ranks} GPUs"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ddprun import LAUNCHED
 from ddprun.config import Loaded
-from ddprun.host.signals import handle
-from ddprun.launch import endpoint, environment
-from ddprun.launch.launcher import Launcher, LauncherError, recognise
+from ddprun.host.network import public_warning
+from ddprun.host.processes import handle
+from ddprun.launch.launcher import LauncherError, recognise, restart_warning
 from ddprun.screen import say
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def start(
         flags: torchrun's own flags that were given, such as `nproc_per_node`.
         overrides: the `--set` options, for the ranks.
         run_dir: where the run's files go; None makes a new folder.
-        resuming: `run_dir` is the folder of a run that is to go on.
+        resuming: whether `run_dir` holds a run to resume.
 
     Raises:
         PipelineError: the pipeline cannot run on this machine.
@@ -52,8 +52,17 @@ def start(
         return BAD_INPUT
     # Torch's C++ side warns about names it cannot look up, stack and all; what matters comes as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if launcher is not None and not launcher.starts_ranks:
-        return _join(launcher, loaded, run_dir, resuming=resuming)
+    if launcher is not None and not launcher.starts_ranks:  # this process is a rank
+        from ddprun.engine.worker import work
+
+        for name, value in launcher.variables.items():
+            os.environ.setdefault(name, value)
+        if LAUNCHED not in os.environ and launcher.first:
+            say(f"ddprun: started by {launcher.summary}")
+            for warning in (public_warning(os.environ["MASTER_ADDR"]), restart_warning()):
+                if warning is not None:
+                    say(warning)
+        return work(loaded, run_dir, resuming=resuming)
     loaded.check_environment()
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
     # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;
@@ -64,20 +73,6 @@ def start(
 
     if launcher is not None:
         if launcher.first:
-            say(f"ddprun: started by {launcher.told}")
+            say(f"ddprun: started by {launcher.summary}")
         flags = {**launcher.flags, **flags}
     return launch(loaded, flags, overrides, run_dir, resuming=resuming)
-
-
-def _join(launcher: Launcher, loaded: Loaded, run_dir: Path | None, *, resuming: "Resuming") -> int:
-    """Be the rank that a launcher has started this process as."""
-    from ddprun.engine.worker import work
-
-    for name, value in launcher.variables.items():
-        os.environ.setdefault(name, value)
-    if LAUNCHED not in os.environ and launcher.first:
-        say(f"ddprun: started by {launcher.told}")
-        for told in (endpoint.warning(os.environ["MASTER_ADDR"]), environment.warning()):
-            if told is not None:
-                say(told)
-    return work(loaded, run_dir, resuming=resuming)

@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
 from ddprun.host import rank_files
-from ddprun.host.signals import interruptibly
+from ddprun.host.processes import in_background
 from ddprun.launch.rendezvous import make_handler
 from ddprun.screen import say
 
@@ -29,7 +29,7 @@ _CHECKPOINT_S = 30.0
 """Longest wait for a checkpoint before ranks are ended that have not failed."""
 
 _OTHERS_END_S = 30.0
-"""Hosts wait so long for each other at the end, which their ranks come to together."""
+"""Hosts wait so long for each other at the end, which all ranks reach at about the same time."""
 
 _AT_ONCE_S = 1
 """From SIGTERM to SIGKILL where somebody has asked twice."""
@@ -40,13 +40,13 @@ Taken = Literal["new", "old", "none", "failing"]
 """Whether a checkpoint was taken: it was; it could not be, in time; none ever is; ranks fail, too."""
 
 _RESTARTS: dict[Taken, str] = {
-    "new": "another host has come: starting the ranks again, from a new checkpoint",
-    "old": "another host has come: starting the ranks again; no new checkpoint could be taken for that",
-    "none": "another host has come: starting the ranks again, from the beginning",
-    "failing": "starting the ranks again, as the other hosts do",
+    "new": "another host has joined: restarting from a new checkpoint",
+    "old": "another host has joined: restarting; no new checkpoint could be taken",
+    "none": "another host has joined: restarting from the beginning",
+    "failing": "restarting, as the other hosts do",
 }
 
-_MEETING = {
+_ELASTIC_CONF = {
     "last_call_timeout": "3",
     "keep_alive_interval": "1",
     "keep_alive_max_attempt": "5",
@@ -54,7 +54,7 @@ _MEETING = {
 }
 """For runs whose ranks may be started again: seconds for which hosts wait for more of them once there are
 enough; between two signs of life; how many of these may be missing; seconds until the store has to answer.
-With torchelastic's own 30, 5, 3 and 60 the others go on 45 s after a host is lost."""
+With torchelastic's own 30, 5, 3 and 60 the others resume 45 s after a host is lost."""
 
 
 class Agent(LocalElasticAgent):
@@ -69,13 +69,14 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, scratch: Path, *, keeps: bool) -> None:
         assert config.logs_specs is not None
-        super().__init__(
-            spec, config.logs_specs, exit_barrier_timeout=_OTHERS_END_S, **_shutdown_timeout(config)
-        )
+        timeouts: dict[str, Any] = {"exit_barrier_timeout": _OTHERS_END_S}
+        if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:  # older torch has none
+            timeouts["shutdown_timeout"] = config.shutdown_timeout
+        super().__init__(spec, config.logs_specs, **timeouts)
         self._scratch, self._keeps, self._least = scratch, keeps, config.min_nodes
-        self._failures, self._most = 0, spec.max_restarts
+        self._failures = 0
         self.at_once = False
-        """Set by a signal handler: ranks that do not end when they are told to are killed."""
+        """Set by a signal handler: ranks that do not end when asked to are killed."""
 
         self.leaving: signal.Signals | None = None
         """Set by a signal handler: this host leaves the run, after a checkpoint."""
@@ -84,18 +85,18 @@ class Agent(LocalElasticAgent):
         """Set by a signal handler: ranks were asked to stop, and so are not started again if they fail."""
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other hosts.
+        """Wait for the other hosts.
 
         Raises:
             RendezvousError: hosts whose clocks are far apart take each other for lost, and torchelastic would
-                go on with fewer than there may be.
+                continue with too few.
         """
-        interruptibly(partial(super()._rendezvous, worker_group))
-        met = worker_group.group_world_size or 0
-        if met < self._least:
+        in_background(partial(super()._rendezvous, worker_group)).result()
+        present = worker_group.group_world_size or 0
+        if present < self._least:
             raise RendezvousError(
-                f"{met} of at least {self._least} hosts; the others were taken for lost, as when clocks are "
-                "seconds apart: `ddprun doctor` compares them"
+                f"{present} of at least {self._least} hosts; the others were taken for lost, as when clocks "
+                "are seconds apart: `ddprun doctor` compares them"
             )
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -118,29 +119,31 @@ class Agent(LocalElasticAgent):
         if any(failure.exitcode == BAD_INPUT for failure in failures.values()):
             raise ChildFailedError("ddprun", failures)
         self._failures += 1
-        if self._failures <= self._most:
-            told = ended_by_itself(failures)
-            told += "; " if told else ""
-            say(f"ddprun: {told}starting the ranks again (restart {self._failures} of {self._most})")
+        if self._failures <= (most := worker_group.spec.max_restarts):
+            cause = f"{found}; " if (found := ended_by_itself(failures)) else ""
+            say(f"ddprun: {cause}starting the ranks again (restart {self._failures} of {most})")
         return result
 
     def _ended_early(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
         """Ranks that have ended with exit code 0 although the run is not over: to torchelastic a success."""
+
+        def ended_with_0(pid: int) -> bool:
+            try:  # torchelastic has asked before, and found no other exit code
+                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return True
+            return found is not None and found.si_code == os.CLD_EXITED and found.si_status == 0
+
         ended = {
             worker.global_rank: ProcessFailure(worker.local_rank, worker.id, 0, "")
             for worker in worker_group.workers
-            if worker.id is not None and _ended_with_0(worker.id)
+            if worker.id is not None and ended_with_0(worker.id)
         }
-        # In this order: a rank leaves the outcome before it ends.
+        # Asked in this order: a rank leaves the outcome before it ends.
         return ended if ended and rank_files.outcome(self._scratch) is None else {}
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """End the ranks.
-
-        Args:
-            death_sig: goes to all of them.
-            timeout: seconds until SIGKILL.
-        """
+        """End the ranks: the signal goes to all of them, and SIGKILL after the timeout in seconds."""
         if self.at_once:
             death_sig, timeout = signal.SIGTERM, _AT_ONCE_S
         super()._shutdown(death_sig, timeout)
@@ -180,7 +183,7 @@ def prepare(arguments: Any) -> bool:
     least, most = parse_min_max_nnodes(arguments.nnodes)
     if most > 1 and arguments.max_restarts and arguments.rdzv_backend == "static":
         raise ValueError(
-            "the static rendezvous cannot start ranks of several hosts again: "
+            "the static rendezvous cannot restart the ranks of several hosts: "
             "add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or leave --max-restarts out"
         )
     if least < most and not arguments.max_restarts:
@@ -196,24 +199,33 @@ def prepare(arguments: Any) -> bool:
     if arguments.rdzv_backend != "static":
         given = [pair for pair in arguments.rdzv_conf.split(",") if pair]
         named = {pair.partition("=")[0].strip() for pair in given}
-        given += [f"{name}={value}" for name, value in _MEETING.items() if name not in named]
+        given += [f"{name}={value}" for name, value in _ELASTIC_CONF.items() if name not in named]
         arguments.rdzv_conf = ",".join(given)
     return True
 
 
-def make_agent(
-    config: LaunchConfig, program: str, arguments: Sequence[str], scratch: Path, *, keeps: bool
-) -> Agent:
-    """What torch.distributed.launcher.api.launch_agent makes for such a config."""
-    parameters = RendezvousParameters(
+def rendezvous_parameters(config: LaunchConfig, **changed: Any) -> RendezvousParameters:
+    """What torch.distributed.launcher.api.launch_agent makes of such a config.
+
+    Args:
+        config: torchrun's reading of its flags.
+        changed: other values of `--rdzv-conf`.
+    """
+    return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
         run_id=config.run_id,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
         local_addr=config.local_addr,
-        **config.rdzv_configs,
+        **{**config.rdzv_configs, **changed},
     )
+
+
+def make_agent(
+    config: LaunchConfig, program: str, arguments: Sequence[str], scratch: Path, *, keeps: bool
+) -> Agent:
+    """The agent that torch.distributed.launcher.api.launch_agent makes for such a config, as ours."""
     static = config.rdzv_backend == "static" and config.max_nodes > 1
     host, _, port = config.rdzv_endpoint.rpartition(":")
     spec = WorkerSpec(
@@ -221,7 +233,7 @@ def make_agent(
         local_world_size=config.nproc_per_node,
         entrypoint=program,
         args=tuple(arguments),
-        rdzv_handler=interruptibly(partial(make_handler, parameters)),
+        rdzv_handler=in_background(partial(make_handler, rendezvous_parameters(config))).result(),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=host if static else None,
@@ -244,30 +256,16 @@ def run(agent: Agent) -> None:
         if result is not None and result.is_failed():
             raise ChildFailedError("ddprun", result.failures)
     except SignalException:
-        raise  # the others go on without this host
+        raise  # the others continue without this host
     except BaseException:
-        _close(agent)
+        agent.get_worker_group().spec.rdzv_handler.shutdown()  # tells the other hosts that this is the end
         raise
-    _close(agent)
-
-
-def _close(agent: Agent) -> None:
-    """Tell the other hosts that this is the end."""
     agent.get_worker_group().spec.rdzv_handler.shutdown()
 
 
-def _ended_with_0(pid: int) -> bool:
-    """Whether a child has ended so; torchelastic has asked before, and found no other exit code."""
-    try:
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return True
-    return found is not None and found.si_code == os.CLD_EXITED and found.si_status == 0
-
-
 def ended_by_itself(failures: Mapping[int, ProcessFailure]) -> str:
-    """Which ranks have ended without a word, since these cannot tell: killed, or with exit code 0 before the
-    run was over; nothing if none has.
+    """Which ranks have ended without a message of their own: killed, or with exit code 0 before the run was
+    over; nothing if none has.
 
     When one has failed torchelastic ends the others with SIGTERM.
     """
@@ -284,9 +282,3 @@ def ended_by_itself(failures: Mapping[int, ProcessFailure]) -> str:
         hint = " (out of memory is the usual cause)" if number is signal.SIGKILL else ""
         found.append(f"rank {rank} was killed by {number.name}{hint}")
     return ", ".join(found)
-
-
-def _shutdown_timeout(config: LaunchConfig) -> dict[str, Any]:
-    """Seconds from SIGTERM to SIGKILL, where this torch takes them."""
-    known = inspect.signature(LocalElasticAgent).parameters
-    return {"shutdown_timeout": config.shutdown_timeout} if "shutdown_timeout" in known else {}

@@ -1,4 +1,4 @@
-"""Which launcher has started this process, and its place among the ranks, in torchrun's own variables.
+"""Which launcher has started this process, and as which rank, in torchrun's own variables.
 
 | launcher | recognised by | this process |
 |---|---|---|
@@ -11,15 +11,18 @@ srun's variables: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables.
 """
 
+import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 _PORTS = range(15_000, 30_000)
 """Below those that Linux gives to whoever asks for any."""
 
-_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+_OVERRIDE = "DDPRUN_OVERRIDE_"
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _STARTING = ("nnodes", "nproc_per_node", "node_rank", "standalone", "max_restarts")
 """Flags that say how ranks are started, and so nothing to a process that is one."""
 
@@ -32,8 +35,8 @@ class LauncherError(ValueError):
 class Launcher:
     """Who started this process, as what."""
 
-    name: str
-    """As messages call it."""
+    summary: str
+    """What was recognised, in one line."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     """Torchrun's variables for this rank."""
@@ -43,9 +46,6 @@ class Launcher:
 
     first: bool = True
     """Rank 0, or on the first host, and so the one that speaks."""
-
-    told: str = ""
-    """What was recognised, in one line."""
 
     @property
     def starts_ranks(self) -> bool:
@@ -86,12 +86,12 @@ def _ranks_own(name: str, environment: Mapping[str, str], flags: Mapping[str, st
     missing = [one for one in ("RANK", "WORLD_SIZE") if one not in environment]
     rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if size > 1 or "RANK" not in environment:
-        missing += [one for one in _MEETING if one not in environment]
+        missing += [one for one in _ADDRESS if one not in environment]
     if missing:
-        there = [one for one in ("RANK", "WORLD_SIZE", *_MEETING) if one in environment]
+        there = [one for one in ("RANK", "WORLD_SIZE", *_ADDRESS) if one in environment]
         raise LauncherError(
-            f"{_listed(there)} {_are(there)} set, but not {_listed(missing)}; a rank needs all four, and "
-            "whoever is to start ranks none of them"
+            f"{_listed(there)} {'are' if len(there) > 1 else 'is'} set, but not {_listed(missing)}; a rank "
+            "needs all four, and a process that starts ranks none of them"
         )
     if rank >= size:
         raise LauncherError(f"RANK is {rank} of WORLD_SIZE {size}; ranks count from 0")
@@ -103,9 +103,9 @@ def _ranks_own(name: str, environment: Mapping[str, str], flags: Mapping[str, st
     _refuse(name, flags)
     variables = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     if size == 1:
-        variables |= {"MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1")}
-        variables |= {"MASTER_PORT": environment.get("MASTER_PORT", "0")}
-    return Launcher(name, variables, first=rank == 0, told=f"{name}: rank {rank} of {size}")
+        variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", "127.0.0.1")
+        variables["MASTER_PORT"] = environment.get("MASTER_PORT", "0")
+    return Launcher(f"{name}: rank {rank} of {size}", variables, first=rank == 0)
 
 
 def _kubeflow(environment: Mapping[str, str]) -> Launcher:
@@ -113,13 +113,12 @@ def _kubeflow(environment: Mapping[str, str]) -> Launcher:
     nodes, node = environment.get("PET_NNODES", "1"), _number(environment, "PET_NODE_RANK", 0)
     most = nodes.rpartition(":")[2]
     if not most.isdigit():
-        raise LauncherError(f"PET_NNODES is {nodes!r}; it is a number or MIN:MAX")
+        raise LauncherError(f"PET_NNODES is {nodes!r}; it must be a number or MIN:MAX")
     if node >= int(most):
         raise LauncherError(f"PET_NODE_RANK is {node} of PET_NNODES {nodes}; hosts count from 0")
     if int(most) > 1 and not {"PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"} & set(environment):
         raise LauncherError(f"PET_NNODES is {nodes}, but PET_MASTER_ADDR is not set")
-    told = f"Kubeflow Trainer's variables (PET_…): host {node} of {nodes}"
-    return Launcher("Kubeflow Trainer", first=node == 0, told=told)
+    return Launcher(f"Kubeflow Trainer's variables (PET_…): host {node} of {nodes}", first=node == 0)
 
 
 def _srun(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher | None:
@@ -147,7 +146,7 @@ def _srun(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> La
                 "rdzv_endpoint": f"{first}:{port}",
                 "rdzv_id": f"{job}.{step}",
             }
-        return Launcher("srun", flags=found, first=node == 0, told=f"srun: host {node} of {nodes}, job {job}")
+        return Launcher(f"srun: host {node} of {nodes}, job {job}", flags=found, first=node == 0)
     _refuse("srun", flags)
     variables = {
         "RANK": str(task),
@@ -159,8 +158,8 @@ def _srun(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> La
         "MASTER_ADDR": first if nodes > 1 else "127.0.0.1",
         "MASTER_PORT": port,
     }
-    told = f"srun: rank {task} of {tasks} on {nodes} host{'s' if nodes > 1 else ''}, job {job}"
-    return Launcher("srun", variables, first=task == 0, told=told)
+    summary = f"srun: rank {task} of {tasks} on {nodes} host{'s' if nodes > 1 else ''}, job {job}"
+    return Launcher(summary, variables, first=task == 0)
 
 
 def _refuse(name: str, flags: Mapping[str, str | bool]) -> None:
@@ -168,8 +167,8 @@ def _refuse(name: str, flags: Mapping[str, str | bool]) -> None:
     if given:
         flag = f"--{given[0].replace('_', '-')}"
         raise LauncherError(
-            f"{name} has started this process as one rank, so {flag} has nothing to say: leave it out, or "
-            "start one process on each host, which then starts the ranks"
+            f"{name} has started this process as one rank, so {flag} has no effect: leave it out, or start "
+            "one process on each host, which then starts the ranks"
         )
 
 
@@ -178,9 +177,8 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     if text is None and default is not None:
         return default
     if text is None or not re.fullmatch(r"[0-9]{1,9}", text):
-        raise LauncherError(
-            f"{name} is {'not set' if text is None else repr(text)}; it is a number from 0 on"
-        )
+        found = "not set" if text is None else repr(text)
+        raise LauncherError(f"{name} is {found}; it must be a number from 0 on")
     return int(text)
 
 
@@ -210,5 +208,41 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + names[-1]
 
 
-def _are(names: list[str]) -> str:
-    return "are" if len(names) > 1 else "is"
+def flag_of(flags: Mapping[str, str | bool], name: str) -> str:
+    """What a flag of torchrun's says, or the environment variable that torchrun reads; else nothing."""
+    return str(flags.get(name) or os.environ.get(f"PET_{name.upper()}", ""))
+
+
+def restart_warning() -> str | None:
+    """What to tell a user whose torchrun is to start ranks of several hosts again, and most often cannot."""
+    value = os.environ.get
+    several, shared = value("GROUP_WORLD_SIZE", "1") != "1", value("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if value("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or not (several and shared):
+        return None
+    return (
+        "ddprun: warning: torchrun may start ranks again, which mostly fails on several hosts, where the "
+        "ranks' store keeps old addresses: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    )
+
+
+@contextmanager
+def passing_on(overrides: Sequence[str]) -> Iterator[None]:
+    """Pass `--set` options on to the processes that are started in this block.
+
+    On their command lines everybody who may list processes would read them.
+    """
+    names = [f"{_OVERRIDE}{number}" for number in range(len(overrides))]
+    os.environ.update(zip(names, overrides, strict=True))
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+
+
+def inherited_overrides() -> tuple[str, ...]:
+    """The `--set` options that this process's launcher has passed on; what it starts will not see them."""
+    found: list[str] = []
+    while (text := os.environ.pop(f"{_OVERRIDE}{len(found)}", None)) is not None:
+        found.append(text)
+    return tuple(found)

@@ -22,24 +22,20 @@ from torch.distributed.launcher.api import LaunchConfig
 from ddprun import LAUNCHED, ON_USR1, QUEUE_AGAIN
 from ddprun.checkpoint.folder import steps_in
 from ddprun.config import Loaded
+from ddprun.host import network, rank_files
 from ddprun.host.device import default_ranks, place_of
-from ddprun.host.network import LOOPBACK, address_towards, choose_loopback, host_of, is_address, is_own
-from ddprun.host.orphans import LAUNCHER
-from ddprun.host.rank_files import SCRATCH, outcome, pids, prepare_outcome, run_dir_of
-from ddprun.host.signals import handle
-from ddprun.launch import endpoint
+from ddprun.host.processes import LAUNCHER, handle
 from ddprun.launch.agent import BAD_INPUT, Agent, ended_by_itself, make_agent, prepare
 from ddprun.launch.agent import run as run_agent
-from ddprun.launch.environment import handed_on
-from ddprun.launch.scratch import scratch
+from ddprun.launch.launcher import flag_of, passing_on
 from ddprun.run_files import Resuming, resume_command
 from ddprun.screen import say
 from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 
 FAILED, SIGNALLED = 1, 128
 INTERRUPTED = SIGNALLED + signal.SIGINT
-_OTHERS_LOOK_S = 4.0
-"""The store may end with this process; the other hosts' ranks still look there for who failed first."""
+_OTHERS_ASK_S = 4.0
+"""The store may end with this process; the other hosts' ranks still ask it who failed first."""
 
 _SHUTDOWN_TIMEOUT_S = "10"
 
@@ -73,19 +69,20 @@ def launch(
         command += ["--run-dir", str(run_dir), *(["--or-resume"] if resuming == "if begun" else [])]
     with ExitStack() as stack:
         try:
-            folder = stack.enter_context(scratch())  # torchelastic would leave its own behind
+            folder = stack.enter_context(
+                rank_files.launcher_folder()
+            )  # torchelastic would leave its own behind
         except OSError as error:
             say(f"ddprun: cannot make a temporary folder: {error}")
             return FAILED
         flags["log_dir"] = str(folder)
-        prepare_outcome(folder)
-        os.environ[SCRATCH], os.environ[LAUNCHER] = str(folder), str(os.getpid())
+        os.environ[rank_files.SCRATCH], os.environ[LAUNCHER] = str(folder), str(os.getpid())
         try:
             try:
                 config, program, arguments = torchrun.config_from_args(torchrun_arguments(flags, command))
                 assert isinstance(program, str)
-                if told := endpoint.warning(config.rdzv_endpoint):
-                    say(told)
+                if warning := network.public_warning(config.rdzv_endpoint):
+                    say(warning)
                 keeps = loaded.pipeline.checkpoint.keep > 0
                 agent = make_agent(config, program, arguments, folder, keeps=keeps)
             except (DistError, RendezvousError):
@@ -94,14 +91,14 @@ def launch(
                 say(loaded.secrets.redact(f"ddprun: {error}"))
                 return BAD_INPUT
             return _run(loaded, agent, config, folder, overrides)
+        except RendezvousClosedError:
+            say("ddprun: the run has ended on another host")
         except (DistError, RendezvousError) as error:
-            closed = isinstance(error, RendezvousClosedError)
-            told = "the run has ended on another host" if closed else f"cannot meet the other hosts: {error}"
-            say(loaded.secrets.redact(f"ddprun: {told} ({flags.get('rdzv_endpoint', '')})"))
-            return FAILED
+            where = flag_of(flags, "rdzv_endpoint") or flag_of(flags, "master_addr")
+            say(loaded.secrets.redact(f"ddprun: cannot reach the other hosts at {where}: {error}"))
         except OSError as error:
-            say(loaded.secrets.redact(f"ddprun: the ranks cannot be started: {error}"))
-            return FAILED
+            say(loaded.secrets.redact(f"ddprun: cannot start the ranks: {error}"))
+        return FAILED
 
 
 def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overrides: Sequence[str]) -> int:
@@ -110,26 +107,30 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
     watchdog = LauncherWatchdog(
         folder,
         loaded.pipeline.launch.timeout_s,
-        address_towards(config.rdzv_endpoint) if several else None,
+        network.address_towards(config.rdzv_endpoint) if several else None,
         partial(_end_without_the_others, folder) if several else None,
-        partial(endpoint.answers, config.rdzv_endpoint) if several and elastic else None,
+        partial(network.answers, config.rdzv_endpoint) if several and elastic else None,
     )
     try:
-        with watchdog, handed_on(overrides):
+        with watchdog, passing_on(overrides):
             try:
                 run_agent(agent)
             except ChildFailedError:
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     handle(number, lambda number, _: os._exit(SIGNALLED + number))
                 if several:
-                    watchdog.linger(_OTHERS_LOOK_S)
+                    watchdog.linger(_OTHERS_ASK_S)
                 raise
     except ChildFailedError as error:
         return _exit_code(*error.get_first_failure(), watchdog.ended)
     except SignalException as caught:
-        say(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{_way_on(folder)}")
+        found = rank_files.run_dir(folder)
+        hint = ""
+        if found is not None and steps_in(found / "checkpoints"):
+            hint = f"; to resume: {resume_command(found)}"
+        say(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{hint}")
         return SIGNALLED + int(caught.sigval)
-    code = outcome(folder)
+    code = rank_files.outcome(folder)
     if code is None:
         say("ddprun: the ranks of this host ended before the run was over; the run has failed")
         return FAILED
@@ -138,13 +139,16 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
 
 def _from_file(loaded: Loaded, flags: Mapping[str, str | bool]) -> dict[str, str | bool]:
     """What the file says where neither a flag nor torchrun's own environment variable does."""
-    asked = loaded.pipeline.launch
-    said: dict[str, str | bool] = {
-        "nnodes": str(asked.nnodes),
-        "max_restarts": str(asked.max_restarts),
-        "nproc_per_node": str(asked.nproc_per_node or ""),
+    settings = loaded.pipeline.launch
+    found: dict[str, str | bool] = {
+        name: str(value)
+        for name, value in (
+            ("nnodes", settings.nnodes),
+            ("max_restarts", settings.max_restarts),
+            ("nproc_per_node", settings.nproc_per_node or ""),
+        )
+        if f"PET_{name.upper()}" not in os.environ
     }
-    found = {name: value for name, value in said.items() if f"PET_{name.upper()}" not in os.environ}
     if found.get("nproc_per_node") == "" and "nproc_per_node" not in flags:
         found["nproc_per_node"] = str(default_ranks(loaded))
     return found
@@ -161,29 +165,29 @@ def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
 
     def stop(number: int, _: FrameType | None) -> None:
         nonlocal asked
-        found, which = pids(scratch), signal.Signals(number)
+        found, which = rank_files.pids(scratch), signal.Signals(number)
         if asked or len(found) < config.nproc_per_node:
             agent.at_once = True
             raise SignalException(f"ended by {which.name}", which)
         asked = True
         if which is signal.SIGTERM and not alone:
             agent.leaving = which
-            say(f"ddprun: {which.name}: this host leaves after a checkpoint; once more ends it at once")
+            say(f"ddprun: {which.name}: this host leaves after a checkpoint; a second signal ends it at once")
             return
         agent.stopping = which
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)
                 os.kill(pid, signal.SIGCONT)  # one that is stopped could not stop after its step
-        say(f"ddprun: {which.name}: stops at the end of a step; once more ends it at once")
+        say(f"ddprun: {which.name}: stopping at the end of the step; a second signal ends it at once")
 
     def checkpoint(number: int, _: FrameType | None) -> None:
-        found = pids(scratch)
+        found = rank_files.pids(scratch)
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         if not found:
-            say("ddprun: SIGUSR1: no checkpoint, since no rank is there yet")
+            say("ddprun: SIGUSR1: no checkpoint: no rank has started yet")
 
     # Ranks end by themselves when they are asked to; torchelastic would end them.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
@@ -201,36 +205,36 @@ def torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) 
     arguments = torchrun.parse_args([*given, *command])  # type: ignore[no-untyped-call]
     one_host = torchrun.parse_min_max_nnodes(arguments.nnodes)[1] == 1
     if not (one_host or arguments.standalone):
-        _check_meeting_point(arguments, flags)
+        _check_rendezvous(arguments, flags)
     elastic = prepare(arguments)
     if arguments.standalone or (one_host and arguments.rdzv_backend in ("static", "c10d")):
         arguments.rdzv_backend = "c10d"
         arguments.rdzv_endpoint = "localhost:0"
         arguments.rdzv_id = str(uuid.uuid4())
         # The host's own name need not resolve (a container without a network, a laptop in a strange one).
-        arguments.local_addr = arguments.local_addr or LOOPBACK
-        choose_loopback()
-    elif arguments.local_addr is None and (elastic or is_address(host_of(arguments.rdzv_endpoint))):
+        arguments.local_addr = arguments.local_addr or network.LOOPBACK
+        network.choose_loopback()
+    elif arguments.local_addr is None and (
+        elastic or network.is_address(network.host_of(arguments.rdzv_endpoint))
+    ):
         # Where the ranks' own store may be; the host's own name need not be known to the others, but they
-        # all know the one at which they meet. Left to itself torchelastic takes the host's name.
-        meeting = host_of(arguments.rdzv_endpoint)
-        here = meeting if is_own(meeting) else address_towards(meeting)
-        arguments.local_addr = None if here == LOOPBACK else here
+        # all know that of the rendezvous. Left to itself torchelastic takes the host's name.
+        rendezvous = network.host_of(arguments.rdzv_endpoint)
+        here = rendezvous if network.is_own(rendezvous) else network.address_towards(rendezvous)
+        arguments.local_addr = None if here == network.LOOPBACK else here
     if arguments.master_port is None:
         arguments.master_port = 29500
     return arguments
 
 
-def _check_meeting_point(arguments: Any, flags: Mapping[str, str | bool]) -> None:
-    """Torchrun takes a host without --node-rank for the first one: several such hosts would all listen, each
-    for itself, and wait for the others in silence.
+def _check_rendezvous(arguments: Any, flags: Mapping[str, str | bool]) -> None:
+    """Refuse flags for several hosts that do not say where the others are, or which of them this host is.
 
-    Args:
-        arguments: torchrun's own reading of its flags, for several hosts.
-        flags: those that were given.
+    Torchrun takes a host without --node-rank for the first one: several such hosts would all listen, each for
+    itself, and wait for the others in silence.
 
     Raises:
-        ValueError: this host cannot tell where the others are, or which of them it is.
+        ValueError: which flag is missing.
     """
 
     def given(name: str) -> bool:
@@ -239,20 +243,21 @@ def _check_meeting_point(arguments: Any, flags: Mapping[str, str | bool]) -> Non
     if arguments.rdzv_backend != "static" or given("node_rank"):
         return
     hosts, where = f"--nnodes {arguments.nnodes}", arguments.rdzv_endpoint or arguments.master_addr
+    host = network.host_of(where)
     if not (given("rdzv_endpoint") or given("master_addr")):
         raise ValueError(
-            f"{hosts} does not say where the hosts meet: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, "
-            "the same on every host, HOST being one of them"
+            f"{hosts} needs a rendezvous: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on "
+            "every host, HOST being one of them"
         )
     if given("rdzv_endpoint") and not given("rdzv_backend"):
         raise ValueError(
             f"{hosts} --rdzv-endpoint {where} does not say which host this is: add --rdzv-backend c10d on "
-            f"every host, or --node-rank 0 on {host_of(where)} and --node-rank 1 and so on elsewhere"
+            f"every host, or --node-rank 0 on {host} and --node-rank 1 and so on elsewhere"
         )
-    if not is_own(host_of(where)):
+    if not network.is_own(host):
         raise ValueError(
-            f"this host is not {host_of(where)}, where the hosts meet, so it needs a --node-rank of its own, "
-            "from 1 on; --rdzv-backend c10d --rdzv-endpoint HOST:PORT needs none"
+            f"this host is not {host}, where the rendezvous is, so it needs a --node-rank of its "
+            "own, from 1 on; --rdzv-backend c10d --rdzv-endpoint HOST:PORT needs none"
         )
 
 
@@ -268,7 +273,7 @@ def _prepare_environment() -> None:
 
 
 def quieten() -> None:
-    """Let torchelastic's loggers say nothing: what matters is told in this program's words."""
+    """Silence torchelastic's loggers: this program reports what matters."""
     # Each of them sets a level of its own, so silencing their parent is not enough.
     for name in logging.root.manager.loggerDict:
         if name.startswith(
@@ -277,19 +282,11 @@ def quieten() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _way_on(folder: Path) -> str:
-    """How to go on with a run that was ended at once; nothing if it has no checkpoint."""
-    found = run_dir_of(folder)
-    if found is None or not steps_in(found / "checkpoints"):
-        return ""
-    return f"; go on: {resume_command(found)}"
-
-
 def _end_without_the_others(folder: Path) -> None:
-    """End this process from beside torchelastic, which is waiting for hosts that it cannot reach."""
-    code = outcome(folder)
+    """End this process, while torchelastic waits for hosts that it cannot reach."""
+    code = rank_files.outcome(folder)
     if code is None:
-        say("ddprun: cannot meet the other hosts: they cannot be reached; this is the end of the run here")
+        say("ddprun: cannot reach the other hosts; the run ends on this host")
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(FAILED if code is None else code)
 
@@ -297,12 +294,12 @@ def _end_without_the_others(folder: Path) -> None:
 def _exit_code(rank: int, failure: ProcessFailure, ended: Mapping[int, str]) -> int:
     if rank in ended:
         say(
-            f"ddprun: rank {rank} was stopped in {ended[rank]} and did not go on, and has been ended; "
+            f"ddprun: rank {rank} was stopped in {ended[rank]}, did not continue and was killed; "
             "the run has failed"
         )
         return FAILED
-    if told := ended_by_itself({rank: failure}):
-        say(f"ddprun: {told}; the run has failed")
+    if cause := ended_by_itself({rank: failure}):
+        say(f"ddprun: {cause}; the run has failed")
         return FAILED
     # A rank ends with 130 by itself when a rank of another host was interrupted.
     return failure.exitcode if failure.exitcode in (BAD_INPUT, INTERRUPTED) else FAILED

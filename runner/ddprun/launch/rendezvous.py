@@ -1,9 +1,8 @@
-"""How hosts meet: torchelastic's rendezvous, without its trust in whoever reaches the port.
+"""How hosts find each other: torchelastic's rendezvous, without its trust in whoever reaches the port.
 
 torchelastic's own handlers listen on every interface, and its c10d one unpickles what it finds in the store
-(https://docs.pytorch.org/docs/stable/elastic/rendezvous.html). Here a single host meets nobody over a
-network, stores listen on one address, and the state of the rendezvous holds nothing but what torchelastic
-puts there.
+(https://docs.pytorch.org/docs/stable/elastic/rendezvous.html). Here a single host needs no network, stores
+listen on one address, and the state of the rendezvous holds nothing but what torchelastic puts there.
 """
 
 import io
@@ -28,9 +27,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from ddprun.host.network import LOOPBACK, is_own
+from ddprun.host.network import LOOPBACK, host_and_port, is_own
 from ddprun.host.tcp_store import open_store
-from ddprun.launch.endpoint import place_of
 
 _STORE_ANSWERS_S = 60
 _RANKS_STORE = timedelta(seconds=300)
@@ -50,7 +48,7 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """The handler for these parameters, as torchelastic's registry gives one.
 
     Raises:
-        ValueError: the parameters say nothing that can be done.
+        ValueError: a parameter is wrong.
         RendezvousConnectionError: nobody answers at the endpoint.
     """
     if parameters.backend in ("static", "c10d") and parameters.max_nodes == 1:
@@ -62,57 +60,26 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     return rendezvous.get_rendezvous_handler(parameters)
 
 
-class OneHost(RendezvousHandler):
-    """The rendezvous of a single host: there is nobody to meet.
+class OneHost(StaticTCPRendezvous):
+    """The rendezvous of a single host: there are no others.
 
     Each start of the ranks gets a store of its own on 127.0.0.1, held by this process, so that a restart
     finds nothing that the ranks before it left.
     """
 
     def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._closed = False
+        super().__init__(LOOPBACK, 0, rank=0, world_size=1, run_id=run_id, timeout=0)
         self._agents = HashStore()
         self._starts = 0
         self._ranks: TCPStore | None = None
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Ranks take the store that this process holds."""
-        return True
-
-    def get_backend(self) -> str:
-        """The name in torchelastic's events."""
-        return "one host"
 
     def next_rendezvous(self) -> RendezvousInfo:
         """This host as the only one, with a new store for its ranks."""
         self._starts += 1
         self._ranks = None  # closes the store of the ranks before
         self._ranks = open_store(LOOPBACK, 0, serve=True, timeout=_RANKS_STORE)
-        place = RendezvousStoreInfo(LOOPBACK, self._ranks.port)
-        return RendezvousInfo(PrefixStore(str(self._starts), self._agents), 0, 1, place)
-
-    def is_closed(self) -> bool:
-        """Whether this is the end."""
-        return self._closed
-
-    def set_closed(self) -> None:
-        """This is the end."""
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        """Of other hosts there are none."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """The id of this run."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Nobody else has to be told."""
-        self._closed, self._ranks = True, None
-        return True
+        address = RendezvousStoreInfo(LOOPBACK, self._ranks.port)
+        return RendezvousInfo(PrefixStore(str(self._starts), self._agents), 0, 1, address)
 
 
 class _Static(StaticTCPRendezvous):
@@ -181,7 +148,7 @@ def _static(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _c10d(parameters: RendezvousParameters) -> RendezvousHandler:
-    store = _meeting_store(parameters)
+    store = _hosts_store(parameters)
     timeouts = {
         name: timedelta(seconds=_number(parameters, f"{name}_timeout"))
         for name in ("join", "last_call", "close", "heartbeat")
@@ -202,19 +169,15 @@ def _c10d(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _number(parameters: RendezvousParameters, key: str, default: int = 0) -> int:
-    """A whole number of --rdzv-conf.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A whole number of --rdzv-conf; raises ValueError where it is something else."""
     found = parameters.get_as_int(key, default)
     assert found is not None
     return found
 
 
-def _meeting_store(parameters: RendezvousParameters) -> Store:
-    """Where hosts meet. The host of the endpoint holds it; on a host with several launchers, the first."""
-    host, port = place_of(parameters.endpoint)
+def _hosts_store(parameters: RendezvousParameters) -> Store:
+    """The store of the rendezvous. The endpoint's host holds it; of several launchers there, the first."""
+    host, port = host_and_port(parameters.endpoint)
     timeout = timedelta(seconds=_number(parameters, "read_timeout", _STORE_ANSWERS_S))
     serve = parameters.get_as_bool("is_host")
     if serve is None:
@@ -228,4 +191,4 @@ def _meeting_store(parameters: RendezvousParameters) -> Store:
                     raise RendezvousConnectionError(f"cannot listen at {host}:{port}: {error}") from error
         return open_store(host, port, serve=False, timeout=timeout)
     except (ValueError, RuntimeError, TimeoutError) as error:
-        raise RendezvousConnectionError(f"nobody answers at {host}:{port}: {error}") from error
+        raise RendezvousConnectionError(f"no answer from {host}:{port}: {error}") from error

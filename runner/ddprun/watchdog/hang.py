@@ -1,4 +1,4 @@
-"""What a rank does about a hang: find out who is missing, tell it, end.
+"""What a rank does about a hang: find out from all status pages who is missing, report it, end.
 
 The training thread is stuck in a collective and cannot be woken. All of this happens on the watchdog's
 thread, and nothing in it waits for another rank, for a store that another rank may hold, or for a disk,
@@ -14,27 +14,29 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from ddprun import screen
 from ddprun.run_files import open_file, replacing
-from ddprun.watchdog.diagnosis import Diagnosis, diagnose, doing, headline, named
 from ddprun.watchdog.rank_watchdog import HANG, Overdue, PendingCollective, RankWatchdog
-from ddprun.watchdog.status_page import Seen, claim, read, read_all
-from ddprun.watchdog.status_server import ask_all
+from ddprun.watchdog.status_page import Seen, Wait, ask_all, claim, read, read_all
 
 _AT_MOST_S = 4.8
 """From the alarm to the end of the process, whatever stalls."""
 
-_OTHERS_TELL_S = 2.0
+_OTHERS_REPORT_S = 2.0
 _OTHERS_ASK_S = 1.0
 _PARAMS_SHOWN = 12
 _ALSO_SHOWN = 3
 
+Why = Literal["late", "silent", "circle", "network"]
+"""`late`: they have not come to the collective. `silent`: nobody can see whether they have. `circle`: they
+wait for each other. `network`: all have come, all are alive, and it does not get through."""
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where another rank is, as it told when it joined."""
+    """Where another rank is, as it said when it joined."""
 
     host: str
     page: str
@@ -73,86 +75,130 @@ class RunContext:
     """Whether what `first` asks ends with this process."""
 
     first: Callable[[], bool]
-    """Claim to be the one that tells the screen, among all hosts; True if nobody can be asked."""
+    """Claim to be the one that prints the report, among all hosts; True if nobody can be asked."""
 
     log: Callable[[], Path | None]
     """This rank's log; None if there is no run folder yet."""
 
     speak: Callable[[Report], None]
-    """Tell the screen, and keep it with the run."""
+    """Print the report, and keep it with the run."""
 
     leave: Callable[[], None] = lambda: None
     """The last thing to do before this rank ends."""
 
 
-class HangHandler:
-    """Ends this rank when the run hangs.
+def handle_hang(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue]) -> None:
+    """Report, and end the process with exit code 1.
 
     Args:
-        around: the run.
+        context: the run.
+        watchdog: of this rank.
+        waits: what this rank waits for, oldest first.
     """
+    last = threading.Timer(_AT_MOST_S, os._exit, [1])
+    last.daemon = True
+    last.start()
+    try:
+        _report(context, watchdog, waits)
+    except Exception as error:  # the process must end, and not without a message
+        screen.say(f"ddprun: rank {context.rank} hangs, and the cause could not be found: {error!r}")
+    with suppress(Exception):
+        context.leave()
+    screen.flush()
+    os._exit(1)
 
-    def __init__(self, context: RunContext) -> None:
-        self._context = context
-        self.watchdog: RankWatchdog | None = None
-        """To be set before the watchdog is started."""
 
-    def __call__(self, waits: list[Overdue]) -> None:
-        """Tell, and end the process with exit code 1."""
-        last = threading.Timer(_AT_MOST_S, os._exit, [1])
-        last.daemon = True
-        last.start()
-        try:
-            self._tell(waits)
-        except Exception as error:  # the process must end, and not without a word
-            screen.say(f"ddprun: rank {self._context.rank} hangs, and cannot tell why: {error!r}")
-        with suppress(Exception):
-            self._context.leave()
-        screen.flush()
-        os._exit(1)
+def _report(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue]) -> None:
+    watchdog.note(waits)
+    speaks = claim(watchdog.folder, HANG)  # and so the others know
+    peers = context.peers()
+    seen = _read_pages(context, watchdog, peers)
+    if waits:
+        report = find_out(context, watchdog.timeout_s, waits, seen, peers)
+    else:  # others have waited too long
+        state = f": it {doing(seen[context.rank])}" if context.rank in seen else ""
+        text = f"ddprun: other ranks have waited too long, and rank {context.rank} waits for none{state}"
+        report = Report(text, "", text)
+    log = context.log()
+    if log is not None:
+        write_log(log, report)
+        dump_flight_recorder(log.parent / f"flight-recorder-{context.rank:05}.json")
+    if speaks and waits and context.first():
+        context.speak(report)
+    watchdog.page.reported()
+    # Once a rank has ended, its launcher ends the others: let them report first.
+    until = time.monotonic() + _OTHERS_REPORT_S
+    while watchdog.folder is not None and time.monotonic() < until:
+        if all(one.reported or one.lifeless for one in read_all(watchdog.folder).values()):
+            break
+        time.sleep(0.05)
+    if context.holds_store():
+        time.sleep(_OTHERS_ASK_S)
 
-    def _tell(self, waits: list[Overdue]) -> None:
-        watchdog, context = self.watchdog, self._context
-        assert watchdog is not None
-        watchdog.note(waits)
-        speaks = claim(watchdog.folder, HANG)  # and so the others know
-        peers = context.peers()
-        seen = self._look(watchdog, peers)
-        if waits:
-            report = find_out(context, watchdog.timeout_s, waits, seen, peers)
+
+def _read_pages(context: RunContext, watchdog: RankWatchdog, peers: Mapping[int, Peer]) -> dict[int, Seen]:
+    """The status pages that can be read, of this host and of the others."""
+    servers = {peer.server for peer in peers.values() if peer.server and peer.host != context.host}
+    seen = ask_all(sorted(servers), hang=True)
+    for rank, peer in peers.items():
+        if peer.host == context.host and (one := read(peer.page)) is not None:
+            seen[rank] = one
+    if watchdog.folder is not None:
+        seen |= read_all(watchdog.folder)
+    if (own := read(watchdog.page.path)) is not None:
+        seen[context.rank] = own
+    return seen
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Whose fault it is."""
+
+    why: Why
+    ranks: tuple[int, ...]
+
+
+def diagnose(me: int, seen: Mapping[int, Seen]) -> Diagnosis:
+    """Follow who waits for whom, from this rank on, to those that wait for nobody.
+
+    Args:
+        me: a rank that waits; its status page is among those seen.
+        seen: the status pages of the ranks that could be asked.
+    """
+    late, silent, visited = [], [], [me]
+    for rank in visited:  # grows as it goes
+        one = seen.get(rank)
+        if one is None:
+            silent.append(rank)
+        elif rank != me and (one.lost or not one.waits):
+            late.append(rank)
         else:
-            report = _own(context.rank, seen.get(context.rank))
-        log = context.log()
-        if log is not None:
-            write_log(log, report)
-            dump_flight_recorder(log.parent / f"flight-recorder-{context.rank:05}.json")
-        if speaks and waits and context.first():
-            context.speak(report)
-        watchdog.page.told()
-        self._let_others_tell(watchdog.folder)
-        if context.holds_store():
-            time.sleep(_OTHERS_ASK_S)
+            visited += [other for other in _awaited(one, seen) if other not in visited]
+    if late:
+        return Diagnosis("late", tuple(sorted(late)))
+    if silent:
+        return Diagnosis("silent", tuple(sorted(silent)))
+    if len(visited) > 1:
+        return Diagnosis("circle", tuple(sorted(visited)))
+    return Diagnosis("network", tuple(sorted(seen[me].waits[0].ranks)))
 
-    def _look(self, watchdog: RankWatchdog, peers: Mapping[int, Peer]) -> dict[int, Seen]:
-        context = self._context
-        servers = {peer.server for peer in peers.values() if peer.server and peer.host != context.host}
-        seen = ask_all(sorted(servers), hang=True)
-        for rank, peer in peers.items():
-            if peer.host == context.host and (one := read(peer.page)) is not None:
-                seen[rank] = one
-        if watchdog.folder is not None:
-            seen |= read_all(watchdog.folder)
-        if (own := read(watchdog.page.path)) is not None:
-            seen[context.rank] = own
-        return seen
 
-    def _let_others_tell(self, folder: Path | None) -> None:
-        """Once a rank has ended, its launcher ends the others."""
-        until = time.monotonic() + _OTHERS_TELL_S
-        while folder is not None and time.monotonic() < until:
-            if all(one.told or one.lifeless for one in read_all(folder).values()):
-                return
-            time.sleep(0.05)
+def _awaited(one: Seen, seen: Mapping[int, Seen]) -> list[int]:
+    """The ranks that `one` waits for."""
+    wait = one.waits[0]
+    if wait.peers is not None:
+        return list(wait.peers)
+    others = [rank for rank in wait.ranks if rank != one.rank]
+    late = [rank for rank in others if rank in seen and _issued(seen[rank], wait) < wait.number]
+    if late:
+        return late
+    unseen = [rank for rank in others if rank not in seen]
+    return unseen or [rank for rank in others if seen[rank].lost]
+
+
+def _issued(seen: Seen, wait: Wait) -> int:
+    """How many collectives of a sequence a rank has issued."""
+    return seen.issued[wait.index] if wait.index < len(seen.issued) else 0
 
 
 def find_out(
@@ -174,31 +220,32 @@ def find_out(
     diagnosis = diagnose(context.rank, seen)
     shown, own = _most_telling(waits, diagnosis), seen[context.rank]
     pending, others = shown.pending, [one for one in waits if one is not shown]
+    waiting = [rank for rank, one in seen.items() if one.waits and rank not in diagnosis.ranks]
     where = ", ".join(part for part in (own.stage, f"step {own.step}" if own.step else "") if part)
     head = headline(diagnosis, timeout_s)
     names = [param.name for param in pending.params]
     rows = [
-        (
-            "collective",
-            f"{pending.op} {pending.number} of {shown.sequence.name}, among {named(shown.sequence.ranks)}",
+        ("collective", f"{_numbered(pending)}, among {named(pending.sequence.ranks)}"),
+        _carried(pending),
+        *((f"rank {rank}", _state(rank, context, seen, peers)) for rank in diagnosis.ranks),
+        ("waiting", named(waiting or [*seen])),
+        *(
+            ("also waits for", f"{_numbered(one.pending)}, {' '.join(_carried(one.pending))}")
+            for one in others[:_ALSO_SHOWN]
         ),
-        _cargo(pending, names),
-        *((_one(rank), _state(rank, context, seen, peers)) for rank in diagnosis.ranks),
-        ("waiting", named(_waiting(diagnosis, seen))),
-        *(("also waits for", _also(one)) for one in others[:_ALSO_SHOWN]),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"ddprun: the run hangs ({where or 'before the first stage'}): {head}"]
     lines += [f"  {name:{width}}  {text}" for name, text in rows]
     details = [f"parameters of the bucket: {', '.join(names)}"] if len(names) > _PARAMS_SHOWN else []
-    details += [f"{_one(rank)} {_state(rank, context, seen, peers)}" for rank in range(context.size)]
+    details += [f"rank {rank} {_state(rank, context, seen, peers)}" for rank in range(context.size)]
     facts = {
         "why": diagnosis.why,
         "ranks": list(diagnosis.ranks),
         "stage": own.stage,
         "step": own.step,
         "collective": pending.op,
-        "line": shown.sequence.name,
+        "line": pending.sequence.name,
         "number": pending.number,
         "kind": pending.kind,
         "bucket": None if pending.kind is None else pending.bucket,
@@ -215,20 +262,9 @@ def _most_telling(waits: Sequence[Overdue], diagnosis: Diagnosis) -> Overdue:
     """
     for one in waits:
         overdue = 2 * one.age_s >= waits[0].age_s
-        if overdue and one.pending.kind is not None and {*diagnosis.ranks} & {*one.sequence.ranks}:
+        if overdue and one.pending.kind is not None and {*diagnosis.ranks} & {*one.pending.sequence.ranks}:
             return one
     return waits[0]
-
-
-def _own(rank: int, own: Seen | None) -> Report:
-    """Of a rank that waits for nobody, when others have waited too long."""
-    state = "" if own is None else f": it {doing(own)}"
-    text = f"ddprun: other ranks have waited too long, and rank {rank} waits for none{state}"
-    return Report(text, "", text)
-
-
-def _waiting(diagnosis: Diagnosis, seen: Mapping[int, Seen]) -> list[int]:
-    return [rank for rank, one in seen.items() if one.waits and (rank not in diagnosis.ranks)] or list(seen)
 
 
 def _state(rank: int, context: RunContext, seen: Mapping[int, Seen], peers: Mapping[int, Peer]) -> str:
@@ -243,25 +279,62 @@ def _state(rank: int, context: RunContext, seen: Mapping[int, Seen], peers: Mapp
     return f"is on {peer.host}, which does not answer: the host or the link to it is down"
 
 
-def _also(one: Overdue) -> str:
-    pending = one.pending
-    name, what = _cargo(pending, [param.name for param in pending.params])
-    return f"{pending.op} {pending.number} of {one.sequence.name}, {name} {what}"
+def _numbered(pending: PendingCollective) -> str:
+    return f"{pending.op} {pending.number} of {pending.sequence.name}"
 
 
-def _cargo(pending: PendingCollective, names: Sequence[str]) -> tuple[str, str]:
+def _carried(pending: PendingCollective) -> tuple[str, str]:
     if pending.kind is None:
         return "for", pending.described
-    return "bucket", f"{pending.described.removeprefix('bucket ')}: {_some(names)}"
-
-
-def _one(rank: int) -> str:
-    return f"rank {rank}"
-
-
-def _some(names: Sequence[str]) -> str:
+    names = [param.name for param in pending.params]
     more = f" and {len(names) - _PARAMS_SHOWN} more" if len(names) > _PARAMS_SHOWN else ""
-    return ", ".join(names[:_PARAMS_SHOWN]) + more
+    shown = ", ".join(names[:_PARAMS_SHOWN]) + more
+    return "bucket", f"{pending.described.removeprefix('bucket ')}: {shown}"
+
+
+def headline(diagnosis: Diagnosis, timeout_s: float) -> str:
+    """In one line."""
+    who = named(diagnosis.ranks)
+    match diagnosis.why:
+        case "late":
+            return f"{who} did not arrive within {timeout_s:g} s"
+        case "silent":
+            return f"{who} did not arrive within {timeout_s:g} s, or cannot be reached"
+        case "circle":
+            return f"{who} have waited for each other for {timeout_s:g} s"
+        case "network":
+            return f"{who} have all come to a collective, and for {timeout_s:g} s it does not get through"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`rank 2`, or `ranks 0-3, 6`."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    listed = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank{'' if len(set(ranks)) == 1 else 's'} {listed}"
+
+
+def doing(one: Seen) -> str:
+    """What a rank is doing."""
+    where = f" of step {one.step}" if one.step else ""
+    stage = f" ({one.stage})" if one.stage else ""
+    if one.state in ("Z", "gone") and one.lost:
+        return f"has ended; last seen in {one.phase}{where}{stage}"
+    if one.stopped:
+        state = f"its process ({one.pid}) is stopped, by SIGSTOP or a debugger; it was"
+    elif one.lost:
+        state = f"its process ({one.pid}) gives no sign of life (state {one.state}); it was"
+    else:
+        state = "is"
+    text = f"{state} in {one.phase}{where}{stage}, for {one.phase_age_s:.1f} s"
+    if one.waits and not one.lost:
+        wait = one.waits[0]
+        text += f", and waits in {wait.op} {wait.number} of {wait.name} ({wait.what})"
+    return text + (f", at {one.at}" if one.at else "")
 
 
 def open_log(log: Path) -> IO[bytes]:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ddprun.host.processes import state_of
 from ddprun.screen import say
-from ddprun.watchdog.diagnosis import named
-from ddprun.watchdog.rank_watchdog import HANG, Mishaps
-from ddprun.watchdog.status_page import Seen, read_all
-from ddprun.watchdog.status_server import StatusServer
+from ddprun.watchdog.hang import named
+from ddprun.watchdog.rank_watchdog import HANG, FailedChecks
+from ddprun.watchdog.status_page import Seen, StatusServer, read_all
 
 STATUS_SERVER = "DDPRUN_STATUS_SERVER"
 """Environment variable of ranks: where other hosts' ranks can ask about them."""
@@ -28,10 +28,10 @@ _LOST_S = 1.0
 
 
 class LauncherWatchdog:
-    """Watches the status pages of this host's ranks from their launcher, which no signal to a rank stops.
+    """Reads the status pages of this host's ranks in their launcher, which no signal to a rank stops.
 
     Args:
-        folder: in which torchelastic makes the ranks' folders.
+        folder: in which torchelastic makes a folder for each start of the ranks.
         timeout_s: of collectives.
         address: to answer other hosts on; None: there are none.
         give_up: ends the launcher, when its ranks have ended and it has not: torchelastic waits for minutes
@@ -49,16 +49,16 @@ class LauncherWatchdog:
         reachable: Callable[[], bool] | None = None,
     ) -> None:
         self.ended: dict[int, str] = {}
-        """Ranks that were stopped, and ended by this: what they were at."""
+        """Ranks that were stopped, and ended by this: what they were doing."""
 
         self._folder, self._timeout_s = folder, timeout_s
         self._give_up, self._reachable = give_up, reachable
         self._server: StatusServer | None = None
         if address is not None:
             with suppress(OSError):  # then other hosts' ranks say that nobody answers here
-                self._server = StatusServer(address, secrets.token_hex(8), self.look, self._called)
-        self._closed, self._mishaps = threading.Event(), Mishaps("the launcher's watch")
-        self._alone_s, self._unreachable = 0.0, 0
+                self._server = StatusServer(address, secrets.token_hex(8), self.read, self._hang_found)
+        self._closed, self._failed_checks = threading.Event(), FailedChecks("the launcher's watchdog")
+        self._without_ranks_s, self._unreachable = 0.0, 0
         # By folder: how long all its ranks have been stopped; when its hang was found.
         self._stopped_s: dict[Path, float] = {}
         self._hang_since: dict[Path, float] = {}
@@ -67,7 +67,7 @@ class LauncherWatchdog:
         if self._server is not None:
             os.environ[STATUS_SERVER] = self._server.name
             self._server.open()
-        self._thread = threading.Thread(target=self._keep, name="ddprun-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="ddprun-watchdog", daemon=True)
         self._thread.start()
         return self
 
@@ -80,84 +80,79 @@ class LauncherWatchdog:
             self._server.server_close()
 
     def linger(self, for_s: float) -> None:
-        """The launcher is at its end, and other hosts may still ask about its ranks."""
+        """The launcher is about to end, and other hosts may still ask about its ranks."""
         self._give_up = None
         time.sleep(for_s)
 
-    def look(self) -> dict[int, Seen]:
-        """The status pages of the ranks that are there, and of those that have just told of a hang and ended.
+    def read(self) -> dict[int, Seen]:
+        """The status pages of the ranks that are there, and of those that ended after reporting a hang.
 
         A hang is found on one host first. Until another host asks, the ranks of this one may have ended.
         """
-        places = self._places()
-        ended = {rank: seen for place in places[-1:] for rank, seen in read_all(place).items() if seen.told}
-        return ended | {rank: seen for place in places for rank, seen in _living(place).items()}
+        starts = self._starts()
+        found = {rank: seen for rank, seen in read_all(starts[-1]).items() if seen.reported} if starts else {}
+        for start in starts:
+            found |= _living(start)
+        return found
 
-    def _places(self) -> list[Path]:
+    def _starts(self) -> list[Path]:
         """One folder for each time that ranks were started."""
         return sorted(
-            self._folder.glob("*/attempt_[0-9]*"), key=lambda place: int(place.name.rpartition("_")[2])
+            self._folder.glob("*/attempt_[0-9]*"), key=lambda start: int(start.name.rpartition("_")[2])
         )
 
-    def _called(self) -> None:
-        for place in self._places():
-            if _living(place):
-                _call(place)
+    def _hang_found(self) -> None:
+        for start in self._starts():
+            if _living(start):
+                _announce_hang(start)
 
-    def _keep(self) -> None:
+    def _watch(self) -> None:
         before = time.monotonic()
         while not self._closed.wait(_TICK_S):
             now = time.monotonic()
             passed, before = now - before, now
             if passed > _LOST_S:  # this process was stopped, and its ranks with it: no time has passed
                 continue
-            for look in (self._keep_all, self._keep_launcher):
+            for check in (self._check_ranks, self._check_launcher):
                 try:
-                    look(passed)
+                    check(passed)
                 except Exception as error:
-                    self._mishaps.tell(error)
+                    self._failed_checks.report(error)
 
-    def _keep_all(self, passed_s: float) -> None:
-        for place in self._places():
-            self._keep_one(place, passed_s)
-
-    def _keep_launcher(self, passed_s: float) -> None:
-        places = self._places()
-        if places and self._give_up is not None and self._is_to_be_given_up(places, passed_s):
+    def _check_launcher(self, passed_s: float) -> None:
+        """Give up if all ranks are gone, for long, and torchelastic waits for what will not come."""
+        starts = self._starts()
+        if not starts or self._give_up is None:
+            return
+        self._without_ranks_s = 0.0 if any(map(_living, starts)) else self._without_ranks_s + passed_s
+        if self._without_ranks_s <= _LAUNCHER_ENDS_S:
+            return
+        if self._reachable is not None:
+            self._unreachable = 0 if self._reachable() else self._unreachable + 1
+        if self._unreachable >= _TRIES or (self._reachable is None and (starts[-1] / HANG).exists()):
             self._give_up()
 
-    def _is_to_be_given_up(self, places: list[Path], passed_s: float) -> bool:
-        """Whether all ranks are gone, for long, and torchelastic waits for what will not come."""
-        self._alone_s = 0.0 if any(map(_living, places)) else self._alone_s + passed_s
-        if self._alone_s <= _LAUNCHER_ENDS_S:
-            return False
-        if self._reachable is None:
-            return (places[-1] / HANG).exists()
-        self._unreachable = 0 if self._reachable() else self._unreachable + 1
-        return self._unreachable >= _TRIES
-
-    def _keep_one(self, place: Path, passed_s: float) -> None:
-        living = _living(place)
-        stopped = [one for one in living.values() if one.stopped]
-        if (place / HANG).exists():
-            since = self._hang_since.setdefault(place, time.monotonic())
-            stuck = [one for one in living.values() if one.lifeless]
-            others_are_gone = len(stuck) == len(living)
-            if stuck and (others_are_gone or time.monotonic() - since > _SURVIVORS_S):
-                self._end(stuck)
-            return
-        # With all of a host's ranks stopped, none of them can tell.
-        all_stopped = bool(stopped) and len(stopped) == len(living)
-        self._stopped_s[place] = self._stopped_s.get(place, 0.0) + passed_s if all_stopped else 0.0
-        if self._stopped_s[place] > self._timeout_s:
-            _call(place)
-            who = named([one.rank for one in stopped])
-            verb = "is" if len(stopped) == 1 else "are"
-            self._end(stopped)
-            say(
-                f"ddprun: the run hangs: {who} {verb} all that is left on this host, and stopped for "
-                f"{self._timeout_s:g} s, by SIGSTOP or a debugger; ending them"
-            )
+    def _check_ranks(self, passed_s: float) -> None:
+        for start in self._starts():
+            living = _living(start)
+            if (start / HANG).exists():
+                since = self._hang_since.setdefault(start, time.monotonic())
+                stuck = [one for one in living.values() if one.lifeless]
+                if len(stuck) == len(living) or time.monotonic() - since > _SURVIVORS_S:
+                    self._end(stuck)
+                continue
+            # With all of a host's ranks stopped, none of them can report.
+            stopped = [one for one in living.values() if one.stopped]
+            all_stopped = bool(stopped) and len(stopped) == len(living)
+            self._stopped_s[start] = self._stopped_s.get(start, 0.0) + passed_s if all_stopped else 0.0
+            if self._stopped_s[start] > self._timeout_s:
+                _announce_hang(start)
+                who = named([one.rank for one in stopped]) + (" is" if len(stopped) == 1 else " are")
+                self._end(stopped)
+                say(
+                    f"ddprun: the run hangs: {who} all that is left on this host, and stopped for "
+                    f"{self._timeout_s:g} s, by SIGSTOP or a debugger; ending them"
+                )
 
     def _end(self, stuck: list[Seen]) -> None:
         for one in stuck:
@@ -166,23 +161,15 @@ class LauncherWatchdog:
                 os.kill(one.pid, signal.SIGKILL)
 
 
-def _living(place: Path) -> dict[int, Seen]:
+def _living(start: Path) -> dict[int, Seen]:
     """The status pages of children of this process that have not ended."""
     return {
         rank: seen
-        for rank, seen in read_all(place).items()
-        if seen.state not in ("Z", "gone") and _parent(seen.pid) == os.getpid()
+        for rank, seen in read_all(start).items()
+        if seen.state not in ("Z", "gone") and state_of(seen.pid)[1] == os.getpid()
     }
 
 
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return -1
-
-
-def _call(place: Path) -> None:
-    """Let the ranks know that the run hangs."""
+def _announce_hang(start: Path) -> None:
     with suppress(OSError):
-        (place / HANG).open("a").close()
+        (start / HANG).open("a").close()

@@ -10,14 +10,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from ddprun.screen import say
-from ddprun.watchdog.status_page import StatusPage, Wait, plain_waits
+from ddprun.watchdog.status_page import Note, StatusPage, Wait
 from ddprun_hooks.comm.observer import UNOBSERVED
 from ddprun_hooks.comm.observer import CollectiveSequence as ObservedSequence
 from ddprun_hooks.comm.trace import now_us
-from ddprun_hooks.payload import Kind, Payload
+from ddprun_hooks.payload import Kind, ParamSlice, Payload
 
 GROUPS_LATER_S = 5.0
 """Process groups time out so much later than the watchdog, which knows more, and so speaks first."""
@@ -31,38 +30,46 @@ _TICK_S = 0.2
 _LOST_S = 1.0
 """A tick that comes so late was not late: the process was stopped, and time did not count."""
 
-_WAITS_TOLD = 4
+_WAITS_NOTED = 4
 
 _PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
 _TORCH = os.path.join(_PACKAGES, "torch", "")
 
+_PLURAL: dict[Kind, str] = {
+    "gradient": "gradients",
+    "delta": "deltas",
+    "parameters": "parameters",
+    "buffers": "buffers",
+    "optimizer": "optimizer state",
+}
 
-class Mishaps:
-    """Says on the screen that a look has failed: once, whatever the later ones come to.
 
-    Args:
-        who: looks.
-    """
+@dataclass(slots=True)
+class FailedChecks:
+    """Says on the screen that a check has failed: once, however often checks fail later."""
 
-    def __init__(self, who: str) -> None:
-        self._who, self._said = who, False
+    who: str
+    """Checks."""
 
-    def tell(self, error: Exception) -> None:
+    said: bool = False
+
+    def report(self, error: Exception) -> None:
         """One more."""
-        if not self._said:
-            self._said = True
+        if not self.said:
+            self.said = True
             at = traceback.extract_tb(error.__traceback__)[-1]
             say(
-                f"ddprun: {self._who}: a look has failed, and it goes on looking: "
+                f"ddprun: {self.who}: a check failed, and will be repeated: "
                 f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
             )
 
 
-class Onlooker(Protocol):
-    """What the engine tells of itself."""
+class Onlooker:
+    """What the engine reports of itself. This one does nothing, for a session that nobody watches."""
 
     def sequence(self, name: str, ranks: Sequence[int]) -> ObservedSequence:
         """As `ddprun_hooks.comm.observer.Observer.sequence`."""
+        return UNOBSERVED
 
     def stage(self, name: str) -> None:
         """The stage that begins, as messages name it."""
@@ -74,69 +81,33 @@ class Onlooker(Protocol):
         """What the training thread turns to, in at most 24 bytes."""
 
 
-class _NoOnlooker:
-    def sequence(self, name: str, ranks: Sequence[int]) -> ObservedSequence:
-        return UNOBSERVED
-
-    def stage(self, name: str) -> None: ...
-
-    def step(self, number: int) -> None: ...
-
-    def turn(self, phase: bytes) -> None: ...
+UNWATCHED = Onlooker()
 
 
-UNWATCHED: Onlooker = _NoOnlooker()
-"""For a session that nobody watches."""
-
-
+@dataclass(slots=True, eq=False)
 class PendingCollective:
     """One collective of this rank; satisfies `ddprun_hooks.comm.observer.PendingCollective`."""
 
-    __slots__ = (
-        "_sequence",
-        "broken",
-        "bucket",
-        "ended",
-        "kind",
-        "lost_us",
-        "number",
-        "op",
-        "params",
-        "peers",
-        "since",
-        "what",
-    )
-
-    def __init__(
-        self,
-        sequence: "CollectiveSequence",
-        number: int,
-        op: str,
-        payload: Payload | None,
-        what: str,
-        peers: Sequence[int] | None,
-        lost_us: int,
-    ) -> None:
-        self._sequence = sequence
-        self.number = number
-        self.op = op
-        self.kind: Kind | None = None if payload is None else payload.kind
-        self.bucket = -1 if payload is None else payload.bucket
-        self.params = () if payload is None else payload.params
-        self.what = what
-        self.peers = peers
-        self.since = now_us()
-        self.lost_us = lost_us
-        self.ended: Callable[[], bool] | None = None
-        self.broken: int | None = None
-        """When, in microseconds."""
+    sequence: "CollectiveSequence"
+    number: int
+    op: str
+    kind: Kind | None
+    bucket: int
+    params: tuple[ParamSlice, ...]
+    what: str
+    peers: Sequence[int] | None
+    since_us: int
+    lost_us: int
+    ended: Callable[[], bool] | None = None
+    broken_us: int | None = None
+    """When it failed."""
 
     def done(self) -> None:
-        self._sequence.outstanding.pop(self.number, None)
+        self.sequence.outstanding.pop(self.number, None)
 
     def failed(self) -> None:
-        self.broken, self.ended = now_us(), None
-        self._sequence.outstanding[self.number] = self  # one that failed may already have been taken for over
+        self.broken_us, self.ended = now_us(), None
+        self.sequence.outstanding[self.number] = self  # one that failed may already have been taken for over
 
     def done_when(self, ended: Callable[[], bool]) -> None:
         self.ended = ended
@@ -144,40 +115,32 @@ class PendingCollective:
     @property
     def described(self) -> str:
         """What it carries."""
-        if self.kind is None:
-            return self.what
-        return f"bucket {self.bucket} of {_PLURAL[self.kind]}"
+        return self.what if self.kind is None else f"bucket {self.bucket} of {_PLURAL[self.kind]}"
 
 
-_PLURAL: dict[Kind, str] = {
-    "gradient": "gradients",
-    "delta": "deltas",
-    "parameters": "parameters",
-    "buffers": "buffers",
-    "optimizer": "optimizer state",
-}
-
-
+@dataclass(slots=True, eq=False)
 class CollectiveSequence:
     """One sequence of this rank; satisfies `ddprun_hooks.comm.observer.CollectiveSequence`."""
 
-    __slots__ = ("_watch", "index", "name", "numbers", "outstanding", "ranks")
-
-    def __init__(self, watchdog: "RankWatchdog", index: int, name: str, ranks: Sequence[int]) -> None:
-        self._watch = watchdog
-        self.index = index
-        self.name = name
-        self.ranks = tuple(ranks)
-        self.numbers = itertools.count(1)
-        self.outstanding: dict[int, PendingCollective] = {}
+    watchdog: "RankWatchdog"
+    index: int
+    name: str
+    ranks: tuple[int, ...]
+    numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    outstanding: dict[int, PendingCollective] = field(default_factory=dict)
 
     def issue(
         self, op: str, payload: Payload | None = None, *, what: str = "", peers: Sequence[int] | None = None
     ) -> PendingCollective:
         number = next(self.numbers)
-        pending = PendingCollective(self, number, op, payload, what, peers, self._watch.lost_us)
+        kind, bucket, params = (
+            (None, -1, ()) if payload is None else (payload.kind, payload.bucket, payload.params)
+        )
+        pending = PendingCollective(
+            self, number, op, kind, bucket, params, what, peers, now_us(), self.watchdog.lost_us
+        )
         self.outstanding[number] = pending
-        self._watch.page.issued(self.index, number)
+        self.watchdog.page.issued(self.index, number)
         return pending
 
 
@@ -185,45 +148,44 @@ class CollectiveSequence:
 class Overdue:
     """A collective that is not over, and for how long it has not been."""
 
-    sequence: CollectiveSequence
     pending: PendingCollective
     age_s: float
 
-    def plain(self) -> Wait:
+    @property
+    def wait(self) -> Wait:
         """For the status page."""
-        pending = self.pending
-        peers = None if pending.peers is None else tuple(pending.peers)
+        pending, sequence = self.pending, self.pending.sequence
         return Wait(
-            self.sequence.index,
-            self.sequence.name,
-            pending.number,
-            self.sequence.ranks,
-            peers,
-            pending.op,
-            pending.described,
-            self.age_s,
+            index=sequence.index,
+            name=sequence.name,
+            number=pending.number,
+            ranks=sequence.ranks,
+            peers=None if pending.peers is None else tuple(pending.peers),
+            op=pending.op,
+            what=pending.described,
+            age_s=self.age_s,
         )
 
 
 @dataclass(slots=True)
-class RankWatchdog:
-    """This rank's watch; satisfies `Onlooker` and `ddprun_hooks.comm.observer.Observer`.
+class RankWatchdog(Onlooker):
+    """This rank's watchdog; satisfies `ddprun_hooks.comm.observer.Observer`.
 
-    A thread of its own looks some times a second. Training threads wait for collectives without Python's
+    A thread of its own checks some times a second. Training threads wait for collectives without Python's
     lock, so it can; a rank whose call keeps the lock is found by the other ranks' watchdogs.
 
     Args:
         rank: whose.
         timeout_s: how long a collective may be under way.
         folder: of the status pages of this host's ranks, made by their launcher; None: there is none.
-        alarm: called once, on the watchdog's thread, when a collective is overdue on this rank, or when
+        handler: called once, on the watchdog's thread, when a collective is overdue on this rank, or when
             another rank of this host has found that out; with what this rank waits for, oldest first.
     """
 
     rank: int
     timeout_s: float
     folder: Path | None
-    handler: Callable[[list[Overdue]], None]
+    handler: "Callable[[RankWatchdog, list[Overdue]], None]"
     hang_found: bool = False
     lost_us: int = 0
     """Time that did not count because this process was stopped."""
@@ -233,23 +195,23 @@ class RankWatchdog:
     _training_thread: int = field(default_factory=threading.get_ident)
     _closed: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
-    _mishaps: Mishaps = field(init=False)
+    _failed_checks: FailedChecks = field(init=False)
 
     def __post_init__(self) -> None:
-        self._mishaps = Mishaps(f"the watchdog of rank {self.rank}")
+        self._failed_checks = FailedChecks(f"the watchdog of rank {self.rank}")
         try:
             self.page = StatusPage(self.rank, self.folder)
         except OSError:  # the disk is full: the ranks find this status page once they have joined
             self.page = StatusPage(self.rank, None)
 
     def start(self) -> None:
-        """Begin to look."""
-        self._thread = threading.Thread(target=self._look, name="ddprun-watch", daemon=True)
+        """Begin to watch."""
+        self._thread = threading.Thread(target=self._watch, name="ddprun-watchdog", daemon=True)
         self._thread.start()
 
     def sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
         """As `ddprun_hooks.comm.observer.Observer.sequence`."""
-        sequence = CollectiveSequence(self, len(self._sequences), name, ranks)
+        sequence = CollectiveSequence(self, len(self._sequences), name, tuple(ranks))
         self._sequences.append(sequence)
         return sequence
 
@@ -274,19 +236,25 @@ class RankWatchdog:
     def overdue(self, after_s: float) -> list[Overdue]:
         """Collectives under way for longer than that, oldest first."""
         now, found = now_us(), []
-        for line in self._sequences:
-            for pending in list(line.outstanding.values()):
-                until = now if pending.broken is None else pending.broken
-                age_s = (until - pending.since - (self.lost_us - pending.lost_us)) / 1e6
+        for sequence in self._sequences:
+            for pending in list(sequence.outstanding.values()):
+                until = now if pending.broken_us is None else pending.broken_us
+                age_s = (until - pending.since_us - (self.lost_us - pending.lost_us)) / 1e6
                 if age_s < after_s and pending.ended is None:
                     continue
                 if pending.ended is not None and self._is_over(pending.ended):
                     pending.done()
                 elif age_s >= after_s:
-                    found.append(Overdue(line, pending, age_s))
+                    found.append(Overdue(pending, age_s))
         return sorted(found, key=lambda one: -one.age_s)
 
-    def _look(self) -> None:
+    def note(self, waits: Sequence[Overdue]) -> None:
+        """Write on the status page what this rank waits for, and where its training thread is."""
+        self.page.beat(
+            Note(tuple(one.wait for one in waits[:_WAITS_NOTED]), position_of(self._training_thread))
+        )
+
+    def _watch(self) -> None:
         tick = min(_TICK_S, self.timeout_s / 10)
         before = time.monotonic()
         while not self._closed.wait(tick):
@@ -299,14 +267,16 @@ class RankWatchdog:
             try:
                 waits = self.overdue(tick)
             except Exception as error:
-                self._mishaps.tell(error)
+                self._failed_checks.report(error)
             try:
                 self.note(waits)
             except Exception as error:
-                self._mishaps.tell(error)
-            if (waits and waits[0].age_s > self.timeout_s) or self._called():
+                self._failed_checks.report(error)
+            # The file is taken for missing if nobody can say.
+            another_found = self.folder is not None and os.path.exists(self.folder / HANG)
+            if (waits and waits[0].age_s > self.timeout_s) or another_found:
                 self.hang_found = True
-                self.handler(waits)
+                self.handler(self, waits)
                 return
 
     def _is_over(self, ended: Callable[[], bool]) -> bool:
@@ -315,28 +285,20 @@ class RankWatchdog:
         except RuntimeError:  # of a device that has failed; the training thread will hear of that, too
             return True
         except Exception as error:  # nobody can say; the group's own timeout is left
-            self._mishaps.tell(error)
+            self._failed_checks.report(error)
             return True
 
-    def note(self, waits: Sequence[Overdue]) -> None:
-        """Write on the status page what this rank waits for, and where it is."""
-        told = plain_waits([one.plain() for one in waits[:_WAITS_TOLD]])
-        self.page.beat({"waits": told, "at": place_of(self._training_thread)})
 
-    def _called(self) -> bool:
-        return self.folder is not None and os.path.exists(self.folder / HANG)  # False if nobody can tell
-
-
-def place_of(thread: int) -> str:
+def position_of(thread: int) -> str:
     """Where a thread is, outside of Python's own code and torch's: `file:line in name`."""
-    frame = sys._current_frames().get(thread)
-    innermost = frame
+    innermost = frame = sys._current_frames().get(thread)
     while frame is not None and _is_of_others(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or innermost
     if frame is None:
         return ""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    text = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return text.encode(errors="backslashreplace").decode()  # a path may not be UTF-8, and JSON is
 
 
 def _is_of_others(file: str) -> bool:

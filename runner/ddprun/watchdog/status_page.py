@@ -1,54 +1,92 @@
-"""Status pages: what each rank is at, where others can read it without asking the rank.
+"""Status pages: what each rank is doing, where others can read it without asking the rank.
 
 A status page is a small file that its rank has mapped and writes a few bytes of at each turn: nothing is
-locked, and nothing waits. Whoever reads may meet a half-written number; but status pages are read when ranks
-stand still.
+locked, and nothing waits. Whoever reads may find a half-written number; but status pages are read when ranks
+stand still. Other hosts ask the launcher for those of its host: one line of JSON there, one back.
 """
 
+import ctypes
+import hmac
 import json
 import mmap
 import os
-import struct
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
+
+from ddprun.host.processes import state_of
 from ddprun_hooks.comm.trace import now_us
 
-LINES = 1024
-"""Lines whose numbers a status page has room for; ranks of further ones are only known to be there or not."""
-
-_MAGIC = b"ddprun1\0"
-_HEAD = struct.Struct("<8sqqq")  # magic, process id, rank, told
-_STAGE = struct.Struct("<64s")
-_TURN = struct.Struct("<q24sq")  # step, phase, since when
-_COUNT = struct.Struct("<q")
-_BEAT = struct.Struct("<qq")  # when, length of the note
-_HEAD_AT, _STAGE_AT, _TURN_AT, _COUNTS_AT = 0, 32, 96, 256
-_BEAT_AT = _COUNTS_AT + _COUNT.size * LINES
-_NOTE_AT = _BEAT_AT + _BEAT.size
-_BYTES = 32768
-_TOLD_AT = 24
+SEQUENCES = 1024
+"""Sequences that a status page has room for; ranks of further ones are only known to be there or not."""
 
 LIFELESS_S = 3.0
-"""A rank whose watch has not written for so long is stopped, or a call holds Python's lock."""
+"""A rank whose watchdog has not written for so long is stopped, or a call holds Python's lock."""
+
+_ASK_S = 1.5
+"""How long a launcher has to answer."""
+
+_QUESTION_BYTES = 1024
+_ANSWER_BYTES = 16 << 20
+_NOTE_BYTES = 24_000
+_MAGIC = b"ddprun2"
+
+
+class _Page(ctypes.LittleEndianStructure):
+    """The file; times are microseconds of the monotonic clock."""
+
+    _fields_ = (
+        ("magic", ctypes.c_char * 8),
+        ("pid", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("reported", ctypes.c_int64),
+        ("stage", ctypes.c_char * 64),
+        ("step", ctypes.c_int64),
+        ("phase", ctypes.c_char * 24),
+        ("phase_since", ctypes.c_int64),
+        ("issued", ctypes.c_int64 * SEQUENCES),
+        ("beat", ctypes.c_int64),
+        ("note", ctypes.c_char * _NOTE_BYTES),
+    )
+
+
+def _as_span(ranks: Sequence[int]) -> list[int] | dict[str, int]:
+    """Evenly spaced ranks, as those of a sequence are, in a few bytes however many they are."""
+    if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])):
+        return {"from": ranks[0], "to": ranks[-1], "by": ranks[1] - ranks[0]}
+    return list(ranks)
+
+
+def _from_span(found: object) -> object:
+    match found:
+        case {"from": int(first), "to": int(last), "by": int(step)}:
+            return tuple(range(first, last + 1, step))
+        case _:
+            return found
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A collective that a rank has issued and that has not come to its end."""
+    """A collective that a rank has issued and that has not ended."""
 
-    line: int
+    index: int
+    """Of its sequence."""
+
     name: str
-    """Of the line."""
+    """Of its sequence."""
 
     number: int
-    """Running number in the line, from 1."""
+    """Running number in the sequence, from 1."""
 
-    ranks: tuple[int, ...]
-    """Of the line."""
+    ranks: Annotated[tuple[int, ...], BeforeValidator(_from_span), PlainSerializer(_as_span)]
+    """Of the sequence."""
 
     peers: tuple[int, ...] | None
     """The ranks it waits for whatever they have issued; None: those that have not issued theirs."""
@@ -56,6 +94,20 @@ class Wait:
     op: str
     what: str
     age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """The part of a status page that is written a few times a second."""
+
+    waits: tuple[Wait, ...] = ()
+    """What the rank waits for, oldest first."""
+
+    at: str = ""
+    """Where its training thread is in Python code."""
+
+
+_NOTE = TypeAdapter(Note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +120,23 @@ class Seen:
     """The process's: a letter of `/proc/PID/stat`, or `gone`."""
 
     beat_age_s: float
-    """Since the rank's watch wrote last."""
+    """Since the rank's watchdog wrote last."""
 
     stage: str
     step: int
     phase: str
     phase_age_s: float
     issued: tuple[int, ...]
-    """Collectives issued, by line."""
+    """Collectives issued, by sequence."""
 
     waits: tuple[Wait, ...]
-    """What it waits for, oldest first."""
+    """As in `Note`."""
 
     at: str
-    """Where its training thread is in Python code."""
+    """As in `Note`."""
 
-    told: bool
-    """It has told its log."""
+    reported: bool
+    """It has reported a hang in its log."""
 
     @property
     def stopped(self) -> bool:
@@ -93,47 +145,17 @@ class Seen:
 
     @property
     def lifeless(self) -> bool:
-        """It does nothing, not even watch."""
+        """It does nothing; not even its watchdog does."""
         return self.stopped or self.state in ("Z", "gone") or self.beat_age_s > LIFELESS_S
 
     @property
     def lost(self) -> bool:
-        """It does nothing, and not because it has told of a hang and ended, as every rank then does."""
-        return self.lifeless and not self.told
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON can carry it; `seen_from` reads it back."""
-        return {**asdict(self), "waits": plain_waits(self.waits)}
+        """It does nothing, and not because it has reported a hang and ended, as every rank then does."""
+        return self.lifeless and not self.reported
 
 
-def seen_from(plain: Mapping[str, Any]) -> Seen:
-    """What `Seen.plain` gave, after JSON.
-
-    Raises:
-        TypeError, KeyError: it is something else.
-    """
-    waits = tuple(_wait_from(wait) for wait in plain["waits"])
-    return Seen(**{**plain, "issued": tuple(plain["issued"]), "waits": waits})
-
-
-def _wait_from(plain: Mapping[str, Any]) -> Wait:
-    peers = plain["peers"]
-    return Wait(
-        **{**plain, "ranks": _all_of(plain["ranks"]), "peers": None if peers is None else tuple(peers)}
-    )
-
-
-def _span(ranks: Sequence[int]) -> list[int] | dict[str, int]:
-    """Evenly spaced ranks, as those of a line are, in a few bytes however many they are."""
-    if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])):
-        return {"from": ranks[0], "to": ranks[-1], "by": ranks[1] - ranks[0]}
-    return list(ranks)
-
-
-def _all_of(span: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
-    if isinstance(span, Mapping):
-        return tuple(range(span["from"], span["to"] + 1, span["by"]))
-    return tuple(span)
+SEEN_BY_RANK = TypeAdapter(dict[int, Seen])
+"""To JSON and back."""
 
 
 class StatusPage:
@@ -152,16 +174,17 @@ class StatusPage:
         else:
             self.path = str(folder / f"rank-{rank:05}.status")
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.posix_fallocate(handle, 0, _BYTES)  # to run out of room here, not at a write to the mapping
-        self._map = mmap.mmap(handle, _BYTES)
-        self._step, self._phase = 0, b"starting"
-        self.turn(self._phase)
-        self.beat({})
-        _HEAD.pack_into(self._map, _HEAD_AT, _MAGIC, os.getpid(), rank, 0)
+        size = ctypes.sizeof(_Page)
+        os.posix_fallocate(handle, 0, size)  # to run out of room here, not at a write to the mapping
+        self._page = _Page.from_buffer(mmap.mmap(handle, size))
+        self._issued, self._step = self._page.issued, 0
+        self.turn(b"starting")
+        self.beat(Note())
+        self._page.pid, self._page.rank, self._page.magic = os.getpid(), rank, _MAGIC
 
     def stage(self, name: str) -> None:
         """The stage that runs, as a message names it."""
-        _STAGE.pack_into(self._map, _STAGE_AT, name.encode()[:64])
+        self._page.stage = name.encode()[:64]
 
     def step(self, number: int) -> None:
         """The step that begins."""
@@ -169,27 +192,26 @@ class StatusPage:
 
     def turn(self, phase: bytes) -> None:
         """What the training thread turns to, in at most 24 bytes."""
-        _TURN.pack_into(self._map, _TURN_AT, self._step, phase, time.monotonic_ns() // 1000)
+        page = self._page
+        page.step, page.phase, page.phase_since = self._step, phase, now_us()
 
-    def issued(self, line: int, count: int) -> None:
-        """So many collectives of a line have been issued."""
-        if line < LINES:
-            _COUNT.pack_into(self._map, _COUNTS_AT + _COUNT.size * line, count)
+    def issued(self, index: int, count: int) -> None:
+        """So many collectives of a sequence have been issued."""
+        if index < SEQUENCES:
+            self._issued[index] = count
 
-    def beat(self, note: Mapping[str, Any]) -> None:
+    def beat(self, note: Note) -> None:
         """A sign of life, and what takes longer to say."""
-        text = json.dumps(note).encode()
-        if len(text) > _BYTES - _NOTE_AT:
-            text = b"{}"
-        self._map[_NOTE_AT : _NOTE_AT + len(text)] = text
-        _BEAT.pack_into(self._map, _BEAT_AT, now_us(), len(text))
+        text = _NOTE.dump_json(note)
+        self._page.note = text if len(text) <= _NOTE_BYTES else b"{}"
+        self._page.beat = now_us()
 
-    def told(self) -> None:
-        """This rank has told its log what it knows."""
-        _COUNT.pack_into(self._map, _TOLD_AT, 1)
+    def reported(self) -> None:
+        """This rank has reported in its log what it knows."""
+        self._page.reported = 1
 
     def remove(self) -> None:
-        """Take the status page away."""
+        """Remove the status page."""
         if self._in_folder:
             Path(self.path).unlink(missing_ok=True)
 
@@ -197,32 +219,26 @@ class StatusPage:
 def read(path: str | Path) -> Seen | None:
     """Read a status page of this host; None if there is none, or none yet."""
     try:
-        data = Path(path).read_bytes()
-        magic, pid, rank, told = _HEAD.unpack_from(data, _HEAD_AT)
-        if magic != _MAGIC:
+        page = _Page.from_buffer_copy(Path(path).read_bytes())
+        if page.magic != _MAGIC:
             return None
-        now = now_us()
-        step, phase, since = _TURN.unpack_from(data, _TURN_AT)
-        beat, length = _BEAT.unpack_from(data, _BEAT_AT)
-        note = json.loads(data[_NOTE_AT : _NOTE_AT + length])
-        counts = struct.unpack_from(f"<{LINES}q", data, _COUNTS_AT)
-        waits, at = tuple(_wait_from(wait) for wait in note.get("waits", ())), str(note.get("at", ""))
-    except (OSError, struct.error, ValueError, TypeError, KeyError, AttributeError):
+        note = _NOTE.validate_json(page.note)
+    except (OSError, ValueError):
         return None  # half of it is written
-    used = max((place + 1 for place, count in enumerate(counts) if count), default=0)
+    now, issued = now_us(), tuple(page.issued)
     return Seen(
-        rank=rank,
-        pid=pid,
-        state=state_of(pid),
-        beat_age_s=(now - beat) / 1e6,
-        stage=_STAGE.unpack_from(data, _STAGE_AT)[0].rstrip(b"\0").decode(errors="replace"),
-        step=step,
-        phase=phase.rstrip(b"\0").decode(errors="replace"),
-        phase_age_s=(now - since) / 1e6,
-        issued=counts[:used],
-        waits=waits,
-        at=at,
-        told=bool(told),
+        rank=page.rank,
+        pid=page.pid,
+        state=state_of(page.pid)[0],
+        beat_age_s=(now - page.beat) / 1e6,
+        stage=page.stage.decode(errors="replace"),
+        step=page.step,
+        phase=page.phase.decode(errors="replace"),
+        phase_age_s=(now - page.phase_since) / 1e6,
+        issued=issued[: max((index + 1 for index, count in enumerate(issued) if count), default=0)],
+        waits=note.waits,
+        at=note.at,
+        reported=bool(page.reported),
     )
 
 
@@ -230,21 +246,6 @@ def read_all(folder: Path) -> dict[int, Seen]:
     """The status pages in a folder, by rank."""
     found = [read(path) for path in sorted(folder.glob("rank-*.status"))]
     return {seen.rank: seen for seen in found if seen is not None}
-
-
-def state_of(pid: int) -> str:
-    """The state of a process of this host (Linux): a letter as in `ps`, `gone`, or `?` if nobody can say."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "gone" if Path("/proc/self").exists() else "?"
-    except OSError:
-        return "gone"
-
-
-def plain_waits(waits: Sequence[Wait]) -> list[dict[str, Any]]:
-    """For a status page's note."""
-    return [{**asdict(wait), "ranks": _span(wait.ranks)} for wait in waits]
 
 
 def claim(folder: Path | None, name: str) -> bool:
@@ -256,5 +257,83 @@ def claim(folder: Path | None, name: str) -> bool:
     except FileExistsError:
         return False
     except OSError:  # the launcher is gone, and its folder
-        return True
+        pass
     return True
+
+
+class StatusServer(socketserver.ThreadingTCPServer):
+    """Answers for the ranks of one host: it says what their status pages say, and hears of a hang.
+
+    Args:
+        address: of the interface that the ranks use; a free port is taken.
+        secret: whoever asks has to know it.
+        read: gives the status pages.
+        hang_found: a rank of another host has found a hang.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(
+        self,
+        address: str,
+        secret: str,
+        read: Callable[[], Mapping[int, Seen]],
+        hang_found: Callable[[], None],
+    ) -> None:
+        self.secret, self.read, self.hang_found = secret, read, hang_found
+        super().__init__((address, 0), _Answer)
+
+    @property
+    def name(self) -> str:
+        """By which `ask` finds it, for those who may."""
+        host, port = self.server_address[:2]
+        return f"{host!s}:{port}/{self.secret}"
+
+    def open(self) -> None:
+        """Answer from now on, on a thread."""
+        threading.Thread(target=self.serve_forever, name="ddprun-status-server", daemon=True).start()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Whoever asked is gone; nobody else need know."""
+
+
+class _Answer(socketserver.StreamRequestHandler):
+    timeout = _ASK_S
+
+    def handle(self) -> None:
+        server = self.server
+        assert isinstance(server, StatusServer)
+        asked = json.loads(self.rfile.readline(_QUESTION_BYTES))
+        if not hmac.compare_digest(str(asked["secret"]), server.secret):
+            return
+        if asked["hang"]:
+            server.hang_found()
+        self.wfile.write(SEEN_BY_RANK.dump_json({**server.read()}) + b"\n")
+
+
+def ask(server: str, *, hang: bool) -> dict[int, Seen] | None:
+    """The status pages of another host; None if nobody answers in time.
+
+    Args:
+        server: its name.
+        hang: report that the run hangs.
+    """
+    address, _, secret = server.partition("/")
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=_ASK_S) as connection:
+            connection.sendall(json.dumps({"secret": secret, "hang": hang}).encode() + b"\n")
+            with connection.makefile("rb") as answer:
+                return SEEN_BY_RANK.validate_json(answer.readline(_ANSWER_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
+def ask_all(servers: Sequence[str], *, hang: bool) -> dict[int, Seen]:
+    """The status pages behind several servers, those that answer; takes no longer than one."""
+    if not servers:
+        return {}
+    with ThreadPoolExecutor(len(servers)) as pool:
+        answers = pool.map(lambda server: ask(server, hang=hang), servers)
+        return {rank: seen for answer in answers if answer for rank, seen in answer.items()}

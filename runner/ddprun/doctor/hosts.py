@@ -1,0 +1,262 @@
+"""Examining all hosts of a launch: one rank of each takes part in what is measured between them."""
+
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddprun.doctor import links
+from ddprun.doctor.findings import Finding, Level, Report, pair_of
+from ddprun.doctor.host import bad_variables, loopback_variables, wrong_interface
+from ddprun.host.network import VARIABLES, address_towards, interface_towards
+from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.screen import say
+
+_HOST_S = 60.0
+"""Longest time for a host to examine itself: drivers of GPUs may need long to start."""
+
+_PORTS_S = 30.0
+_PARTING_S = 5.0
+_MANY_ROUNDS = 3
+_TICK_S = 0.05
+_MORE_S, _ANSWERS_S = 5.0, 5.0
+_FAILED = 1
+
+CHECK_HOST = "check that host and the link to it"
+RUN_AGAIN = (
+    "see the other findings; run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
+    "TORCH_CPP_LOG_LEVEL=INFO set, which name the collective"
+)
+
+
+class LostError(RuntimeError):
+    """Hosts that were there do not answer any more; says which."""
+
+
+@contextmanager
+def bounded(within_s: float) -> Iterator[None]:
+    """End this process if the block does not end: a dead link says nothing, and the store waits.
+
+    Args:
+        within_s: what the block takes at most by its own account.
+    """
+
+    def end() -> None:
+        say(f"ddprun doctor: the host that holds the store no longer answers\n  -> {CHECK_HOST}")
+        os._exit(_FAILED)
+
+    timer = threading.Timer(within_s + _MORE_S, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class HostGroup:
+    """The hosts, in rank order."""
+
+    store: dist.Store
+    names: tuple[str, ...]
+    index: int
+    """Of this host."""
+
+    def gather(self, key: str, value: Any, within_s: float) -> list[Any]:
+        """Every host's value on every host, as JSON can carry it.
+
+        Args:
+            key: used once.
+            value: this host's.
+            within_s: how long to wait for the last one.
+
+        Raises:
+            LostError: some did not answer.
+        """
+        keys = [f"{key}/{index}" for index in range(len(self.names))]
+        until = time.monotonic() + within_s
+        with bounded(_ANSWERS_S):
+            self.store.set(keys[self.index], json.dumps(value))
+        while not _holds(self.store, keys):
+            if time.monotonic() > until:
+                missing = [not _holds(self.store, [one]) for one in keys]
+                late = ", ".join(itertools.compress(self.names, missing))
+                raise LostError(f"{late} did not answer within {within_s:g} s ({key})")
+            time.sleep(_TICK_S)
+        with bounded(_ANSWERS_S):
+            return [json.loads(self.store.get(one)) for one in keys]
+
+
+def _holds(store: dist.Store, keys: list[str]) -> bool:
+    with bounded(_ANSWERS_S):
+        return bool(store.check(keys))
+
+
+def examine_hosts(
+    here: Report, timeout_s: float, base: Any = None, extra: Sequence[Finding] = ()
+) -> tuple[Report | None, bool]:
+    """Examine all hosts, as a rank by the launcher's variables. Every rank has to call this.
+
+    Args:
+        here: what this host found out about itself.
+        timeout_s: how long others may take to come, and a collective to end.
+        base: a store that has been reached; None: by what the environment says.
+        extra: further findings about this host.
+
+    Returns:
+        The report, on rank 0 alone, and whether there is no problem.
+
+    Raises:
+        LostError, NetworkError, RuntimeError: hosts cannot be reached any more.
+    """
+    (facts,) = here.hosts
+    loopbacks = loopback_variables()
+    findings = [*here.findings, *extra]
+    for variable, value in loopbacks.items():
+        found = f"{variable} is {value}, the loopback, through which no other host can be reached"
+        findings.append(wrong_interface(facts["name"], variable, found))
+    for variable in {**loopbacks, **bad_variables()}:  # what is measured is measured without
+        del os.environ[variable]
+    environment = Environment.read()
+    ranks = Ranks(environment, timedelta(seconds=timeout_s))
+    with bounded(3 * timeout_s):
+        ranks.connect(base)
+        mine = json.dumps([facts["name"], facts["boot"]])  # the boot id tells hosts of one name apart
+        places = [tuple(json.loads(text)) for text in ranks.gather("doctor/places", mine)]
+    first_ranks = {place: places.index(place) for place in dict.fromkeys(places)}
+    known = [name for name, _ in first_ranks]
+    names = tuple(
+        name if known.count(name) == 1 else f"{name} (rank {rank})" for (name, _), rank in first_ranks.items()
+    )
+    store = dist.PrefixStore("doctor", ranks.store)
+    report = None
+    if ranks.rank in first_ranks.values():
+        group = HostGroup(store, names, [*first_ranks.values()].index(ranks.rank))
+        report = _between(group, facts, findings, timeout_s)
+        if group.index == 0:
+            store.set("fit", json.dumps(report.fit))
+    while not _holds(store, ["fit"]):  # however long that takes
+        time.sleep(_TICK_S)
+    with bounded(_ANSWERS_S):
+        fit = bool(json.loads(store.get("fit")))
+    until = time.monotonic() + _PARTING_S
+    with bounded(_PARTING_S), suppress(RuntimeError):  # whoever holds the store should be the last to end
+        store.set(f"bye/{ranks.rank}", "")
+        keys = [f"bye/{rank}" for rank in range(environment.world_size)]
+        while not store.check(keys) and time.monotonic() < until:
+            time.sleep(_TICK_S)
+        time.sleep(_TICK_S)
+    return (report if ranks.rank == 0 else None), fit
+
+
+def _between(
+    group: HostGroup, facts: Mapping[str, Any], findings: Sequence[Finding], timeout_s: float
+) -> Report:
+    """Measure between hosts; gives all of them the report."""
+    size, name = len(group.names), group.names[group.index]
+    mine = [{**asdict(finding), "where": name} for finding in findings]
+    address = address_towards(os.environ["MASTER_ADDR"])
+    interface = os.environ.get(VARIABLES[0], "")
+    answers = group.gather("hosts", [{**facts, "name": name}, mine, interface], _HOST_S + timeout_s)
+    hosts, interfaces = [answer[0] for answer in answers], [answer[2] for answer in answers]
+    found = [Finding(**plain) for answer in answers for plain in answer[1]] + version_findings(hosts)
+    with bounded(2 * timeout_s * size):
+        offset = links.clock_offset(group.store, group.index, size, timeout_s)
+    clocks = group.gather("clocks", offset, timeout_s * size)
+    with links.OpenPorts(address) as own:
+        listening = [
+            links.Listening(where, tuple(ports), token)
+            for where, ports, token in group.gather("listening", [address, own.ports, own.token], timeout_s)
+        ]
+        others = [None if index == group.index else one for index, one in enumerate(listening)]
+        closed = group.gather("ports", links.closed_ports(others), _PORTS_S + timeout_s)
+    routes = group.gather(
+        "routes", [None if one is None else interface_towards(one.address) for one in others], timeout_s
+    )
+    found += links.route_findings(group.names, interfaces, routes)
+    found += links.port_findings(group.names, listening, closed)
+    found += links.clock_findings(group.names, clocks)
+    fenced = {
+        (one, other)
+        for one, other in itertools.combinations(range(size), 2)
+        if closed[one][other] or closed[other][one]
+    }
+    return Report(hosts, found + _links(group, hosts, interfaces, fenced, timeout_s))
+
+
+def _links(
+    group: HostGroup,
+    hosts: Sequence[Mapping[str, Any]],
+    interfaces: Sequence[str],
+    fenced: set[tuple[int, int]],
+    timeout_s: float,
+) -> list[Finding]:
+    """Measure the links between all hosts that can reach each other."""
+    kinds = [("gloo", torch.device("cpu"))]
+    if all(host["gpus"] and host["versions"]["NCCL"] for host in hosts):
+        kinds.append(("nccl", torch.device("cuda", 0)))
+    schedule = links.rounds(len(hosts))
+    if group.index == 0 and len(schedule) > _MANY_ROUNDS:
+        say(f"ddprun doctor: measuring links in {len(schedule)} rounds of some seconds each")
+    findings: list[Finding] = []
+    for number, (pairs, (backend, device)) in enumerate(itertools.product(schedule, kinds)):
+        pair = next((pair for pair in pairs if group.index in pair and pair not in fenced), None)
+        mine = None if pair is None else _measured(group, pair, backend, device, timeout_s)
+        others_s = 2 * timeout_s + (0 if isinstance(mine, str) else links.LONGEST_S)
+        results = group.gather(f"links/{number}", mine, others_s)
+        for one, other in pairs:
+            names = group.names[one], group.names[other]
+            if failed := [text for text in (results[one], results[other]) if isinstance(text, str)]:
+                found = f"a collective over {backend} failed: {failed[0]}"
+                findings.append(Finding(pair_of(*names), "bandwidth", "problem", found, RUN_AGAIN))
+            elif results[one] is not None:
+                speeds = [_speed(hosts[host], interfaces[host]) for host in (one, other)]
+                findings += links.link_findings(*names, links.Measured(**results[one]), speeds)
+    if any(len(pairs) > 1 for pairs in schedule):
+        where = f"{group.names[0]}, {group.names[-1]}"
+        found = f"{len(hosts)} hosts: up to {len(hosts) // 2} pairs were measured at the same time"
+        do = "give --nnodes 2 on two hosts to measure a slow link alone"
+        findings.append(Finding(where, "bandwidth", "note", found, do))
+    return findings
+
+
+def _measured(
+    group: HostGroup, pair: tuple[int, int], backend: str, device: torch.device, timeout_s: float
+) -> dict[str, Any] | str:
+    """What was measured, or why it could not be."""
+    store = dist.PrefixStore(f"link/{backend}/{pair[0]}-{pair[1]}", group.store)
+    try:
+        with bounded(links.LONGEST_S + 2 * timeout_s):
+            return asdict(links.measure(store, pair.index(group.index), backend, device, timeout_s))
+    except (RuntimeError, ValueError) as error:
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _speed(host: Mapping[str, Any], interface: str) -> float | None:
+    return next((one["mbit_per_s"] for one in host["interfaces"] if one["name"] == interface), None)
+
+
+def version_findings(hosts: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Versions that are not the same on all hosts."""
+    findings = []
+    where = pair_of(hosts[0]["name"], hosts[-1]["name"]) if len(hosts) > 1 else hosts[0]["name"]
+    for what in hosts[0]["versions"]:
+        found = [host["versions"][what] for host in hosts]
+        if what == "python":
+            found = [text.rpartition(".")[0] for text in found]
+        if len(set(found)) > 1:
+            listed = ", ".join(f"{host['name']} has {host['versions'][what] or 'none'}" for host in hosts)
+            level: Level = "warning" if what in ("python", "NVIDIA driver") else "problem"
+            do = f"install the same {what} on all hosts"
+            findings.append(Finding(where, "versions", level, f"{what}: {listed}", do))
+    return findings

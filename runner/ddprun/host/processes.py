@@ -1,0 +1,82 @@
+"""Processes, signals and threads of one host: nothing outlives its parent, nothing holds up a signal."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+LAUNCHER = "DDPRUN_LAUNCHER"
+"""Environment variable of ranks: their launcher's process id. What a rank starts will not see it."""
+
+_T = TypeVar("_T")
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+def die_with_launcher() -> None:
+    """For a rank of ddprun's launcher, before anything that takes time: to import torch takes seconds."""
+    launcher = os.environ.pop(LAUNCHER, None)
+    if launcher is not None:
+        die_with_parent(int(launcher))
+        # Slurm signals all processes of a step at once; to one that has no handler yet that would be the end.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel end this process when its parent dies, however that dies (Linux).
+
+    Args:
+        parent: its process id, if it may be gone by now; None takes the one there is.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    parent = os.getppid() if parent is None else parent
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was told
+        os._exit(1)
+
+
+def state_of(pid: int) -> tuple[str, int]:
+    """State and parent of a process (Linux): a letter as in `ps`, `gone`, or `?` if nobody can say."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    except OSError:
+        return ("gone" if Path("/proc/self").exists() else "?"), 0
+    state, parent, *_ = stat.rpartition(")")[2].split()
+    return state, int(parent)
+
+
+def handle(number: int, handler: Handler | signal.Handlers) -> None:
+    """Put a handler over a signal, unless this process was started with the signal ignored.
+
+    `nohup` ignores SIGHUP, and a shell ignores SIGINT in what a script starts in the background: both want
+    the process to live on.
+    """
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, handler)
+
+
+def in_background(call: Callable[[], _T]) -> Future[_T]:
+    """Call on a daemon thread.
+
+    Whoever waits for the result may set a limit. In the main thread handlers of signals run meanwhile: if it
+    made the call itself, they would wait until torch's C++ code, which waits for other hosts, comes back.
+    """
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # raised again by whoever asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="ddprun-background", daemon=True).start()
+    return future
