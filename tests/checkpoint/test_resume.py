@@ -254,15 +254,15 @@ def blind_in_rank_0(folder: Path, run_dir: Path) -> int:
     return as_rank(folder, run_dir, True)
 
 
-def test_rank_0_has_to_see_the_checkpoints_that_others_see(finished: Path) -> None:
+def test_rank_0_has_to_see_the_checkpoints_that_others_see(tmp_path: Path, finished: Path) -> None:
     """Starting anew would lose them."""
-    run_dir = finished / "run"
-    before = steps_in(run_dir / "checkpoints")
-    as_processes(2, blind_in_rank_0, finished, run_dir, cwd=finished, may_die=True)
-    told = "".join(file.read_text() for file in finished.glob("told-*"))
+    folder = Path(shutil.copytree(finished, tmp_path / "again"))
+    before = steps_in(folder / "run" / "checkpoints")
+    as_processes(2, blind_in_rank_0, folder, folder / "run", cwd=folder, may_die=True)
+    told = "".join(file.read_text() for file in folder.glob("told-*"))
     assert told.count("sees none: rank 0 has to be where they are") == 1, told
     assert "Traceback" not in told
-    assert steps_in(run_dir / "checkpoints") == before
+    assert steps_in(folder / "run" / "checkpoints") == before
 
 
 def test_a_checkpoint_that_is_asked_for_in_a_stages_last_step_is_taken(tmp_path: Path) -> None:
