@@ -56,7 +56,10 @@ _CHECKS: list[tuple[frozenset[str], _Check]] = []
 
 
 def _reads(*keys: str) -> Callable[[_Check], _Check]:
-    """Register a check that reads these top-level keys."""
+    """Register a check, which needs these top-level keys without faults.
+
+    One that takes `_all_of` a single key needs none: what has faults is replaced by what has none.
+    """
 
     def register(check: _Check) -> _Check:
         _CHECKS.append((frozenset(keys), check))
@@ -170,28 +173,18 @@ def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[CrossCheck]:
         yield CrossCheck(("model", "transformer", "vocabulary"), text, "at least 256")
 
 
-@_reads("optimizer")
-def _nesterov_without_momentum(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    yield from _nesterov(pipeline.optimizer, ("optimizer",))
-
-
-@_reads("stages")
-def _nesterov_without_momentum_in_a_stage(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    for stage in pipeline.step_stages():
-        if stage.optimizer is not None:
-            yield from _nesterov(stage.optimizer, _own(stage, "optimizer"))
-
-
-def _nesterov(optimizer: Choice, at: KeyPath) -> Iterator[CrossCheck]:
-    options = optimizer.options
-    if optimizer.name != "SGD" or optimizer.source != "torch" or not options.get("nesterov"):
-        return
-    if not options.get("momentum"):
-        text = '"nesterov: true" needs "momentum", which is 0'
-        yield CrossCheck((*at, "SGD", "nesterov"), text, "give a momentum such as 0.9")
-    if options.get("dampening"):
-        text = f'"nesterov: true" clashes with "dampening: {options["dampening"]}"'
-        yield CrossCheck((*at, "SGD", "dampening"), text, "nesterov needs a dampening of 0")
+@_reads()
+def _nesterov(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for path, optimizer in _all_of(pipeline, "optimizer"):
+        options, at = optimizer.options, (*path, "SGD")
+        if optimizer.name != "SGD" or optimizer.source != "torch" or not options.get("nesterov"):
+            continue
+        if not options.get("momentum"):
+            text = '"nesterov: true" needs "momentum", which is 0'
+            yield CrossCheck((*at, "nesterov"), text, "give a momentum such as 0.9")
+        if options.get("dampening"):
+            text = f'"nesterov: true" clashes with "dampening: {options["dampening"]}"'
+            yield CrossCheck((*at, "dampening"), text, "nesterov needs a dampening of 0")
 
 
 @_reads("model", "optimizer")
@@ -345,12 +338,16 @@ def _restarts(pipeline: Pipeline) -> Iterator[CrossCheck]:
         yield CrossCheck(("launch", "max_restarts"), text, "keep at least 1", "warning")
 
 
+@_reads()
+def _stacks(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for path, hooks in _all_of(pipeline, "hooks"):
+        for wrong in grammar.problems([grammar.entry(hook.name, hook.options) for hook in hooks]):
+            yield CrossCheck((*path, *wrong.path), wrong.text, None, wrong.severity)
+
+
 @_reads("hooks", "stages", "launch")
 def _hooks(pipeline: Pipeline) -> Iterator[CrossCheck]:
     for path, hooks in _all_of(pipeline, "hooks"):
-        for wrong in grammar.problems([grammar.entry(hook.name, hook.options) for hook in hooks]):
-            if wrong.severity == "warning":
-                yield CrossCheck((*path, *wrong.path), wrong.text, None, "warning")
         for number, hook in enumerate(hooks):
             here = (*path, number)
             options = hook.options if hook.name == "hierarchical" else {}

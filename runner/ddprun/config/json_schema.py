@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from ddprun import __version__
 from ddprun.config import docs, signatures
 from ddprun.config.choices import KINDS, Kind
-from ddprun.config.problems import section_of
+from ddprun.config.errors import section_of
 from ddprun.config.schema import OVERRIDABLE, STAGES, TIMES, DataPair, Period, Pipeline, Stage, StepStage
 from ddprun.plugins import CLUSTERS
 

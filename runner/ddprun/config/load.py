@@ -10,14 +10,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ddprun.config import messages
+from ddprun.config import errors
 from ddprun.config import overrides as overriding
 from ddprun.config import resolved as resolving
 from ddprun.config.choices import FOLDER, Choice
 from ddprun.config.cross_checks import cross_checks
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.options import Mlp
-from ddprun.config.problems import with_known_keys
 from ddprun.config.reader import read_file
 from ddprun.config.schema import Pipeline, pipeline_model
 from ddprun.config.secrets import Secrets, fault_of, filled, holds_secret, names_secret, references
@@ -252,8 +251,8 @@ def _check(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, l
     try:
         pipeline = pipeline_model().model_validate(data)
     except ValidationError as error:
-        error = with_known_keys(error, pipeline_model())
-        faults = messages.faults(error, root, secrets.redact)
+        error = errors.with_known_keys(error, pipeline_model())
+        faults = errors.faults(error, root, secrets.redact)
         faulty |= {str(item["loc"][0]) for item in error.errors(include_url=False)}
     partial = pipeline or _partial(data, faulty)
     if partial is not None:

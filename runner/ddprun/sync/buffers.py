@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ddprun.config import Buffers
 from ddprun.sync.audit import digest
 from ddprun.sync.exchanger import ParameterExchanger
+from ddprun.sync.plan import Buffers
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.control import Control
 from ddprun_hooks.payload import nbytes

@@ -18,17 +18,24 @@ from pydantic import BeforeValidator, Field
 
 from ddprun.cluster import Cluster, ClusterError, Outcome, Show, Submission, limits
 from ddprun.cluster.image import RUNS, USER, Folder, Image, arguments
-from ddprun.config import patterns
-from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, problem
+from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, matching, problem
 
 JOB = "ddprun.job"
 """Label of all that belongs to a job; its value is the job's id."""
 
 _KILLED = 137
 
-_Variable = Annotated[str, Field(max_length=200, pattern=patterns.VARIABLE)]
-_Bytes = Annotated[str, Field(pattern=patterns.BYTES)]
+_Variable = Annotated[
+    str,
+    Field(max_length=200),
+    matching(r"^[A-Za-z_][A-Za-z0-9_]*$", 'letters, digits and "_" only, not a digit first'),
+]
+_Bytes = Annotated[str, matching(r"^[1-9][0-9]*[bkmg]?$", "a number of bytes, as in 512m or 8g")]
 """As Docker has them: 512m, 4g."""
+
+_VOLUME = matching(
+    r"^(/[^:\x00-\x1f]+|[A-Za-z0-9][A-Za-z0-9_.-]*)$", 'a volume\'s name, or a path from "/" on'
+)
 
 _SYSTEM = (
     "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/root", "/run", "/sbin",
@@ -45,7 +52,7 @@ def _read_machine_folder(value: Any) -> Any:
     """A folder of the engine's machine.
 
     Raises:
-        PydanticCustomError: it is the system's.
+        pydantic.ValidationError: it is the system's.
     """
     if not isinstance(value, str) or not value.startswith("/"):
         return value
@@ -59,7 +66,7 @@ def _read_machine_folder(value: Any) -> Any:
 
 def _read_network(value: Any) -> Any:
     """Raises:
-    PydanticCustomError: it is no network of containers.
+    pydantic.ValidationError: it is not a network of containers.
     """
     if isinstance(value, str) and (value == "host" or value.startswith(("container:", "ns:"))):
         raise problem(
@@ -94,9 +101,7 @@ class Docker(Cluster):
         network: Annotated[Image | None, BeforeValidator(_read_network)] = None
         """One that is there already; null makes one, of the driver bridge, for the job."""
 
-        runs: Annotated[str, Field(pattern=patterns.VOLUME), BeforeValidator(_read_machine_folder)] = (
-            "ddprun-runs"
-        )
+        runs: Annotated[str, _VOLUME, BeforeValidator(_read_machine_folder)] = "ddprun-runs"
         """Where the folders of runs are kept: a volume, which is made if there is none, or a folder of the
         engine's machine, but none of the system's."""
 
