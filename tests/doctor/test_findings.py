@@ -42,7 +42,7 @@ def test_a_report_is_grouped_by_place() -> None:
         "2 hosts: 1 problem",
     ]
     assert "\x1b[" in diagnosed.text(report, color=True)
-    assert diagnosed.text(Report([{"name": "a"}], [FINE])).endswith("1 host: nothing to complain of")
+    assert diagnosed.text(Report([{"name": "a"}], [FINE])).endswith("1 host: no problems")
 
 
 def test_a_report_in_json_gives_the_findings_back() -> None:

@@ -20,7 +20,7 @@ def text(report: Report, color: bool = False) -> str:
         lines.append(click.style(where, bold=True) if color else where)
         for finding in report.findings:
             if finding.where == where:
-                lines += _told(finding, color)
+                lines += _shown(finding, color)
     lines.append(_verdict(report))
     return "\n".join(lines)
 
@@ -30,7 +30,7 @@ def as_json(report: Report) -> str:
     return json.dumps(report.plain(), indent=2, ensure_ascii=False)
 
 
-def _told(finding: Finding, color: bool) -> Iterator[str]:
+def _shown(finding: Finding, color: bool) -> Iterator[str]:
     level = f"{finding.level:<9}"
     if color:
         level = click.style(level, fg=_TONES[finding.level], bold=finding.level == "problem")
@@ -48,6 +48,6 @@ def _wrapped(paragraph: str) -> list[str]:
 
 def _verdict(report: Report) -> str:
     kinds: tuple[Level, ...] = ("problem", "warning", "note")
-    told = [count(number, kind) for kind in kinds if (number := report.count(kind))]
+    counts = [count(number, kind) for kind in kinds if (number := report.count(kind))]
     hosts = count(len(report.hosts), "host")
-    return f"{hosts}: {', '.join(told) if told else 'nothing to complain of'}"
+    return f"{hosts}: {', '.join(counts) or 'no problems'}"

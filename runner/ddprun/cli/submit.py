@@ -96,7 +96,7 @@ def _follow(job: "Cluster", number: str) -> int:
     try:
         outcome = job.follow(number, lambda text: click.echo(text, nl=False, err=True))
     except KeyboardInterrupt:
-        click.echo(f"\nddprun: job {number} goes on, and is no longer followed", err=True)
+        click.echo(f"\nddprun: job {number} is still running, and is no longer followed", err=True)
         return 130
     click.echo(f"ddprun: job {number}: {outcome.state}", err=True)
     return 0 if outcome.good else 1

@@ -8,7 +8,7 @@ from ddprun.cluster.cluster import Submission
 from ddprun.options import matching
 
 PORT = 29400
-"""Where the hosts of a job meet, on a network of its own: torchelastic's own default."""
+"""Of the rendezvous of a job's hosts, on a network of its own: torchelastic's own default."""
 
 RUNS = "/workspace/runs"
 """The image's folder for what runs leave."""
@@ -31,4 +31,4 @@ Folder = Annotated[
 def arguments(submission: Submission, job: str, file: str, hosts: int, first: str) -> list[str]:
     """Ddprun's arguments in each container of a job; `first` is the name of the first one's host."""
     run_dir = f"{RUNS}/{submission.loaded.pipeline.name}/{job}"
-    return submission.arguments(file, run_dir, hosts=hosts, meeting=f"{first}:{PORT}", job=job)
+    return submission.arguments(file, run_dir, hosts=hosts, endpoint=f"{first}:{PORT}", job=job)

@@ -45,11 +45,6 @@ def catalog(kind: str) -> list[Entry]:
     return entries + [_of_installed(kind, *added) for added in found.options_of_installed().items()]
 
 
-def dotted(kind: str) -> str:
-    """What a dotted name may lead to; empty if the kind takes none."""
-    return KINDS[kind].dotted if kind in KINDS else ""
-
-
 def _entry(kind: str, name: str, source: str, description: str, options: list[dict[str, Any]]) -> Entry:
     return {"kind": kind, "name": name, "source": source, "description": description, "options": options}
 

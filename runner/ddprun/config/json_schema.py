@@ -88,10 +88,9 @@ def _of_stage(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
     if issubclass(stage, StepStage):
         for key in OVERRIDABLE:  # what a stage does not name holds from above: no default of its own
             schema["properties"].get(key, {}).pop("default", None)
-        lengths = [
+        schema["oneOf"] = [
             {"required": [key], "properties": {key: {"type": "integer"}}} for key in ("steps", "epochs")
         ]
-        schema["oneOf"] = lengths
         schema["required"] = []  # for `_one_of_many`: the bare name is not enough
     return schema
 

@@ -66,7 +66,7 @@ def _whole(value: Any) -> Choice:
     given = value[choice.name] if isinstance(value, dict) else None
     nothing = 0 if choice.name == "synthetic" else None
     if given and given.get("held_out"):
-        text = "held_out has no effect where train and evaluate are given apart: each is used whole"
+        text = "held_out has no effect where train and evaluate are given separately: each is used whole"
         raise problem(text, "remove it", at=(choice.name, "held_out"), on_key=True)
     settings = choice.settings.model_copy(update={"held_out": nothing})
     return Choice("data", choice.name, {**choice.options, "held_out": nothing}, "built-in", settings)
@@ -76,7 +76,7 @@ WholeData = Annotated[Choice, Validated(_whole, "data")]
 
 
 class DataPair(Options):
-    """Training and evaluation data given apart; each is used whole."""
+    """Training and evaluation data given separately; each is used whole."""
 
     train: WholeData
     """What train stages read."""
@@ -168,8 +168,8 @@ class Audit(Options):
 
 
 class Checkpoint(Options):
-    """When the whole state of a run is kept, so that `ddprun resume` can go on from it. One is taken at the
-    run's end and when it is interrupted, too.
+    """When the whole state of a run is kept, so that `ddprun resume` can continue from it. One is also
+    taken at the run's end and when it is interrupted.
     """
 
     every: NonNegativeInt = 500
@@ -204,7 +204,7 @@ class Launch(Options):
     """Ranks per host; null is one for each GPU, or two on a host without."""
 
     nnodes: Annotated[int | str, Validated(_read_nnodes, "nnodes")] = 1
-    """Hosts: a number, or "MIN:MAX" for a run that goes on when hosts leave, or come."""
+    """Hosts: a number, or "MIN:MAX" for a run that continues when hosts leave or join."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is cuda where torch sees a GPU, else cpu."""
@@ -216,7 +216,7 @@ class Launch(Options):
     """Seconds that a collective may take before the run fails."""
 
     max_restarts: NonNegativeInt = 0
-    """How often the ranks are started again after a failure, to go on from the newest checkpoint."""
+    """How often the ranks are restarted after a failure, from the newest checkpoint."""
 
     @property
     def hosts(self) -> tuple[int, int]:
@@ -276,7 +276,7 @@ def read_buffers(value: Any) -> Buffers:
     if others and times:
         stray = next(key for key in value if key not in TIMES)
         hint = f'indent reduce further, under "{times[0]}"' if stray == "reduce" else _TIMES_ALLOWED
-        raise problem(f'"{stray}" is not allowed beside "{times[0]}"', hint, at=stray, on_key=True)
+        raise problem(f'"{stray}" is not allowed next to "{times[0]}"', hint, at=stray, on_key=True)
     return _at_time(name, value[name], functools.partial(problem, at=name, on_key=True), name)
 
 
@@ -572,7 +572,7 @@ class Pipeline(Options):
     """Largest norm of all gradients together; null does not clip."""
 
     on_nan: Literal["continue", "stop"] = "stop"
-    """What follows when weights are not finite any more: the run ends as failed, or goes on."""
+    """What happens when weights are no longer finite: the run fails, or continues."""
 
     precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] = "fp32"
     """bf16 and fp16 are autocast; with pure_ the model itself is half."""

@@ -89,7 +89,7 @@ class Trackers:
             one.put(lambda tracker: tracker.metrics(step, values))
 
     def close(self, summary: Mapping[str, Any], within_s: float | None = None) -> list[str]:
-        """Let them bring out what they have; gives those that did not end in time."""
+        """Let them flush; gives those that did not end in time."""
         self._closed = True
         until = time.monotonic() + (_ENDS_S if within_s is None else within_s)
         for one in self._fed:
@@ -103,11 +103,7 @@ class Trackers:
         self._may_fail.clear()
 
     def fail(self, within_s: float | None = None) -> None:
-        """Close them as failed, and quickly, since other ranks wait for this one.
-
-        Args:
-            within_s: seconds at most.
-        """
+        """Close them as failed, within seconds, since other ranks wait for this one."""
         if threading.current_thread() is threading.main_thread():
             self._may_fail.set()
         self._may_fail.wait(_HOLDS_S)

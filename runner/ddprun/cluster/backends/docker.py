@@ -225,7 +225,7 @@ class Docker(Cluster):
         """
         with _engine() as api:
             found = api.containers(all=True, filters={"label": f"{JOB}={job}"})
-            names = sorted((one["Names"][0].removeprefix("/") for one in found), key=_place)
+            names = sorted((one["Names"][0].removeprefix("/") for one in found), key=_node)
             if not names:
                 raise ClusterError(f"the engine has no container of {job}")
             left = threading.Event()
@@ -235,13 +235,12 @@ class Docker(Cluster):
                     show(text)
 
             threads = [
-                threading.Thread(target=_show_log, args=(name, _place(name), show_on), daemon=True)
-                for name in names
+                threading.Thread(target=_show_log, args=(name, show_on), daemon=True) for name in names
             ]
             for thread in threads:
                 thread.start()
             try:
-                ended = [_ended(api, name) for name in names]
+                ended = [_wait(api, name) for name in names]
                 for thread in threads:
                     thread.join(10)
             finally:
@@ -267,7 +266,7 @@ def remove(job: str) -> None:
             api.remove_network(one["Id"])
 
 
-def _ended(api: Any, name: str) -> tuple[int, str]:
+def _wait(api: Any, name: str) -> tuple[int, str]:
     """Wait for the end of a container: its exit code, and what that means."""
     api.wait(name, timeout=None)
     state: Mapping[str, Any] = api.inspect_container(name)["State"]
@@ -277,22 +276,19 @@ def _ended(api: Any, name: str) -> tuple[int, str]:
     return code, "was killed" if code == _KILLED else f"ended with exit code {code}"
 
 
-def _show_log(name: str, place: int, show: Show) -> None:
+def _show_log(name: str, show: Show) -> None:
     """Show a container's output, each line with its node's number but on the first one."""
+    head = f"node {_node(name)}: " if _node(name) else ""
     with contextlib.suppress(ClusterError), _engine() as api:
         rest = b""
         for piece in api.logs(name, stream=True, follow=True):
             *whole, rest = (rest + piece).split(b"\n")
-            show("".join(_line(line, place) for line in whole))
+            show("".join(f"{head}{line.decode(errors='replace')}\n" for line in whole))
         if rest:
-            show(_line(rest, place))
+            show(f"{head}{rest.decode(errors='replace')}\n")
 
 
-def _line(line: bytes, place: int) -> str:
-    return (f"node {place}: " if place else "") + line.decode(errors="replace") + "\n"
-
-
-def _place(name: str) -> int:
+def _node(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 

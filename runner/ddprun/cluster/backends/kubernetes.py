@@ -258,10 +258,11 @@ class Kubernetes(Cluster):
         first = f"{self.name}-{_NODE}-0-0" if options.kind == "trainjob" else f"{self.name}-0"
         file = f"{_FOLDER}/{_FILE}"
         self._command = arguments(submission, self.name, file, self._nodes, f"{first}.{self.name}")
-        self.objects: list[Object] = [self._config_map()]
-        if self._options.runs is None:
+        text = self._loaded.path.read_text("utf-8")
+        self.objects: list[Object] = [self._object("v1", "ConfigMap", self.name, data={_FILE: text})]
+        if options.runs is None:
             self.objects.append(self._claim())
-        self.objects += self._train_job() if self._options.kind == "trainjob" else self._indexed_job()
+        self.objects += self._train_job() if options.kind == "trainjob" else self._indexed_job()
 
     @property
     def text(self) -> str:
@@ -279,20 +280,11 @@ class Kubernetes(Cluster):
         metadata["labels"] = {JOB: self.name}
         return {"apiVersion": api, "kind": kind, "metadata": metadata, **rest}
 
-    def _queued(self, one: Object) -> Object:
+    def _queued(self, job: Object) -> Object:
         """A job in the queue that the pipeline names."""
         if self._options.queue is not None:
-            one["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = self._options.queue
-        return one
-
-    def _torch(self, one: Object) -> Object:
-        """A runtime as Kubeflow's own tools find it."""
-        one["metadata"]["labels"][f"{_TRAINER}/framework"] = "torch"
-        return one
-
-    def _config_map(self) -> Object:
-        text = self._loaded.path.read_text("utf-8")
-        return self._object("v1", "ConfigMap", self.name, data={_FILE: text})
+            job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = self._options.queue
+        return job
 
     def _claim(self) -> Object:
         spec: Object = {
@@ -322,8 +314,10 @@ class Kubernetes(Cluster):
             trainer["resourcesPerNode"] = resources
         reference = {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": self.name}
         spec = {"runtimeRef": reference, "trainer": trainer}
+        made = self._object(f"{_TRAINER}/v1alpha1", "TrainingRuntime", self.name, spec=runtime)
+        made["metadata"]["labels"][f"{_TRAINER}/framework"] = "torch"  # for Kubeflow's own tools
         return [
-            self._torch(self._object(f"{_TRAINER}/v1alpha1", "TrainingRuntime", self.name, spec=runtime)),
+            made,
             self._queued(self._object(f"{_TRAINER}/v1alpha1", "TrainJob", self.name, spec=spec)),
         ]
 
@@ -461,14 +455,7 @@ class Kubernetes(Cluster):
 
 
 class _Log:
-    """The output of a job's first pod, and of those that take its place.
-
-    Args:
-        client: of the cluster.
-        namespace: the job's.
-        selector: of its pods.
-        show: takes the output.
-    """
+    """The output of a job's first pod, and of those that take its place."""
 
     def __init__(self, client: Any, namespace: str, selector: str, show: Show) -> None:
         from kubernetes.client import CoreV1Api
