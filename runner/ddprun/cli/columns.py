@@ -10,8 +10,8 @@ _INDENT = 16
 
 def labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
     """Lines beside a label."""
-    for place, line in enumerate(lines):
-        yield f"  {'' if place else label:<{_INDENT - 2}}{line}".rstrip()
+    for index, line in enumerate(lines):
+        yield f"  {'' if index else label:<{_INDENT - 2}}{line}".rstrip()
 
 
 def told(label: str, text: str) -> Iterator[str]:

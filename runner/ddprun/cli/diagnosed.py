@@ -38,8 +38,8 @@ def _shown(finding: Finding, color: bool) -> Iterator[str]:
     yield f"  {level}{finding.check:<{_INDENT - 11}}{first}"
     for line in rest:
         yield " " * _INDENT + line
-    for place, line in enumerate(_wrapped(finding.do)):
-        yield " " * (_INDENT - 3) + f"{'  ' if place else '->'} {line}"
+    for index, line in enumerate(_wrapped(finding.do)):
+        yield " " * (_INDENT - 3) + f"{'  ' if index else '->'} {line}"
 
 
 def _wrapped(paragraph: str) -> list[str]:

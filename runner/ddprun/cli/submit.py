@@ -65,7 +65,7 @@ def submit(
         raise click.UsageError(str(error)) from None
     if loaded.warnings:
         click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
-    if secret := next((one for one in overrides if loaded.secrets.redact(one) != one), None):
+    if secret := next((text for text in overrides if loaded.secrets.redact(text) != text), None):
         key = secret.partition("=")[0]
         raise click.UsageError(f"--set {key} holds a secret, which the job would show: write ${{env:NAME}}")
     if cluster.shows_file and _holds_secret(loaded):

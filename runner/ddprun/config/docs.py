@@ -77,7 +77,7 @@ def type_words(schema: dict[str, Any]) -> str:
         if "prefixItems" in schema:
             return f"a list of {count} values"
         items = type_words(schema["items"]) if "items" in schema else "anything"
-        return f"a list of {count}, each {items}" if count else f"a list, each {items}"
+        return f"a list of {count} (each {items})" if count else f"a list (each {items})"
     names = {
         "integer": "a whole number",
         "number": "a number",

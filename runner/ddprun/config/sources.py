@@ -171,7 +171,7 @@ class _Module:
         for statement, alias in own:
             if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
                 free = {"classmethod", "staticmethod"} & {
-                    ast.unparse(one) for one in statement.decorator_list
+                    ast.unparse(mark) for mark in statement.decorator_list
                 }
                 yield Origin(f"{where}.{path[0]}", method=not free)
             else:

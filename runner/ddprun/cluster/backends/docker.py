@@ -58,7 +58,7 @@ def _read_machine_folder(value: Any) -> Any:
         return value
     plain = posixpath.normpath("/" + value.lstrip("/"))
     whole = plain in _WHOLE
-    if whole or any(plain == one or plain.startswith(one + "/") for one in _SYSTEM):
+    if whole or any(plain == folder or plain.startswith(folder + "/") for folder in _SYSTEM):
         why = "holds more than data" if whole else "is the system's own"
         raise problem(f'"{value}" {why}', "a folder for data or runs alone, as in /data/images")
     return value
@@ -167,7 +167,7 @@ class Docker(Cluster):
         if options.memory is not None:
             host["Memory"] = _bytes(options.memory)
         if options.gpus:
-            ids = [str(node * options.gpus + place) for place in range(options.gpus)]
+            ids = [str(node * options.gpus + index) for index in range(options.gpus)]
             host["DeviceRequests"] = [{"DeviceIDs": ids, "Capabilities": [["gpu"]]}]
         return {
             "Image": options.image,
@@ -225,7 +225,7 @@ class Docker(Cluster):
         """
         with _engine() as api:
             found = api.containers(all=True, filters={"label": f"{JOB}={job}"})
-            names = sorted((one["Names"][0].removeprefix("/") for one in found), key=_node)
+            names = sorted((container["Names"][0].removeprefix("/") for container in found), key=_node)
             if not names:
                 raise ClusterError(f"the engine has no container of {job}")
             left = threading.Event()
@@ -260,10 +260,10 @@ def remove(job: str) -> None:
     """
     with _engine() as api:
         label = {"label": f"{JOB}={job}"}
-        for one in api.containers(all=True, filters=label):
-            api.remove_container(one["Id"], force=True)
-        for one in api.networks(filters=label):
-            api.remove_network(one["Id"])
+        for container in api.containers(all=True, filters=label):
+            api.remove_container(container["Id"], force=True)
+        for network in api.networks(filters=label):
+            api.remove_network(network["Id"])
 
 
 def _wait(api: Any, name: str) -> tuple[int, str]:

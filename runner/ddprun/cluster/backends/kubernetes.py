@@ -365,8 +365,8 @@ class Kubernetes(Cluster):
                 {"name": "tmp", "mountPath": "/tmp"},
                 {"name": "shm", "mountPath": "/dev/shm"},
                 *(
-                    {"name": f"claim-{place}", "mountPath": folder, "readOnly": True}
-                    for place, folder in enumerate(options.claims.values())
+                    {"name": f"claim-{index}", "mountPath": folder, "readOnly": True}
+                    for index, folder in enumerate(options.claims.values())
                 ),
             ],
         }
@@ -383,8 +383,8 @@ class Kubernetes(Cluster):
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},
         ]
         volumes += [
-            {"name": f"claim-{place}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
-            for place, claim in enumerate(options.claims)
+            {"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+            for index, claim in enumerate(options.claims)
         ]
         spec: Object = {
             "restartPolicy": restart,
@@ -407,8 +407,8 @@ class Kubernetes(Cluster):
     def _init_containers(self) -> Object:
         """Those that the file names, restricted where they do not say so themselves."""
         found = [
-            {**one, "securityContext": {**_RESTRICTED, **(one.get("securityContext") or {})}}
-            for one in self._options.pod.get("initContainers", ())
+            {**container, "securityContext": {**_RESTRICTED, **(container.get("securityContext") or {})}}
+            for container in self._options.pod.get("initContainers", ())
         ]
         return {"initContainers": found} if found else {}
 
@@ -422,13 +422,15 @@ class Kubernetes(Cluster):
         with _cluster() as (client, dynamic):
             namespace = self._options.namespace or _namespace()
             try:
-                for one in self.objects:
-                    resource = dynamic.resources.get(api_version=one["apiVersion"], kind=one["kind"])
-                    resource.create(body=one, namespace=namespace)
-                    made.append((resource, one))
+                for manifest in self.objects:
+                    resource = dynamic.resources.get(
+                        api_version=manifest["apiVersion"], kind=manifest["kind"]
+                    )
+                    resource.create(body=manifest, namespace=namespace)
+                    made.append((resource, manifest))
             except BaseException:
-                for resource, one in reversed(made):
-                    resource.delete(name=one["metadata"]["name"], namespace=namespace)
+                for resource, manifest in reversed(made):
+                    resource.delete(name=manifest["metadata"]["name"], namespace=namespace)
                 raise
             del client
         return self.name
