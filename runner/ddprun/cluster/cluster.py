@@ -64,11 +64,7 @@ class Submission:
         return f"{plain[:_NAME_LENGTH].strip('-')}-{secrets.token_hex(4)}"
 
     def hosts(self, asked: int | None = None) -> int:
-        """How many hosts the job has.
-
-        Args:
-            asked: by the backend's own key; None: the most that `launch.nnodes` allows.
-        """
+        """How many hosts the job has: as `asked` by the backend's own key, or the most of `launch.nnodes`."""
         return asked or self.loaded.pipeline.launch.hosts[1]
 
     def arguments(

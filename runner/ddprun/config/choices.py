@@ -217,11 +217,6 @@ def _admit_installed(plugins: Plugins[Any], name: str, refuse: _Refuse) -> None:
 def installed_class(plugins: Plugins[P], name: str, refuse: _Refuse) -> type[P]:
     """Import an installed plug-in, once `DDPRUN_TRUSTED` has allowed it.
 
-    Args:
-        plugins: of its kind.
-        name: one of `plugins.installed()`.
-        refuse: makes the error.
-
     Raises:
         pydantic.ValidationError: it is not trusted, or cannot be imported.
     """

@@ -63,12 +63,7 @@ def _reads(*keys: str) -> Callable[[_Check], _Check]:
 
 
 def cross_checks(pipeline: Pipeline, faulty: frozenset[str] = frozenset()) -> Iterator[CrossCheck]:
-    """What the checks find in a pipeline.
-
-    Args:
-        pipeline: what is checked.
-        faulty: top-level keys that hold placeholders; checks that read one of them are left out.
-    """
+    """What the checks find; those that read a `faulty` key, which holds a placeholder, are left out."""
     for keys, check in _CHECKS:
         if not keys & faulty:
             yield from check(pipeline)

@@ -36,12 +36,8 @@ def validate(
 ) -> Model:
     """Validate a part of the file, `path` below the value that is being validated.
 
-    Args:
-        model: what the part must be.
-        value: its plain data.
-        path: prefixed to the location of each error.
-        owner: the name of a choice whose options these are; messages call its unknown keys options.
-        context: what the model's own validators ask for.
+    Of the options of a choice, `owner` is its name: messages call unknown keys options of it. `context` is
+    what validators of the model ask for.
     """
     try:
         return model.model_validate(value, context=context)
@@ -148,15 +144,7 @@ def _fault(item: Any, path: KeyPath, found: Nearest, redact: Callable[[str], str
 def _sentence(
     item: Any, path: KeyPath, node: Node | None, value: Any, redact: Callable[[str], str]
 ) -> Sentence:
-    """What is wrong with a value.
-
-    Args:
-        item: the error, of `ValidationError.errors`.
-        path: of the value.
-        node: of the value; None if the file does not have it.
-        value: plain data.
-        redact: takes secrets out of a text.
-    """
+    """What an error says of a value; `node` is None if the file does not have the value."""
     kind, context = item["type"], item.get("ctx", {})
     if kind == OWN and "problem" in context:
         return context["problem"], context["allowed"], context["suggestion"]

@@ -73,11 +73,7 @@ class Loaded:
         return found.node is not self.root and not found.missing
 
     def filled(self, key_path: str, value: Any) -> Any:
-        """A value of the file with each `${env:NAME}` in its strings replaced by the environment's.
-
-        Args:
-            key_path: of the value.
-            value: a choice, a string or other plain data; it is not changed.
+        """A choice, a string or other plain data at a key path, each `${env:NAME}` in it replaced.
 
         Raises:
             PipelineError: variables that are not set.

@@ -116,14 +116,8 @@ def read_file(path: Path) -> Tree:
 
 
 def read_text(text: str, source: Source, line: int = 1, column: int = 1, path: KeyPath = ()) -> Tree:
-    """Read one YAML value of any kind.
-
-    Args:
-        text: the value.
-        source: what faults quote.
-        line: where `text` starts in the source.
-        column: likewise.
-        path: where the value goes in the pipeline.
+    """Read one YAML value of any kind, which starts at a line and column of the source that faults quote;
+    `path` leads to it in the pipeline.
     """
     found = list(_FORBIDDEN.finditer(text))
     events = _Events(_FORBIDDEN.sub(_DAMAGED, text) if found else text)

@@ -174,15 +174,10 @@ def _read_list(form: Schema, value: "list[Any] | tuple[Any, ...]") -> Any:
 
 
 def length_option(name: str, options: Mapping[str, Any] | None = None) -> str | None:
-    """The option of a torch schedule that says how many steps it takes, if the file leaves it out.
+    """The option of a torch schedule to fill with the stage's steps.
 
-    Args:
-        name: a schedule's canonical name.
-        options: what the file gives it.
-
-    Returns:
-        The option to fill with the stage's steps; None if the schedule has no length or the file gives it
-        (OneCycleLR's also as `epochs` with `steps_per_epoch`).
+    None if the schedule has no length, or `options` give it (OneCycleLR's also as `epochs` with
+    `steps_per_epoch`).
     """
     given = options or {}
     if "epochs" in given and "steps_per_epoch" in given:

@@ -42,10 +42,7 @@ class Origin:
 def origins(name: str, limit: Trust, folder: Path | None) -> tuple[Origin, ...]:
     """What a name may lead to: several where source code decides when it runs, none where it does not show.
 
-    Args:
-        name: what a user wrote.
-        limit: only trusted packages are looked into.
-        folder: the pipeline file's own, in which some of them may be.
+    Only trusted packages are looked into; some may be in the pipeline file's folder.
     """
     return tuple(dict.fromkeys(_Reader(limit, folder).follow(tuple(name.split(".")))))
 
