@@ -80,6 +80,7 @@ def test_tensors_are_known() -> None:
     assert tensor_options("loss", "CrossEntropyLoss") == {"weight"}
     assert tensor_options("loss", "BCEWithLogitsLoss") == {"weight", "pos_weight"}
     assert tensor_options("optimizer", "SGD") == frozenset()
+    assert tensor_options("schedule", "OneCycleLR") == frozenset()
 
 
 def test_without_torch_its_names_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

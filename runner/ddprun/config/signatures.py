@@ -50,6 +50,8 @@ Schema = dict[str, Any]
 
 _TYPES = {"float": "number", "int": "integer", "bool": "boolean", "str": "string", "None": "null"}
 _TENSOR: Schema = {"type": "array", "items": {"type": "number"}}
+"""Of a tensor; a list of numbers has an equal one, and not this one."""
+
 _NULL: Schema = {"type": "null"}
 _LENGTHS = ("T_max", "total_iters", "total_steps")
 
@@ -279,7 +281,7 @@ def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[Parameter, ...]
             continue
         required = default is None and not (kind == "schedule" and argument.arg in _LENGTHS)
         source = ast.unparse(default) if default else ""
-        tensor = _TENSOR in schema.get("anyOf", [schema])
+        tensor = any(form is _TENSOR for form in schema.get("anyOf", [schema]))
         found.append(Parameter(argument.arg, schema, required, source, tensor))
     return tuple(found)
 
