@@ -145,15 +145,16 @@ def _read(schema: Schema, value: Any) -> Any:
     Raises:
         pydantic.ValidationError: it does not fit.
     """
-    given = _TYPES.get("None" if value is None else type(value).__name__)
+    given = _TYPES.get("None" if value is None else type(value).__name__, "")
     words: list[str] = []
     for form in schema.get("anyOf", [schema]):
-        if form.get("type") == "array" and isinstance(value, list | tuple):
-            return _read_list(form, value)
-        if not form or given == form.get("type") or (given, form.get("type")) == ("integer", "number"):
+        kind = form.get("type")
+        if not form or given == kind or (given == "integer" and kind == "number"):
             if form and isinstance(value, float) and not math.isfinite(value):
                 raise expected("a finite number")
             return value
+        if kind == "array" and isinstance(value, list | tuple):
+            return _read_list(form, value)
         words += form.get("enum", ())
     if isinstance(value, str) and value in words:
         return value
