@@ -1,21 +1,23 @@
-"""What every part of a pipeline file is made of: the base of all options, and errors that name their place.
+"""What every part of a pipeline file is made of: the base of all options, their types and their errors.
 
 Sync policies, trackers and cluster backends describe their options with this, here and in other packages
-(`docs/extending.md`). A validator raises `problem(…)`, `within(problem(…), "key")` if it is about one key.
+(`docs/extending.md`). A validator raises `problem(…)`, with `at="key"` if it is about one key.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
 
 from ddprun_hooks.config.messages import listing, suggest
 
 OWN = "ddprun"
 """Type of an error that brings its own sentence; every other type is pydantic's."""
 
-Where = Literal["value", "key"]
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices, such as `("stages", 2, "train", "steps")`."""
 
 
 class Options(BaseModel):
@@ -39,32 +41,94 @@ Sizes = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 
+FORMS: dict[str, str] = {}
+"""What `matching` says of each pattern."""
+
+
+def matching(pattern: str, words: str) -> Any:
+    """For `Annotated[str, …]`: a string of this form; `words` say in a message which one it is."""
+    FORMS[pattern] = words
+    return Field(pattern=pattern)
+
+
+@dataclass(frozen=True)
+class Validated:
+    """For `Annotated[…]`: a type that a function reads, which raises `problem`, `expected` or `unknown`."""
+
+    read: Callable[[Any], Any]
+    schema: str | dict[str, Any]
+    """Its JSON Schema, or the name of a definition in that of the pipeline."""
+
+    allowed: Callable[[], Iterable[str]] | None = None
+    """What a message lists where the key is missing."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.read)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"definition": self.schema} if isinstance(self.schema, str) else self.schema
+
 
 def problem(
-    text: str, allowed: str | None = None, suggestion: str | None = None, where: Where = "value"
-) -> PydanticCustomError:
-    """An error that says `text; allowed (did you mean suggestion?)` at the value or at its key."""
-    context = {"problem": text, "allowed": allowed, "suggestion": suggestion, "where": where}
-    return PydanticCustomError(OWN, "{problem}", context)
+    text: str,
+    allowed: str | None = None,
+    suggestion: str | None = None,
+    *,
+    at: str | KeyPath = (),
+    on_key: bool = False,
+) -> ValidationError:
+    """An error that says `text; allowed (did you mean suggestion?)`.
+
+    Args:
+        text: what is wrong.
+        allowed: what is allowed, or what to do.
+        suggestion: the word that was probably meant.
+        at: where it is, below the value that is being validated.
+        on_key: show it at the key there, not at the value.
+    """
+    context = {"problem": text, "allowed": allowed, "suggestion": suggestion, "on_key": on_key}
+    return _error(PydanticCustomError(OWN, "{problem}", context), at)
 
 
-def mismatch(wanted: str, allowed: str | None = None) -> PydanticCustomError:
+def expected(wanted: str, allowed: str | None = None, *, at: str | KeyPath = ()) -> ValidationError:
     """An error that says `expected …, got …`; what was got is shown as the file has it."""
-    return PydanticCustomError(OWN, "expected {wanted}", {"wanted": wanted, "allowed": allowed})
+    context = {"wanted": wanted, "allowed": allowed}
+    return _error(PydanticCustomError(OWN, "expected {wanted}", context), at)
 
 
-def unknown(what: str, word: str, known: Iterable[str], where: Where = "value") -> PydanticCustomError:
+def unknown(
+    what: str, word: str, known: Iterable[str], *, at: str | KeyPath = (), on_key: bool = False
+) -> ValidationError:
     """An error for a word that is not among the known ones."""
     known = list(known)
-    return problem(f'unknown {what} "{word}"', listing(known), suggest(word, known), where)
+    text = f'unknown {what} "{word}"'
+    return problem(text, listing(known), suggest(word, known), at=at, on_key=on_key)
 
 
-def within(error: PydanticCustomError, *path: str | int) -> ValidationError:
-    """The error one or more steps below the value that is being validated."""
-    return all_within([(error, path)])
+def combine(errors: Iterable[ValidationError], *, at: KeyPath = ()) -> ValidationError:
+    """Several errors as one, further down in what is being validated."""
+    return repeat((item for error in errors for item in error.errors(include_url=False)), at)
 
 
-def all_within(errors: Iterable[tuple[PydanticCustomError, Sequence[str | int]]]) -> ValidationError:
-    """Several errors, each some steps below the value that is being validated."""
-    details = [InitErrorDetails(type=error, loc=tuple(path), input=None) for error, path in errors]
+def repeat(items: Iterable[ErrorDetails], at: KeyPath = ()) -> ValidationError:
+    """The error that holds these items, further down in what is being validated."""
+    details = [
+        InitErrorDetails(
+            type=PydanticCustomError(
+                item["type"], "{message}", {"message": item["msg"], **item.get("ctx", {})}
+            ),
+            loc=(*at, *item["loc"]),
+            input=item["input"],
+        )
+        for item in items
+    ]
     return ValidationError.from_exception_data("pipeline", details)
+
+
+def _error(error: PydanticCustomError, at: str | KeyPath) -> ValidationError:
+    place = (at,) if isinstance(at, str) else at
+    return ValidationError.from_exception_data(
+        "pipeline", [InitErrorDetails(type=error, loc=place, input=None)]
+    )

@@ -133,7 +133,9 @@ class Plugins(Generic[P]):
 
 @functools.cache
 def _modules(folder: str) -> tuple[str, ...]:
-    return tuple(sorted(one.name for one in pkgutil.iter_modules(importlib.import_module(folder).__path__)))
+    return tuple(
+        sorted(found.name for found in pkgutil.iter_modules(importlib.import_module(folder).__path__))
+    )
 
 
 def _is_derived(found: Any, base: type) -> bool:

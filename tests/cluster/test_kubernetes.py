@@ -221,7 +221,7 @@ def test_a_cluster_without_kubeflow(tmp_path: Path) -> None:
     ("asked", "told"),
     [
         ("{pod: {containers: []}}", 'kubernetes.pod.containers: "containers" is set by ddprun; there is one'),
-        ("{pod: {Node: 1}}", 'kubernetes.pod.Node: "Node" is no field of a pod; as in nodeSelector'),
+        ("{pod: {Node: 1}}", 'kubernetes.pod.Node: "Node" is not a field of a pod; as in nodeSelector'),
         ("{memory: lots}", "kubernetes.memory"),
         ("{kind: pod}", "kubernetes.kind"),
         ("{claims: {data: relative}}", "kubernetes.claims"),

@@ -277,7 +277,7 @@ def test_an_interrupt_ends_all_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--vary", "hooks"], "an override has no ="),
+        (["--vary", "hooks"], "the override has no ="),
         (["--vary", "hooks=[fp16"], "--vary 1:1:"),
         (["--vary", "hooks=fp16"], "hooks: is not a list of values; write KEY=[A, B]"),
         (["--vary", "hooks=[[fp17]]"], 'did you mean "fp16"'),

@@ -28,13 +28,13 @@ def compared(loaded: Load, *overrides: str, next_stage: int = 2, begun: int | No
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("stages[2].train.steps=30", "stages[2].train.steps: 20 in the checkpoint, 30 from here on"),
-        ("ddp.bucket_cap_mb=2", "ddp.bucket_cap_mb: 25.0 in the checkpoint, 2.0 from here on"),
+        ("stages[2].train.steps=30", "stages[2].train.steps: 20 in the checkpoint, 30 now"),
+        ("ddp.bucket_cap_mb=2", "ddp.bucket_cap_mb: 25.0 in the checkpoint, 2.0 now"),
         ("hooks=[int8]", "hooks[0]: fp16 in the checkpoint, {int8: "),
-        ("timings.every=5", "timings.every: 1 in the checkpoint, 5 from here on"),
-        ("optimizer.sgd.lr=0.5", "optimizer: SGD in the checkpoint, {SGD: {lr: 0.5}} from here on"),
+        ("timings.every=5", "timings.every: 1 in the checkpoint, 5 now"),
+        ("optimizer.sgd.lr=0.5", "optimizer: SGD in the checkpoint, {SGD: {lr: 0.5}} now"),
         ("loader.batch_size=8", "loader.batch_size: "),
-        ("checkpoint.keep=9", "checkpoint.keep: 3 in the checkpoint, 9 from here on"),
+        ("checkpoint.keep=9", "checkpoint.keep: 3 in the checkpoint, 9 now"),
     ],
 )
 def test_what_can_change_is_told(loaded: Load, override: str, told: str) -> None:

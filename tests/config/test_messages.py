@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticCustomError
 
 from ddprun import options
-from ddprun.config import messages, schema, signatures
+from ddprun.config import errors, schema, signatures
 from ddprun.config.choices import CONTEXT, KINDS, choose
 from ddprun_hooks.config.options import HookOptions
 
@@ -45,15 +44,15 @@ def test_every_error_has_a_sentence() -> None:
                 seen |= errors_of(validate, {key: odd})
     assert schema.Pipeline in models()
     assert len(seen) > 10
-    # `extra_forbidden` becomes a sentence of its own on the way, see `problems.with_known_keys`.
-    assert seen - {"extra_forbidden"} <= messages.MAPPED
+    # `extra_forbidden` becomes a sentence of its own on the way, see `errors.with_known_keys`.
+    assert seen - {"extra_forbidden"} <= errors.WORDED
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_value_for_a_choice_is_told(kind: str) -> None:
     """A choice refuses odd values by errors that have sentences, and by nothing else."""
     for odd in ODD:
-        assert errors_of(lambda value: choose(kind, value), odd) <= messages.MAPPED
+        assert errors_of(lambda value: choose(kind, value), odd) <= errors.WORDED
 
 
 def errors_of(validate: Callable[[Any], Any], value: Any) -> set[str]:
@@ -62,6 +61,4 @@ def errors_of(validate: Callable[[Any], Any], value: Any) -> set[str]:
         validate(value)
     except ValidationError as error:
         return {item["type"] for item in error.errors()}
-    except PydanticCustomError as error:
-        return {error.type}
     return set()

@@ -81,7 +81,7 @@ def problem(text: str) -> str:
         ("track: [gone]", '"gone" (plugins_good.Gone) cannot be imported: "plugins_good" has no "Gone"'),
         (
             "track: [printer]",
-            "(plugins_good.other) is not a class derived from ddprun.track.Tracker",
+            '"printer" (plugins_good.other) is not a class derived from ddprun.track.Tracker',
         ),
         ("track: [twice]", '"twice" is claimed twice, by plugins_broken.Good and plugins_good.Good'),
         ("track: [{good: {every: 1}}]", 'track[0].good.every: good takes no options, got "every"'),

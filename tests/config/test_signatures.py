@@ -5,6 +5,7 @@ import inspect
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from ddprun.config import length_option, signatures, tensor_options
 from ddprun.config.signatures import TorchKind
@@ -80,12 +81,18 @@ def test_tensors_are_known() -> None:
     assert tensor_options("loss", "CrossEntropyLoss") == {"weight"}
     assert tensor_options("loss", "BCEWithLogitsLoss") == {"weight", "pos_weight"}
     assert tensor_options("optimizer", "SGD") == frozenset()
+    assert tensor_options("schedule", "OneCycleLR") == frozenset()
+
+
+@pytest.mark.parametrize("value", [None, True, 1, 0.5, [], ["mean"], {}, {"mean": 1}])
+def test_one_of_several_words_is_a_string(value: object) -> None:
+    """Nothing else passes for one of the words that an option takes."""
+    with pytest.raises(ValidationError, match="expected mean or sum"):
+        signatures.options_model("loss", "MSELoss").model_validate({"reduction": value})
 
 
 def test_without_torch_its_names_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch is not installed, a fault says so instead of listing nothing."""
-    from pydantic import ValidationError
-
     from ddprun.config.choices import choose
 
     monkeypatch.setattr(signatures, "torch_folder", lambda: None)

@@ -226,7 +226,7 @@ def test_ctrl_c_ends_following_and_not_the_job(cluster: Slurm, tmp_path: Path) -
         finally:
             process.kill()
     assert process.returncode == 130, told
-    assert told.splitlines()[-1] == f"ddprun: job {job} goes on, and is no longer followed"
+    assert told.splitlines()[-1] == f"ddprun: job {job} is still running, and is no longer followed"
     assert cluster.state(job) == "RUNNING"
     assert cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
 

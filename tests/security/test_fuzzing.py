@@ -74,7 +74,7 @@ def load_again(written: str, folder: Path) -> bool:
     try:
         load(path)
     except PipelineError as error:
-        return "there was a secret here" in str(error)
+        return "the secret that was here" in str(error)
     return True
 
 

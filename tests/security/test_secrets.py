@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ddprun.cli import main
 from ddprun.config import Loaded, PipelineError, load
-from ddprun.config.secrets import REDACTED, Secrets, is_plain, is_secret_name
+from ddprun.config.secrets import REDACTED, Secrets, Text, is_plain, is_secret_name
 from ddprun.engine import build
 
 CANARY = "cAnArY-8c1f'\"\\x é/5"
@@ -164,7 +164,7 @@ def test_literal_secrets_are_redacted_and_do_not_load_again(loaded: Callable[...
         "url",
         "ref",
     }
-    assert all("there was a secret here" in fault.problem for fault in caught.value.faults)
+    assert all("the secret that was here" in fault.problem for fault in caught.value.faults)
     options = found.pipeline.train_data().options
     assert options["password"] == CANARY
 
@@ -364,7 +364,7 @@ def test_a_secret_of_six_characters_is_found_wherever_it_stands(secret: str, bef
 @given(value=NONE, name=st.sampled_from(["HF_HUB_DISABLE_IMPLICIT_TOKEN", "GIT_CREDENTIAL_HELPER", "KEY"]))
 def test_what_is_no_secret_is_never_replaced(value: str, name: str) -> None:
     """Booleans, numbers and short words stay, whatever the variable or option that holds them is called."""
-    secrets = Secrets.of([(value, True), (f"{value}${{env:{name}}}", False)], {name: value})
+    secrets = Secrets.of([Text((), value, True), Text((), f"{value}${{env:{name}}}")], {name: value})
     text = f"expected {value} or false, got {value}s; x={value}"
     assert secrets.redact(text) == text
     data = {"data": {"a.B": {"note": text, value: text}}}
@@ -424,7 +424,7 @@ def test_the_literal_of_a_password_is_not_written(loaded: Callable[..., Loaded])
     found = loaded(pipeline('data: {mylab.Files: {password: "literal-${env:HOME}"}}\n'), base=False)
     assert 'password: "[redacted]${env:HOME}"' in found.resolved()
     assert "literal" not in found.secrets.redact(f"bad password literal-{os.environ['HOME']}")
-    with pytest.raises(PipelineError, match="there was a secret here"):
+    with pytest.raises(PipelineError, match="the secret that was here"):
         loaded(found.resolved(), base=False, name="again.yaml")
 
 
@@ -470,11 +470,11 @@ def test_keys_are_replaced_and_kept_apart(
     written = found.resolved()
     assert "s3cr3t" not in written
     assert "\noptimizer:" in written
-    with pytest.raises(PipelineError, match=r"there was a secret here.*; write the key itself"):
+    with pytest.raises(PipelineError, match=r"the secret that was here.*; write the key itself"):
         loaded(written, base=False, name="again.yaml")
     with pytest.raises(PipelineError, match=r"\$\{env:NAME\} is not filled in for keys"):
         loaded(pipeline("data: {mylab.Files: {'${env:B_TOKEN}': 1}}\n"), base=False)
-    twins = Secrets.of([("a1b2c3d4", True), ("e5f6g7h8", True)], {})
+    twins = Secrets.of([Text((), "a1b2c3d4", True), Text((), "e5f6g7h8", True)], {})
     assert twins.redact_all({"a1b2c3d4": 1, "e5f6g7h8": 2}) == {"[redacted]": 1, "[redacted] 2": 2}
 
 

@@ -28,21 +28,22 @@ _KINDS = (
 def catalog(kind: str | None, form: str) -> int:
     """Everything that a pipeline can choose, with options, types and defaults; of one KIND or of all."""
     from ddprun.config import catalog as listed
+    from ddprun.config.choices import KINDS
 
     kinds = [kind] if kind else list(_KINDS)
     if form == "json":
         click.echo(json.dumps([entry for name in kinds for entry in listed.catalog(name)], indent=1))
         return 0
-    for place, name in enumerate(kinds):
-        if place:
+    for index, name in enumerate(kinds):
+        if index:
             click.echo()
         click.echo(listed.GROUPS[name])
         for entry in listed.catalog(name):
             click.echo(f"  {entry['name']}: {entry['description']}")
             for option in entry["options"]:
                 click.echo(f"      {_option(option)}")
-        if stands_for := listed.dotted(name):
-            click.echo(f"  package.module.name: {stands_for}; its options are keyword arguments")
+        if name in KINDS and KINDS[name].dotted:
+            click.echo(f"  package.module.name: {KINDS[name].dotted}; its options are keyword arguments")
     return 0
 
 

@@ -24,7 +24,7 @@ import click
     "--resolved", is_flag=True, help="Print the whole pipeline as it will run, each value's origin beside it."
 )
 def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, resolved: bool) -> int:
-    """Tell every fault of pipeline files, without running or importing anything they name.
+    """List every fault of pipeline files, without running or importing anything they name.
 
     Exit code 0 if every file can run (warnings are no faults), 2 if not.
     """

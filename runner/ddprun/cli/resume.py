@@ -20,10 +20,10 @@ _MAX_BYTES = 1 << 20
     help="Change a value, as in --set stages[0].train.steps=2000; what is in the checkpoint cannot change.",
 )
 def resume(run: Path, overrides: tuple[str, ...], **flags: str | int | float | bool | None) -> int:
-    """Go on with a run from its newest whole checkpoint.
+    """Resume a run from its newest intact checkpoint.
 
-    RUN is the run's folder. A damaged checkpoint is named and not used. With another number of ranks the run
-    goes on in the same order of samples.
+    RUN is the run's folder. A damaged checkpoint is named and not used. With another number of ranks the
+    order of samples stays the same.
     """
     try:
         folder = Path(read_object(run, "run.json", _MAX_BYTES)["pipeline_folder"])

@@ -65,7 +65,7 @@ def submit(
         raise click.UsageError(str(error)) from None
     if loaded.warnings:
         click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
-    if secret := next((one for one in overrides if loaded.secrets.redact(one) != one), None):
+    if secret := next((text for text in overrides if loaded.secrets.redact(text) != text), None):
         key = secret.partition("=")[0]
         raise click.UsageError(f"--set {key} holds a secret, which the job would show: write ${{env:NAME}}")
     if cluster.shows_file and _holds_secret(loaded):
@@ -96,7 +96,7 @@ def _follow(job: "Cluster", number: str) -> int:
     try:
         outcome = job.follow(number, lambda text: click.echo(text, nl=False, err=True))
     except KeyboardInterrupt:
-        click.echo(f"\nddprun: job {number} goes on, and is no longer followed", err=True)
+        click.echo(f"\nddprun: job {number} is still running, and is no longer followed", err=True)
         return 130
     click.echo(f"ddprun: job {number}: {outcome.state}", err=True)
     return 0 if outcome.good else 1

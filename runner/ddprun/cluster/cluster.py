@@ -64,15 +64,11 @@ class Submission:
         return f"{plain[:_NAME_LENGTH].strip('-')}-{secrets.token_hex(4)}"
 
     def hosts(self, asked: int | None = None) -> int:
-        """How many hosts the job has.
-
-        Args:
-            asked: by the backend's own key; None: the most that `launch.nnodes` allows.
-        """
+        """How many hosts the job has: as `asked` by the backend's own key, or the most of `launch.nnodes`."""
         return asked or self.loaded.pipeline.launch.hosts[1]
 
     def arguments(
-        self, file: str | Path, run_dir: str | Path, *, hosts: int = 1, meeting: str = "", job: str = ""
+        self, file: str | Path, run_dir: str | Path, *, hosts: int = 1, endpoint: str = "", job: str = ""
     ) -> list[str]:
         """Ddprun's arguments on each host of the job; a host that is started again gets the same.
 
@@ -80,22 +76,22 @@ class Submission:
             file: the pipeline's file there.
             run_dir: the folder of the run there.
             hosts: of the job.
-            meeting: HOST:PORT at which several hosts meet.
-            job: its name, which tells several jobs at one address apart.
+            endpoint: HOST:PORT on the first of several hosts.
+            job: its name, which separates several jobs at one address.
         """
         launch = self.loaded.pipeline.launch
         # The file may have another name there, and with it the pipeline had.
         name = f"name={json.dumps(self.loaded.pipeline.name)}"
         found = ["run", str(file), "--run-dir", str(run_dir), "--or-resume", "--set", name]
         for override in self.overrides:
-            if re.split(r"[.\[=]", override, maxsplit=1)[0] not in CLUSTERS.names():  # heeded already
+            if re.split(r"[.\[=]", override, maxsplit=1)[0] not in CLUSTERS.names():  # applied already
                 found += ["--set", override]
         least, most = launch.hosts
         count = f"{least}:{hosts}" if least < min(most, hosts) else str(hosts)
         if count != str(launch.nnodes):
             found += ["--set", f"launch.nnodes={count if count.isdigit() else json.dumps(count)}"]
         if hosts > 1:  # also as a flag, which goes before what a cluster's variables say
-            found += ["--nnodes", count, "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting]
+            found += ["--nnodes", count, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
             found += ["--rdzv-id", job]
         return found
 

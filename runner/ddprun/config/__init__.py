@@ -10,7 +10,6 @@ from ddprun.config.schema import (
     Audit,
     AverageStage,
     BroadcastStage,
-    Buffers,
     DataPair,
     Ddp,
     Evaluate,
@@ -26,6 +25,7 @@ from ddprun.config.schema import (
     TrainSettings,
 )
 from ddprun.config.signatures import length_option, tensor_options
+from ddprun.sync.plan import Buffers
 
 __all__ = [
     "Audit",

@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from ddprun.config import docs, signatures
-from ddprun.config.choices import KINDS, Kind
-from ddprun.config.schema import STAGES, TIMES
+from ddprun.config.choices import KINDS
+from ddprun.config.schema import STAGES
 from ddprun.options import NoOptions
 from ddprun.plugins import CLUSTERS
 
@@ -41,13 +41,8 @@ def catalog(kind: str) -> list[Entry]:
     found = KINDS[kind]
     entries = [_of_model(kind, name, model) for name, model in found.built_in.items()]
     if found.torch:
-        entries += [_of_torch(found, name) for name in signatures.names(found.torch)]
+        entries += [_of_torch(kind, found.torch, name) for name in signatures.names(found.torch)]
     return entries + [_of_installed(kind, *added) for added in found.options_of_installed().items()]
-
-
-def dotted(kind: str) -> str:
-    """What a dotted name may lead to; empty if the kind takes none."""
-    return KINDS[kind].dotted if kind in KINDS else ""
 
 
 def _entry(kind: str, name: str, source: str, description: str, options: list[dict[str, Any]]) -> Entry:
@@ -60,7 +55,7 @@ def _of_model(kind: str, name: str, model: type[BaseModel]) -> Entry:
     options = [
         {
             "name": key,
-            "type": type_words(item),
+            "type": docs.type_words(item),
             "required": key in schema.get("required", ()),
             "default": item.get("default"),
             "description": texts.get(key, ""),
@@ -76,22 +71,21 @@ def _of_installed(kind: str, name: str, model: type[BaseModel] | None) -> Entry:
     return entry if model else entry | {"description": "Added by an installed package."}
 
 
-def _of_torch(kind: Kind, name: str) -> Entry:
-    assert kind.torch is not None
-    found = signatures.signature(kind.torch, name)
-    shown = signatures.functional_name(name) if kind.torch == "loss" else name
-    length = signatures.length_option(name) if kind.torch == "schedule" else None
+def _of_torch(kind: str, torch: signatures.TorchKind, name: str) -> Entry:
+    found = signatures.signature(torch, name)
+    shown = signatures.functional_name(name) if torch == "loss" else name
+    length = signatures.length_option(name) if torch == "schedule" else None
     options = [
         {
             "name": item.name,
-            "type": item.accepts.words(),
+            "type": docs.type_words(item.schema),
             "required": item.required,
             "default": "the stage's steps" if item.name == length else _plain_default(item.default),
             "description": "",
         }
         for item in found.parameters
     ]
-    return _entry(kind.name, shown, "torch", f"{found.summary}.", options)
+    return _entry(kind, shown, "torch", f"{found.summary}.", options)
 
 
 def _plain_default(source: str) -> Any:
@@ -103,52 +97,3 @@ def _plain_default(source: str) -> Any:
     except ValueError:
         return source
     return list(value) if isinstance(value, tuple) else value
-
-
-_DEFINITIONS = {
-    "optimizer": "an optimizer",
-    "mutate": "a mutation",
-    "update": "an update",
-    "buffers": " or ".join([*TIMES, "{every: N, reduce: broadcast or mean}"]),
-}
-"""Types that functions of ours read, where `a` and their name do not say it."""
-
-
-def type_words(schema: dict[str, Any]) -> str:
-    """A JSON Schema of one option in words: `a whole number, at least 1`."""
-    if "definition" in schema:
-        return _DEFINITIONS.get(schema["definition"], f"a {schema['definition']}")
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(type_words(item) for item in schema["anyOf"]))
-    if "enum" in schema:
-        return " or ".join(str(item) for item in schema["enum"])
-    if "const" in schema:
-        return str(schema["const"])
-    if schema.get("type") == "array":
-        count = schema.get("minItems") if schema.get("minItems") == schema.get("maxItems") else None
-        items = type_words(schema["items"]) if "items" in schema else "anything"
-        return f"a list of {count}, each {items}" if count else f"a list, each {items}"
-    names = {
-        "integer": "a whole number",
-        "number": "a number",
-        "boolean": "true or false",
-        "string": "a string",
-        "null": "null",
-        "object": "a mapping",
-    }
-    words = names.get(str(schema.get("type")), "anything")
-    return words + _range_words(schema)
-
-
-def _range_words(schema: dict[str, Any]) -> str:
-    bounds = []
-    if "exclusiveMinimum" in schema:
-        low = schema["exclusiveMinimum"]
-        bounds.append(f"at least {low + 1}" if schema["type"] == "integer" else f"above {low:g}")
-    if "minimum" in schema:
-        bounds.append(f"at least {schema['minimum']:g}")
-    if "maximum" in schema:
-        bounds.append(f"at most {schema['maximum']:g}")
-    if "exclusiveMaximum" in schema:
-        bounds.append(f"below {schema['exclusiveMaximum']:g}")
-    return ", " + " and ".join(bounds) if bounds else ""

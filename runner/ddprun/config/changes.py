@@ -43,12 +43,12 @@ def changes(loaded: Loaded, before: dict[str, Any], *, next_stage: int, begun: i
     try:
         old = pipeline_model().model_validate(before)
     except ValidationError as error:
-        text = f"the checkpoint's pipeline is none for this version of ddprun: {error.error_count()} faults"
+        text = f"this version of ddprun cannot read the checkpoint's pipeline: {error.error_count()} faults"
         raise PipelineError([loaded.fault("", text)]) from None
     if faults := [*_fixed(loaded, old), *_stages(loaded, old, next_stage, begun)]:
         raise PipelineError(faults)
     return [
-        f"{show(path)}: {_shown(was)} in the checkpoint, {_shown(now)} from here on"
+        f"{show(path)}: {_shown(was)} in the checkpoint, {_shown(now)} now"
         for path, was, now in _differences(before, loaded.plain(), ())
     ]
 
@@ -68,18 +68,17 @@ def schedule_changed(loaded: Loaded, before: dict[str, Any], stage: int) -> bool
 
 def _fixed(loaded: Loaded, old: Pipeline) -> Iterator[Fault]:
     new, before, here = loaded.pipeline, plain(old), loaded.plain()
-    for key, why in _FIXED.items():
-        was, now = before[key], here[key]
+    fixed = [(key, before[key], here[key], why) for key, why in _FIXED.items()]
+    why = "the checkpoint holds no state for it"
+    fixed.append(("optimizer", old.optimizer.name, new.optimizer.name, why))
+    why = "samples would be seen twice, others not at all"
+    fixed += [
+        (f"loader.{key}", getattr(old.loader, key), getattr(new.loader, key), why)
+        for key in ("shuffle", "sharded")
+    ]
+    for path, was, now, why in fixed:
         if was != now:
-            yield _refused(loaded, key, was, now, why)
-    if old.optimizer.name != new.optimizer.name:
-        why = "the checkpoint holds no state for it"
-        yield _refused(loaded, "optimizer", old.optimizer.name, new.optimizer.name, why)
-    for key in ("shuffle", "sharded"):
-        was, now = getattr(old.loader, key), getattr(new.loader, key)
-        if was != now:
-            why = "samples would be seen twice, others not at all"
-            yield _refused(loaded, f"loader.{key}", was, now, why)
+            yield _refused(loaded, path, was, now, why)
 
 
 def _stages(loaded: Loaded, old: Pipeline, next_stage: int, begun: int | None) -> Iterator[Fault]:
@@ -114,8 +113,8 @@ def _differences(old: Any, new: Any, path: tuple[str | int, ...]) -> Iterator[tu
         for key in [*old, *(key for key in new if key not in old)]:
             yield from _differences(old.get(key), new.get(key), (*path, key))
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for place, pair in enumerate(zip(old, new, strict=True)):
-            yield from _differences(*pair, (*path, place))
+        for index, pair in enumerate(zip(old, new, strict=True)):
+            yield from _differences(*pair, (*path, index))
     elif old != new:
         yield path, old, new
 

@@ -7,13 +7,7 @@ from typing import Any
 
 from ddprun.config.choices import Choice
 from ddprun.config.faults import Severity
-from ddprun.config.options import (
-    Cnn,
-    Mlp,
-    Synthetic,
-    Text,
-    Transformer,
-)
+from ddprun.config.options import Cnn, Mlp, Synthetic, Text, Transformer
 from ddprun.config.resolved import plain
 from ddprun.config.schema import (
     OVERRIDABLE,
@@ -40,7 +34,7 @@ _OF_UPDATES = ("optimizer", "schedule", "warmup_steps", "clip_norm")
 
 @dataclass(frozen=True)
 class CrossCheck:
-    """Two keys that do not go together."""
+    """Two keys that clash."""
 
     path: KeyPath
     """The key at which it is shown; the message names the other."""
@@ -56,7 +50,10 @@ _CHECKS: list[tuple[frozenset[str], _Check]] = []
 
 
 def _reads(*keys: str) -> Callable[[_Check], _Check]:
-    """Register a check that reads these top-level keys."""
+    """Register a check, which needs these top-level keys without faults.
+
+    One that takes `_all_of` a single key needs none: what has faults is replaced by what has none.
+    """
 
     def register(check: _Check) -> _Check:
         _CHECKS.append((frozenset(keys), check))
@@ -66,12 +63,7 @@ def _reads(*keys: str) -> Callable[[_Check], _Check]:
 
 
 def cross_checks(pipeline: Pipeline, faulty: frozenset[str] = frozenset()) -> Iterator[CrossCheck]:
-    """What the checks find in a pipeline.
-
-    Args:
-        pipeline: what is checked.
-        faulty: top-level keys that hold placeholders; checks that read one of them are left out.
-    """
+    """What the checks find; those that read a `faulty` key, which holds a placeholder, are left out."""
     for keys, check in _CHECKS:
         if not keys & faulty:
             yield from check(pipeline)
@@ -170,28 +162,18 @@ def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[CrossCheck]:
         yield CrossCheck(("model", "transformer", "vocabulary"), text, "at least 256")
 
 
-@_reads("optimizer")
-def _nesterov_without_momentum(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    yield from _nesterov(pipeline.optimizer, ("optimizer",))
-
-
-@_reads("stages")
-def _nesterov_without_momentum_in_a_stage(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    for stage in pipeline.step_stages():
-        if stage.optimizer is not None:
-            yield from _nesterov(stage.optimizer, _own(stage, "optimizer"))
-
-
-def _nesterov(optimizer: Choice, at: KeyPath) -> Iterator[CrossCheck]:
-    options = optimizer.options
-    if optimizer.name != "SGD" or optimizer.source != "torch" or not options.get("nesterov"):
-        return
-    if not options.get("momentum"):
-        text = '"nesterov: true" needs "momentum", which is 0'
-        yield CrossCheck((*at, "SGD", "nesterov"), text, "give a momentum such as 0.9")
-    if options.get("dampening"):
-        text = f'"nesterov: true" clashes with "dampening: {options["dampening"]}"'
-        yield CrossCheck((*at, "SGD", "dampening"), text, "nesterov needs a dampening of 0")
+@_reads()
+def _nesterov(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for path, optimizer in _all_of(pipeline, "optimizer"):
+        options, at = optimizer.options, (*path, "SGD")
+        if optimizer.name != "SGD" or optimizer.source != "torch" or not options.get("nesterov"):
+            continue
+        if not options.get("momentum"):
+            text = '"nesterov: true" needs "momentum", which is 0'
+            yield CrossCheck((*at, "nesterov"), text, "give a momentum such as 0.9")
+        if options.get("dampening"):
+            text = f'"nesterov: true" clashes with "dampening: {options["dampening"]}"'
+            yield CrossCheck((*at, "dampening"), text, "nesterov needs a dampening of 0")
 
 
 @_reads("model", "optimizer")
@@ -221,7 +203,7 @@ def _metrics_twice(pipeline: Pipeline) -> Iterator[CrossCheck]:
     seen = set[tuple[KeyPath, str]]()
     for path, metric in _metrics(pipeline):
         if (path[:-1], metric.name) in seen:
-            text = f'"{metric.name}" is in the list twice, and metrics are told apart by name'
+            text = f'"{metric.name}" is in the list twice, and metrics need different names'
             yield CrossCheck(path, text, "remove one, or give the other a function of its own name")
         seen.add((path[:-1], metric.name))
 
@@ -247,12 +229,10 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[CrossCheck]:
 
 @_reads("data", "loader")
 def _sharded_built_in(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    data = pipeline.train_data()
-    if pipeline.loader.sharded and data.source == "built-in":
-        text = (
-            f'"sharded: true" clashes with "data: {data.name}", which is the same on every rank: each sample '
-        )
-        yield CrossCheck(("loader", "sharded"), text + "would count once for each rank", "remove it")
+    name = pipeline.train_data().name
+    if pipeline.loader.sharded and pipeline.train_data().source == "built-in":
+        text = f'"sharded: true" clashes with "data: {name}": each rank would train on every sample'
+        yield CrossCheck(("loader", "sharded"), text, "remove it")
 
 
 def _nothing_held_out(data: Choice | DataPair) -> str | None:
@@ -279,9 +259,8 @@ def _accumulate_with_ddp(pipeline: Pipeline) -> Iterator[CrossCheck]:
         }
         for key, effect in effects.items():
             if getattr(pipeline.ddp, key):
-                text = (
-                    f'"{key}: true" clashes with {_shown(stage, "accumulate", settings.accumulate)}: {effect}'
-                )
+                accumulate = _shown(stage, "accumulate", settings.accumulate)
+                text = f'"{key}: true" clashes with {accumulate}: {effect}'
                 yield CrossCheck(("ddp", key), text, "remove one of the two")
 
 
@@ -311,16 +290,15 @@ def _ddp_without_gradients(pipeline: Pipeline) -> Iterator[CrossCheck]:
     for key in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
         value = getattr(pipeline.ddp, key)
         if value != getattr(Ddp(), key):
-            text = f'"{key}: {str(value).lower()}" has no effect: by "sync", no train stage exchanges '
-            yield CrossCheck(("ddp", key), f"{text}gradients", "remove it", "warning")
+            text = f'"{key}: {str(value).lower()}" has no effect: no train stage averages gradients'
+            yield CrossCheck(("ddp", key), text, "remove it", "warning")
 
 
 @_reads("timings", "sync", "stages")
 def _fidelity_without_gradients(pipeline: Pipeline) -> Iterator[CrossCheck]:
     every = pipeline.timings.fidelity_every
     if every and all(stage.effective(pipeline).gradients != "all" for stage in pipeline.train_stages()):
-        text = f'"fidelity_every: {every}" has no effect: no train stage has "sync: every_step", '
-        text += "so gradients are not exchanged among all ranks"
+        text = f'"fidelity_every: {every}" has no effect: no train stage averages gradients of all ranks'
         yield CrossCheck(("timings", "fidelity_every"), text, "remove it", "warning")
 
 
@@ -336,21 +314,23 @@ def _restarts(pipeline: Pipeline) -> Iterator[CrossCheck]:
     least, most = pipeline.launch.hosts
     restarts = pipeline.launch.max_restarts
     if least < most and not restarts:
-        text = f'"nnodes: {pipeline.launch.nnodes}" has little effect with "max_restarts: 0": '
-        text += "a host that is lost ends the run"
+        text = f'"nnodes: {pipeline.launch.nnodes}" needs "max_restarts": losing a host would end the run'
         yield CrossCheck(("launch", "nnodes"), text, "write max_restarts: 3", "warning")
     if restarts and not pipeline.checkpoint.keep:
-        text = f'"max_restarts: {restarts}" clashes with "checkpoint" and its "keep: 0": '
-        text += "after a failure the run would start anew"
+        text = f'"max_restarts: {restarts}" needs checkpoints, and "keep" is 0: the run would start anew'
         yield CrossCheck(("launch", "max_restarts"), text, "keep at least 1", "warning")
+
+
+@_reads()
+def _stacks(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for path, hooks in _all_of(pipeline, "hooks"):
+        for wrong in grammar.problems([grammar.entry(hook.name, hook.options) for hook in hooks]):
+            yield CrossCheck((*path, *wrong.path), wrong.text, None, wrong.severity)
 
 
 @_reads("hooks", "stages", "launch")
 def _hooks(pipeline: Pipeline) -> Iterator[CrossCheck]:
     for path, hooks in _all_of(pipeline, "hooks"):
-        for wrong in grammar.problems([grammar.entry(hook.name, hook.options) for hook in hooks]):
-            if wrong.severity == "warning":
-                yield CrossCheck((*path, *wrong.path), wrong.text, None, "warning")
         for number, hook in enumerate(hooks):
             here = (*path, number)
             options = hook.options if hook.name == "hierarchical" else {}
@@ -366,7 +346,7 @@ def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: KeyPath) ->
     ranks = _known_ranks(pipeline)
     if hosts and ranks and ranks % hosts:
         text = f'"hosts: {hosts}" clashes with "launch": it does not divide {ranks} ranks'
-        yield CrossCheck(path, text, "hosts that hold equally many ranks")
+        yield CrossCheck(path, text, "each host needs the same number of ranks")
 
 
 @_reads("hooks", "sync", "stages")
@@ -424,8 +404,7 @@ def _two_levels(pipeline: Pipeline) -> Iterator[CrossCheck]:
         hosts, within, across = (sync.options.get(key) for key in ("hosts", "within", "across"))
         yield from _hosts_divide_ranks(pipeline, hosts, (*path, sync.name, "hosts"))
         if within is not None and within == across:
-            text = f'"within: {within}" has no effect with "across: {across}": all ranks average whenever '
-            text += "those of a host do"
+            text = f'"within: {within}" has no effect with "across: {across}": all ranks average as often'
             hint = "lengthen across, or use local_sgd"
             yield CrossCheck((*path, sync.name, "within"), text, hint, "warning")
 
@@ -439,13 +418,12 @@ def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[CrossCheck]:
         key = policy.period_key
         if settings.steps is None or period <= settings.steps:
             continue
-        text = f'"{key}: {period}" is longer than "steps: {settings.steps}" of {stage.path}: '
+        effect = "ranks synchronise only at its end"
         if _next_takes_ranks_apart(pipeline, stage):
-            text += "ranks do not synchronise in it"
-        elif len({one.fragment for one in settings.plan.transfers}) > 1:
-            text += "some fragments are exchanged only at its end"
-        else:
-            text += "ranks synchronise only at its end"
+            effect = "ranks do not synchronise in it"
+        elif len({transfer.fragment for transfer in settings.plan.transfers}) > 1:
+            effect = "some fragments are exchanged only at its end"
+        text = f'"{key}: {period}" is longer than "steps: {settings.steps}" of {stage.path}: {effect}'
         own = ("sync", settings.sync.name, key) if "sync" in stage.model_fields_set else ("steps",)
         yield CrossCheck(_own(stage, *own), text, "shorten the period or lengthen the stage", "warning")
 
@@ -496,9 +474,9 @@ def _no_buffers_to_send(pipeline: Pipeline) -> Iterator[CrossCheck]:
         return
     for path, buffers in _all_of(pipeline, "buffers"):
         if buffers.when not in ("auto", "never"):
-            said = f"{{every: {buffers.every}}}" if buffers.when == "every" else buffers.when
-            text = f'"buffers: {said}" has no effect with "model: {pipeline.model.name}", which has no '
-            yield CrossCheck(path, f"{text}buffers", "remove it", "warning")
+            when = f"{{every: {buffers.every}}}" if buffers.when == "every" else buffers.when
+            text = f'"buffers: {when}" has no effect: "model: {pipeline.model.name}" has no buffers'
+            yield CrossCheck(path, text, "remove it", "warning")
 
 
 @_reads("buffers", "model", "stages")
@@ -523,9 +501,7 @@ def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[CrossCheck]:
     for stage in filter(_updates, pipeline.step_stages()):
         settings = stage.effective(pipeline)
         if settings.steps is not None and settings.warmup_steps >= settings.steps:
-            text = (
-                f'"warmup_steps: {settings.warmup_steps}" is not shorter than "steps: {settings.steps}" of '
-            )
+            text = f'"warmup_steps: {settings.warmup_steps}" is not less than "steps: {settings.steps}" of '
             text += f"{stage.path}: the full learning rate would never be used"
             path = _own(stage, "warmup_steps" if "warmup_steps" in stage.model_fields_set else "steps")
             yield CrossCheck(path, text, "shorten the warm-up or lengthen the stage")

@@ -1,5 +1,6 @@
-"""The docstrings under a class's fields, read from its source, since Python drops them.
+"""What `ddprun catalog` and the JSON Schema say of a class: its docstrings, and its types in words.
 
+The docstrings under its fields are read from its source, since Python drops them.
 Pydantic's `use_attribute_docstrings` would read them at each start of `ddprun`, which takes 30 ms.
 """
 
@@ -9,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -49,3 +51,54 @@ def _of_classes(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, d
                 },
             )
             yield from _of_classes(made.body, f"{prefix}{made.name}.")
+
+
+_DEFINITIONS = {
+    "optimizer": "an optimizer",
+    "mutate": "a mutation",
+    "update": "an update",
+    "buffers": "auto or every_forward or before_evaluate or never or {every: N, reduce: broadcast or mean}",
+}
+"""Types that functions of ours read, where `a` and their name do not say it."""
+
+
+def type_words(schema: dict[str, Any]) -> str:
+    """A JSON Schema of one option in words: `a whole number, at least 1`."""
+    if "definition" in schema:
+        return _DEFINITIONS.get(schema["definition"], f"a {schema['definition']}")
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(type_words(item) for item in schema["anyOf"]))
+    if "enum" in schema:
+        return " or ".join(str(item) for item in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    if schema.get("type") == "array":
+        count = schema.get("minItems") if schema.get("minItems") == schema.get("maxItems") else None
+        if "prefixItems" in schema:
+            return f"a list of {count} values"
+        items = type_words(schema["items"]) if "items" in schema else "anything"
+        return f"a list of {count} (each {items})" if count else f"a list (each {items})"
+    names = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "a string",
+        "null": "null",
+        "object": "a mapping",
+    }
+    words = names.get(str(schema.get("type")), "anything")
+    return words + _range_words(schema)
+
+
+def _range_words(schema: dict[str, Any]) -> str:
+    bounds = []
+    if "exclusiveMinimum" in schema:
+        low = schema["exclusiveMinimum"]
+        bounds.append(f"at least {low + 1}" if schema["type"] == "integer" else f"above {low:g}")
+    if "minimum" in schema:
+        bounds.append(f"at least {schema['minimum']:g}")
+    if "maximum" in schema:
+        bounds.append(f"at most {schema['maximum']:g}")
+    if "exclusiveMaximum" in schema:
+        bounds.append(f"below {schema['exclusiveMaximum']:g}")
+    return ", " + " and ".join(bounds) if bounds else ""

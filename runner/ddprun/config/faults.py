@@ -27,13 +27,13 @@ class Fault:
     file: str
     """The file as the user named it, or `--set 2` for the second override."""
 
-    line: int
+    line: int = 0
     """From 1; 0 where the fault is the whole file's (it does not exist, say)."""
 
-    column: int
+    column: int = 0
     """In characters, from 1; 0 where `line` is 0."""
 
-    path: str
+    path: str = ""
     """Key path such as `stages[2].train.steps`; empty for the whole file."""
 
     problem: str
@@ -117,13 +117,10 @@ def _cells(char: str) -> int:
 
 
 class PipelineError(Exception):
-    """The pipeline cannot run as it is written.
-
-    `faults` holds every fault that was found, warnings included, in the order of the file; at least one of
-    them is an error. `str()` is the text for a terminal.
+    """The pipeline cannot run as it is written: every fault found, warnings included, in the order of
+    the file. At least one of them is an error. `str()` is the text for a terminal.
     """
 
     def __init__(self, faults: Iterable[Fault]) -> None:
-        """Take the faults in the order in which they are to be shown."""
         self.faults = tuple(faults)
         super().__init__("\n".join(str(fault) for fault in self.faults))

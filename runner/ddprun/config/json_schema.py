@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from ddprun import __version__
 from ddprun.config import docs, signatures
 from ddprun.config.choices import KINDS, Kind
-from ddprun.config.problems import section_of
+from ddprun.config.errors import section_of
 from ddprun.config.schema import OVERRIDABLE, STAGES, TIMES, DataPair, Period, Pipeline, Stage, StepStage
 from ddprun.plugins import CLUSTERS
 
@@ -83,10 +83,9 @@ def _of_stage(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
     if issubclass(stage, StepStage):
         for key in OVERRIDABLE:  # what a stage does not name holds from above: no default of its own
             schema["properties"].get(key, {}).pop("default", None)
-        lengths = [
+        schema["oneOf"] = [
             {"required": [key], "properties": {key: {"type": "integer"}}} for key in ("steps", "epochs")
         ]
-        schema["oneOf"] = lengths
         schema["required"] = []  # for `_one_of_many`: the bare name is not enough
     return schema
 

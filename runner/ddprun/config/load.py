@@ -10,17 +10,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ddprun.config import messages
+from ddprun.config import errors
 from ddprun.config import overrides as overriding
 from ddprun.config import resolved as resolving
 from ddprun.config.choices import FOLDER, Choice
 from ddprun.config.cross_checks import cross_checks
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.options import Mlp
-from ddprun.config.problems import with_known_keys
 from ddprun.config.reader import read_file
 from ddprun.config.schema import Pipeline, pipeline_model
-from ddprun.config.secrets import Secrets, fault_of, filled, holds_secret, names_secret, references
+from ddprun.config.secrets import Secrets, fault_of, filled, references, texts
 from ddprun.config.tree import KeyPath, Node, Place, Source, find, parse_path, show
 from ddprun_hooks.config.trust import VARIABLE, TrustSettingError, trust
 
@@ -31,19 +30,6 @@ _PLACEHOLDERS: dict[str, Any] = {
     "optimizer": Choice("optimizer", "placeholder.optimizer", {}, "dotted"),
 }
 """Stand-ins for faulty keys while rules across the other keys are checked."""
-
-
-@dataclass(frozen=True)
-class _Text:
-    """A string of a pipeline, or a key."""
-
-    path: KeyPath
-    text: str
-    place: Place
-    secret: bool = False
-    """A name above it says that it is a secret."""
-
-    is_key: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,18 +53,14 @@ class Loaded:
     """What must not be written; whatever a run writes or shows passes through it."""
 
     def fault(
-        self, key_path: str, problem: str, allowed: str | None = None, suggestion: str | None = None
+        self, key: str | KeyPath, problem: str, allowed: str | None = None, suggestion: str | None = None
     ) -> Fault:
         """A fault that only a run can see, at a key path such as `optimizer.sgd.lr`.
 
         Its place is that key, or the nearest key above it that the file or an override has. If they have
         none of them, it is a fault of the whole file.
         """
-        return self._fault(_segments(key_path), problem, allowed, suggestion)
-
-    def _fault(
-        self, path: KeyPath, problem: str, allowed: str | None = None, suggestion: str | None = None
-    ) -> Fault:
+        path = _segments(key)
         found = find(self.root, path)
         fault = found.node.place.fault(show(path), problem, allowed, suggestion)
         if path and found.missing == path:
@@ -87,16 +69,11 @@ class Loaded:
 
     def has(self, key_path: str) -> bool:
         """Whether the file or an override has the key."""
-        path = _segments(key_path)
-        found = find(self.root, path)
+        found = find(self.root, _segments(key_path))
         return found.node is not self.root and not found.missing
 
     def filled(self, key_path: str, value: Any) -> Any:
-        """A value of the file with each `${env:NAME}` in its strings replaced by the environment's.
-
-        Args:
-            key_path: of the value.
-            value: a choice, a string or other plain data; it is not changed.
+        """A choice, a string or other plain data at a key path, each `${env:NAME}` in it replaced.
 
         Raises:
             PipelineError: variables that are not set.
@@ -108,26 +85,27 @@ class Loaded:
         return made
 
     def _filled(self, path: KeyPath, value: Any, faults: list[Fault]) -> Any:
-        if isinstance(value, Choice):
-            options = self._filled((*path, value.name), value.options, faults)
-            return replace(value, options=options)
-        if isinstance(value, Mapping):
-            return {key: self._filled((*path, key), item, faults) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            items = [self._filled((*path, place), item, faults) for place, item in enumerate(value)]
-            return tuple(items) if isinstance(value, tuple) else items
-        if not isinstance(value, str):
-            return value
-        missing = [name for name in references(value) if name not in os.environ]
-        faults += [
-            self._fault(path, f"the environment variable {name} is not set", "set it before the run")
-            for name in dict.fromkeys(missing)
-        ]
-        return value if missing else filled(value, os.environ)
+        match value:
+            case Choice():
+                return replace(value, options=self._filled((*path, value.name), value.options, faults))
+            case Mapping():
+                return {key: self._filled((*path, key), item, faults) for key, item in value.items()}
+            case list() | tuple():
+                return type(value)(
+                    self._filled((*path, index), item, faults) for index, item in enumerate(value)
+                )
+            case str():
+                missing = [name for name in dict.fromkeys(references(value)) if name not in os.environ]
+                for name in missing:
+                    text = f"the environment variable {name} is not set"
+                    faults.append(self.fault(path, text, "set it before the run"))
+                return value if missing else filled(value, os.environ)
+        return value
 
     def variables(self) -> tuple[str, ...]:
         """Environment variables that the pipeline takes, each once."""
-        return tuple(dict.fromkeys(name for item in _texts(self.root) for name in references(item.text)))
+        names = (name for found in texts(self.root.data()) for name in references(found.text))
+        return tuple(dict.fromkeys(names))
 
     def check_environment(self) -> None:
         """Look whether every variable that the pipeline names is set.
@@ -136,8 +114,7 @@ class Loaded:
             PipelineError: those that are not, all at once.
         """
         faults: list[Fault] = []
-        for item in _texts(self.root):
-            self._filled(item.path, item.text, faults)
+        self._filled((), self.root.data(), faults)
         if faults:
             raise PipelineError(_sorted(faults))
 
@@ -178,9 +155,7 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     except TrustSettingError as error:
         problem, _, allowed = str(error).partition("; ")
         problem = problem.removeprefix(f"{VARIABLE}: ")
-        raise PipelineError(
-            [Fault(file=VARIABLE, line=0, column=0, path="", problem=problem, allowed=allowed)]
-        ) from None
+        raise PipelineError([Fault(file=VARIABLE, problem=problem, allowed=allowed)]) from None
     tree = read_file(path)
     faults = list(tree.faults)
     if tree.root is None:
@@ -188,14 +163,14 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
         faults += [fault for fault in overriding.apply(empty, overrides)[1] if not fault.path]
         raise PipelineError(_redacted(_sorted(faults), Secrets.of()))
     root, refused = overriding.apply(tree.root, overrides)
-    texts = list(_texts(root))
-    secrets = Secrets.of((item.text, item.secret) for item in (*_texts(tree.root), *texts) if not item.is_key)
     faults += refused
-    faults += [
-        item.place.fault(show(item.path), *wrong)
-        for item in texts
-        if (wrong := fault_of(item.text, of_key=item.is_key)) is not None
-    ]
+    found = list(texts(root.data()))
+    secrets = Secrets.of([*texts(tree.root.data()), *found])
+    for item in found:
+        if (wrong := fault_of(item.text, of_key=item.is_key)) is not None:
+            nearest = find(root, item.path)
+            place = nearest.key if item.is_key else nearest.node.place
+            faults.append(place.fault(show(item.path), *wrong))
     folder = path.resolve().parent if folder is None else folder
     before = FOLDER.set(folder)
     try:
@@ -208,35 +183,19 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     return Loaded(path, folder, pipeline, tuple(faults), tuple(overrides), root, secrets)
 
 
-def _texts(node: Node, path: KeyPath = (), *, secret: bool = False) -> Iterator[_Text]:
-    """Every string and every key below a node."""
-    if isinstance(node.value, str):
-        yield _Text(path, node.value, node.place, secret or holds_secret(path, node.value))
-    elif isinstance(node.value, list):
-        before = None
-        for number, item in enumerate(node.value):
-            text, at = item.value, (*path, number)
-            by_option = isinstance(text, str) and holds_secret(at, text, before)
-            yield from _texts(item, at, secret=secret or by_option)
-            before = text
-    elif isinstance(node.value, dict):
-        name = node.value["name"].node.value if "name" in node.value else None
-        for key, entry in node.value.items():
-            yield _Text((*path, key), key, entry.key, is_key=True)
-            by_key = names_secret(path, key, entry.node.value, name)
-            yield from _texts(entry.node, (*path, key), secret=secret or by_key)
-
-
 def _redacted(faults: Iterable[Fault], secrets: Secrets) -> list[Fault]:
     """The faults as they may be shown. Many quote one line, and it may be long."""
-    text = functools.cache(secrets.redact)
-    lines = {False: functools.cache(secrets.redact_line)}
-    lines[True] = functools.cache(functools.partial(secrets.redact_line, override=True))
-    return [fault.redacted(text, lines[fault.file.startswith("--set ")]) for fault in faults]
+    text, line = functools.cache(secrets.redact), functools.cache(secrets.redact_line)
+    return [
+        fault.redacted(text, functools.partial(line, override=fault.file.startswith("--set ")))
+        for fault in faults
+    ]
 
 
-def _segments(key_path: str) -> KeyPath:
-    return tuple(segment for segment, _ in parse_path(key_path)) if key_path else ()
+def _segments(key_path: str | KeyPath) -> KeyPath:
+    if isinstance(key_path, str):
+        return tuple(segment for segment, _ in parse_path(key_path)) if key_path else ()
+    return key_path
 
 
 def _check(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, list[Fault]]:
@@ -252,8 +211,8 @@ def _check(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, l
     try:
         pipeline = pipeline_model().model_validate(data)
     except ValidationError as error:
-        error = with_known_keys(error, pipeline_model())
-        faults = messages.faults(error, root, secrets.redact)
+        error = errors.with_known_keys(error, pipeline_model())
+        faults = errors.faults(error, root, secrets.redact)
         faulty |= {str(item["loc"][0]) for item in error.errors(include_url=False)}
     partial = pipeline or _partial(data, faulty)
     if partial is not None:

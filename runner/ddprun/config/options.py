@@ -27,7 +27,6 @@ from ddprun.options import (
     Share,
     Sizes,
     problem,
-    within,
 )
 
 
@@ -85,7 +84,7 @@ class Transformer(Options):
     def _heads_share_the_width(self) -> Self:
         if self.width % self.heads:
             text = f"width {self.width} cannot be shared among {self.heads} heads"
-            raise within(problem(text, "width must be a multiple of heads"), "width")
+            raise problem(text, "width must be a multiple of heads", at="width")
         return self
 
 

@@ -48,13 +48,7 @@ def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Fault]]:
 
 
 def alternatives(text: str, name: str, number: int) -> tuple[str, list[Any]] | Fault:
-    """Read `KEY=[A, B, C]`: the key as it is written, and the values.
-
-    Args:
-        text: what was given.
-        name: of the option, for faults.
-        number: counts the options of this name, from 1.
-    """
+    """Read `KEY=[A, B, C]`, the `number`-th option `name`: the key as it is written, and the values."""
     try:
         key, steps, value = _read(text, Source.of(f"{name} {number}", number, text))
     except _RefusedError as refused:
@@ -74,9 +68,9 @@ def _read(text: str, source: Source) -> tuple[str, list[_Step], Node]:
     end = len(key) + 1
     if text[end - 1 : end] != "=":
         hint = "write key.path=value, as in optimizer.sgd.lr=0.2"
-        raise _refused(start, (), "an override has no =", hint)
+        raise _refused(start, (), "the override has no =", hint)
     if len(text) > MAX_BYTES:
-        raise _refused(start, (), f"an override is longer than {MAX_BYTES // 1024} KiB")
+        raise _refused(start, (), f"the override is longer than {MAX_BYTES // 1024} KiB")
     try:
         steps = [(segment, Place(source, 1, offset + 1)) for segment, offset in parse_path(key)]
     except ValueError as error:
@@ -84,8 +78,7 @@ def _read(text: str, source: Source) -> tuple[str, list[_Step], Node]:
         problem, _, allowed = message.partition("; ")
         raise _refused(Place(source, 1, offset + 1), (), problem, allowed) from None
     if len(steps) > MAX_DEPTH:
-        problem = f"nested more than {MAX_DEPTH} levels deep"
-        raise _refused(start, (), problem, f"at most {MAX_DEPTH} levels")
+        raise _refused(start, (), f"nested more than {MAX_DEPTH} levels deep", f"at most {MAX_DEPTH} levels")
     tree = read_text(text[end:], source, 1, end + 1, tuple(segment for segment, _ in steps))
     if tree.faults:
         raise _RefusedError(*tree.faults)

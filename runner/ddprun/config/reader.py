@@ -5,7 +5,7 @@ No tag constructs anything and depth is limited, so no text can run code or exha
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -116,18 +116,12 @@ def read_file(path: Path) -> Tree:
 
 
 def read_text(text: str, source: Source, line: int = 1, column: int = 1, path: KeyPath = ()) -> Tree:
-    """Read one YAML value of any kind.
-
-    Args:
-        text: the value.
-        source: what faults quote.
-        line: where `text` starts in the source.
-        column: likewise.
-        path: where the value goes in the pipeline.
+    """Read one YAML value of any kind, which starts at a line and column of the source that faults quote;
+    `path` leads to it in the pipeline.
     """
     found = list(_FORBIDDEN.finditer(text))
-    builder = _Builder(_FORBIDDEN.sub(_DAMAGED, text) if found else text, source, line, column)
-    builder.damaged = bool(found)
+    events = _Events(_FORBIDDEN.sub(_DAMAGED, text) if found else text)
+    builder = _Builder(events, source, line, column, damaged=bool(found))
     for match in found[:_MAX_CONTROL_FAULTS]:
         before = Source.of("", 0, text[: match.start()]).lines
         place = builder.place(len(before) - 1, len(before[-1]))
@@ -150,25 +144,24 @@ class _FatalError(Exception):
     """The text is not worth reading on; its fault is recorded."""
 
 
+@dataclass
 class _Builder:
-    """Turns events into nodes. It recurses at most `MAX_DEPTH` levels deep.
+    """Turns events into nodes. It recurses at most `MAX_DEPTH` levels deep."""
 
-    Args:
-        text: the value.
-        source: what faults quote.
-        line: where `text` starts in the source.
-        column: likewise.
-    """
+    events: Any
+    source: Source
+    line: int
+    column: int
+    """Where the text starts in the source."""
 
-    def __init__(self, text: str, source: Source, line: int, column: int) -> None:
-        self.events: Any = _Events(text)
-        self.source, self.line, self.column = source, line, column
-        self.faults: list[Fault] = []
-        self.anchors: dict[str, Node | None] = {}
-        """None while the value of the anchor is being read."""
-        self.damaged = False
-        """Characters of the text were replaced by `_DAMAGED`."""
-        self.nodes = 0
+    damaged: bool
+    """Characters of the text were replaced by `_DAMAGED`."""
+
+    faults: list[Fault] = field(default_factory=list)
+    anchors: dict[str, Node | None] = field(default_factory=dict)
+    """None while the value of the anchor is being read."""
+
+    nodes: int = 0
 
     def place(self, line: int, column: int) -> Place:
         """Place of a line and column of PyYAML's, which count from 0 at the start of the text."""
@@ -201,9 +194,7 @@ class _Builder:
             return self.alias(str(event.anchor), place, path, depth)
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            self.fault(
-                place, path, f'the tag "{tag}" is not allowed', "tags construct nothing here; remove it"
-            )
+            self.fault(place, path, f'the tag "{tag}" is not allowed', "a pipeline has no tags; remove it")
         self.count(place, path, 1)
         if isinstance(event, yaml.ScalarEvent):
             node = self.scalar(event, place, path)
@@ -291,7 +282,7 @@ class _Builder:
             problem = 'the merge key "<<" is not part of YAML 1.2'
             self.fault(node.place, path, problem, "write the keys out")
         elif key in siblings:
-            hint = f"it is in line {siblings[key].key.line} already; remove one"
+            hint = f"it is already in line {siblings[key].key.line}; remove one"
             self.fault(node.place, (*path, key), f'duplicate key "{key}"', hint)
         else:
             return key
@@ -317,9 +308,7 @@ def _syntax(builder: _Builder, error: yaml.MarkedYAMLError) -> Fault:
 
 def _whole(name: str, problem: str, allowed: str | None = None, suggestion: str | None = None) -> Fault:
     """A fault of the file as a whole."""
-    return Fault(
-        file=name, line=0, column=0, path="", problem=problem, allowed=allowed, suggestion=suggestion
-    )
+    return Fault(file=name, problem=problem, allowed=allowed, suggestion=suggestion)
 
 
 def _unreadable(path: Path, error: OSError) -> Fault:

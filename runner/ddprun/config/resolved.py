@@ -8,9 +8,10 @@ from pydantic import BaseModel
 
 from ddprun.config.choices import Choice
 from ddprun.config.scalars import write
-from ddprun.config.schema import OVERRIDABLE, Buffers, Pipeline, Stage, StepStage
+from ddprun.config.schema import OVERRIDABLE, Pipeline, Stage, StepStage
 from ddprun.config.secrets import Secrets
 from ddprun.config.tree import KeyPath, Node, find, is_choice
+from ddprun.sync.plan import Buffers
 
 
 def plain(value: Any) -> Any:

@@ -2,30 +2,25 @@
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, create_model, model_validator
-
-from ddprun.config import patterns
-from ddprun.config.choices import Choice, OneOf, choose, installed_class
-from ddprun.config.faults import listing, suggest
-from ddprun.config.fields import (
-    HookStack,
-    LossChoice,
-    Metrics,
-    ModelChoice,
-    MutateChoice,
-    OptimizerChoice,
-    ScheduleChoice,
-    SyncChoice,
-    Trackers,
-    UpdateChoice,
-    Validated,
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    create_model,
+    model_validator,
 )
-from ddprun.config.problems import validate
+
+from ddprun.config.choices import KINDS, Choice, choose, installed_class, one_of
+from ddprun.config.errors import validate
+from ddprun.config.faults import listing, suggest
 from ddprun.options import (
     NonNegativeInt,
     NoOptions,
@@ -33,17 +28,34 @@ from ddprun.options import (
     PositiveFloat,
     PositiveInt,
     Sizes,
-    mismatch,
+    Validated,
+    expected,
+    matching,
     problem,
     unknown,
-    within,
 )
 from ddprun.plugins import CLUSTERS, options_of
-from ddprun.sync.plan import Gradients, StageFacts, SyncPlan
+from ddprun.sync.plan import Buffers, Gradients, Reduce, StageFacts, SyncPlan
 from ddprun.sync.policy import SyncPolicy
 
 _HOSTS = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
+_STEM = matching(r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", 'letters, digits, ".", "_" and "-" only, not "." first')
+_SAVED = matching(
+    r"^[^\x00-\x1f\x7f]*\.safetensors$",
+    'a file name that ends in ".safetensors", without control characters',
+)
 _TIMES_ALLOWED = "allowed: auto, every_forward, before_evaluate, never, {every: N}"
+
+ModelChoice = Annotated[Choice, one_of("model")]
+LossChoice = Annotated[Choice, one_of("loss")]
+OptimizerChoice = Annotated[Choice, one_of("optimizer")]
+ScheduleChoice = Annotated[Choice, one_of("schedule")]
+SyncChoice = Annotated[Choice, one_of("sync")]
+MutateChoice = Annotated[Choice, one_of("mutate")]
+UpdateChoice = Annotated[Choice, one_of("update")]
+HookStack = Annotated[tuple[Annotated[Choice, one_of("hook")], ...], Field(strict=False)]
+Metrics = Annotated[tuple[Annotated[Choice, one_of("metric")], ...], Field(strict=False)]
+Trackers = Annotated[tuple[Annotated[Choice, one_of("tracker")], ...], Field(strict=False)]
 
 
 def _whole(value: Any) -> Choice:
@@ -54,8 +66,8 @@ def _whole(value: Any) -> Choice:
     given = value[choice.name] if isinstance(value, dict) else None
     nothing = 0 if choice.name == "synthetic" else None
     if given and given.get("held_out"):
-        text = "held_out has no effect where train and evaluate are given apart: each is used whole"
-        raise within(problem(text, "remove it", where="key"), choice.name, "held_out")
+        text = "held_out has no effect where train and evaluate are given separately: each is used whole"
+        raise problem(text, "remove it", at=(choice.name, "held_out"), on_key=True)
     settings = choice.settings.model_copy(update={"held_out": nothing})
     return Choice("data", choice.name, {**choice.options, "held_out": nothing}, "built-in", settings)
 
@@ -64,7 +76,7 @@ WholeData = Annotated[Choice, Validated(_whole, "data")]
 
 
 class DataPair(Options):
-    """Training and evaluation data given apart; each is used whole."""
+    """Training and evaluation data given separately; each is used whole."""
 
     train: WholeData
     """What train stages read."""
@@ -156,8 +168,8 @@ class Audit(Options):
 
 
 class Checkpoint(Options):
-    """When the whole state of a run is kept, so that `ddprun resume` can go on from it. One is taken at the
-    run's end and when it is interrupted, too.
+    """When the whole state of a run is kept, so that `ddprun resume` can continue from it. One is also
+    taken at the run's end and when it is interrupted.
     """
 
     every: NonNegativeInt = 500
@@ -171,7 +183,7 @@ def _read_nnodes(value: Any) -> int | str:
     """A number of hosts, or the smallest and the largest.
 
     Raises:
-        PydanticCustomError: what is wrong, for `messages` to word.
+        pydantic.ValidationError: what is wrong, for `errors` to word.
     """
     if isinstance(value, str) and (found := _HOSTS.fullmatch(value)):
         least, most = map(int, found.groups())
@@ -179,7 +191,7 @@ def _read_nnodes(value: Any) -> int | str:
             return value
         raise problem(f'"{value}" is not a range of hosts', "MIN is at least 1, and MAX at least MIN")
     if isinstance(value, bool) or not isinstance(value, int):
-        raise mismatch("a number of hosts or a range", 'write 2, or "1:2"')
+        raise expected("a number of hosts or a range", 'write 2, or "1:2"')
     if value < 1:
         raise problem(f"must be greater than 0, got {value}")
     return value
@@ -192,7 +204,7 @@ class Launch(Options):
     """Ranks per host; null is one for each GPU, or two on a host without."""
 
     nnodes: Annotated[int | str, Validated(_read_nnodes, "nnodes")] = 1
-    """Hosts: a number, or "MIN:MAX" for a run that goes on when hosts leave, or come."""
+    """Hosts: a number, or "MIN:MAX" for a run that continues when hosts leave or join."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is cuda where torch sees a GPU, else cpu."""
@@ -204,7 +216,7 @@ class Launch(Options):
     """Seconds that a collective may take before the run fails."""
 
     max_restarts: NonNegativeInt = 0
-    """How often the ranks are started again after a failure, to go on from the newest checkpoint."""
+    """How often the ranks are restarted after a failure, from the newest checkpoint."""
 
     @property
     def hosts(self) -> tuple[int, int]:
@@ -213,9 +225,6 @@ class Launch(Options):
             return self.nnodes, self.nnodes
         least, _, most = self.nnodes.partition(":")
         return int(least), int(most)
-
-
-Reduce = Literal["broadcast", "mean"]
 
 
 class Reducing(Options):
@@ -235,27 +244,6 @@ class Period(Options):
     """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """When ranks make their buffers equal, such as BatchNorm's running statistics, and how."""
-
-    when: Literal["auto", "every_forward", "every", "before_evaluate", "never"] = "auto"
-    """`auto` finds out by value what changes; `every` is after every n-th step. All but `never` also make
-    them equal before evaluate and save."""
-
-    every: int | None = None
-    """Steps, with `when: every` only."""
-
-    reduce: Reduce = "broadcast"
-    """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
-
-    def plain(self) -> Any:
-        """As a file would hold it."""
-        if self.when == "every":
-            return {"every": self.every, "reduce": self.reduce}
-        return self.when if self.reduce == "broadcast" else {self.when: {"reduce": self.reduce}}
-
-
 TIMES: dict[str, type[NoOptions] | type[Reducing]] = {
     "auto": Reducing,
     "every_forward": Reducing,
@@ -269,18 +257,18 @@ def read_buffers(value: Any) -> Buffers:
     """Read a time's name, `{name: {reduce: …}}` or `{every: N, reduce: …}`.
 
     Raises:
-        PydanticCustomError, pydantic.ValidationError: what is wrong, for `messages` to word.
+        pydantic.ValidationError: what is wrong, for `errors` to word.
     """
     if isinstance(value, Buffers):
         return value
     if isinstance(value, str):
-        return _named(value, None)
+        return _at_time(value, None, problem)
     if not isinstance(value, dict) or not value:
-        raise mismatch("a time for buffers", _TIMES_ALLOWED)
+        raise expected("a time for buffers", _TIMES_ALLOWED)
     times = [key for key in value if key in TIMES or key == "every"]
     if len(times) > 1:
         text = f'expected one time for buffers, got "{times[0]}" and "{times[1]}"'
-        raise within(problem(text, "keep one", where="key"), times[1])
+        raise problem(text, "keep one", at=times[1], on_key=True)
     if times == ["every"]:
         period = validate(Period, value)
         return Buffers("every", period.every, period.reduce)
@@ -288,23 +276,18 @@ def read_buffers(value: Any) -> Buffers:
     if others and times:
         stray = next(key for key in value if key not in TIMES)
         hint = f'indent reduce further, under "{times[0]}"' if stray == "reduce" else _TIMES_ALLOWED
-        raise within(problem(f'"{stray}" is not allowed beside "{times[0]}"', hint, where="key"), stray)
-    return _named(name, value[name], name)
+        raise problem(f'"{stray}" is not allowed next to "{times[0]}"', hint, at=stray, on_key=True)
+    return _at_time(name, value[name], functools.partial(problem, at=name, on_key=True), name)
 
 
-def _named(name: str, options: Any, *path: str) -> Buffers:
+def _at_time(name: str, options: Any, refuse: Callable[..., ValidationError], *path: str) -> Buffers:
     """The time of that name; `path` is the name if it is a key of the file."""
-    where: Literal["key", "value"] = "key" if path else "value"
     if name in ("every", "reduce"):
-        hint = (
-            "write {every: N}"
-            if name == "every"
-            else "write {auto: {reduce: mean}} or {every: N, reduce: mean}"
-        )
-        raise within(problem(f'"{name}" alone does not say when buffers are sent', hint, where=where), *path)
+        hints = {"every": "{every: N}", "reduce": "{auto: {reduce: mean}} or {every: N, reduce: mean}"}
+        raise refuse(f'"{name}" alone does not say when buffers are sent', f"write {hints[name]}")
     if name not in TIMES:
-        text = f'unknown time "{name}" for buffers'
-        raise within(problem(text, _TIMES_ALLOWED, suggest(name, [*TIMES, "every"]), where), *path)
+        near = suggest(name, [*TIMES, "every"])
+        raise refuse(f'unknown time "{name}" for buffers', _TIMES_ALLOWED, near)
     read = validate(TIMES[name], {} if options is None else options, *path, owner=name)
     when: Any = name
     return Buffers(when, None, read.reduce if isinstance(read, Reducing) else "broadcast")
@@ -388,7 +371,7 @@ class StepStage(Stage):
     buffers: BuffersField = Field("auto", validate_default=True)
     """As `buffers` above."""
 
-    optimizer: Annotated[Choice | None, OneOf("optimizer")] = None
+    optimizer: Annotated[Choice | None, one_of("optimizer")] = None
     """Other settings of the optimizer above, whose state stays."""
 
     schedule: ScheduleChoice | None = None
@@ -410,10 +393,10 @@ class StepStage(Stage):
     def _steps_or_epochs(self) -> Self:
         if self.steps is None and self.epochs is None:
             text = f"a {self.name} stage needs a length"
-            raise problem(text, "write steps: N or epochs: N", where="key")
+            raise problem(text, "write steps: N or epochs: N", on_key=True)
         if self.steps is not None and self.epochs is not None:
             text = "steps and epochs both say how long the stage is"
-            raise within(problem(text, "keep one", where="key"), "epochs")
+            raise problem(text, "keep one", at="epochs", on_key=True)
         return self
 
     def effective(self, pipeline: "Pipeline") -> TrainSettings:
@@ -501,7 +484,7 @@ class Save(Stage):
 
     name: ClassVar[str] = "save"
 
-    to: Annotated[str, Field(pattern=patterns.SAVED)] = "model.safetensors"
+    to: Annotated[str, _SAVED] = "model.safetensors"
     """A file, relative to the run's folder; the one way in which a pipeline may write outside of it."""
 
 
@@ -518,16 +501,16 @@ def read_stage(value: Any) -> Stage:
             raise unknown("stage", value, STAGES)
         return validate(STAGES[value], {}, owner=value)
     if not isinstance(value, dict) or not value:
-        raise mismatch("a stage", listing(STAGES))
+        raise expected("a stage", listing(STAGES))
     if len(value) > 1:
         first, second, *_ = value
         hint = "write each stage as a list item of its own"
         if first in STAGES and all(key in STAGES[first].model_fields for key in list(value)[1:]):
             hint = f'indent {", ".join(list(value)[1:])} further, under "{first}"'
-        raise within(problem(f'expected one stage, got "{first}" and "{second}"', hint, where="key"), second)
+        raise problem(f'expected one stage, got "{first}" and "{second}"', hint, at=second, on_key=True)
     ((name, settings),) = value.items()
     if name not in STAGES:
-        raise within(unknown("stage", name, STAGES, where="key"), name)
+        raise unknown("stage", name, STAGES, at=name, on_key=True)
     return validate(STAGES[name], {} if settings is None else settings, name, owner=name)
 
 
@@ -558,7 +541,7 @@ class Pipeline(Options):
         }
     )
 
-    name: Annotated[str, Field(pattern=patterns.NAME, max_length=200)] = "pipeline"
+    name: Annotated[str, Field(max_length=200), _STEM] = "pipeline"
     """Name of the run's folder; the file's own name if left out."""
 
     seed: NonNegativeInt = 0
@@ -567,7 +550,7 @@ class Pipeline(Options):
     model: ModelChoice
     """What is trained."""
 
-    data: Annotated[Choice | DataPair, Validated(_read_data, "data_or_pair")]
+    data: Annotated[Choice | DataPair, Validated(_read_data, "data_or_pair", KINDS["data"].allowed)]
     """What it is trained on; a built-in brings its own held-out part."""
 
     loader: Loader = Loader()
@@ -589,7 +572,7 @@ class Pipeline(Options):
     """Largest norm of all gradients together; null does not clip."""
 
     on_nan: Literal["continue", "stop"] = "stop"
-    """What follows when weights are not finite any more: the run ends as failed, or goes on."""
+    """What happens when weights are no longer finite: the run fails, or continues."""
 
     precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] = "fp32"
     """bf16 and fp16 are autocast; with pure_ the model itself is half."""
@@ -660,5 +643,5 @@ def pipeline_model() -> type[Pipeline]:
 
 def _read_installed(name: str, value: Any) -> Any:
     """The options of an installed cluster backend."""
-    model = options_of(installed_class(CLUSTERS, name))
+    model = options_of(installed_class(CLUSTERS, name, functools.partial(problem, on_key=True)))
     return value if isinstance(value, model) else validate(model, value)

@@ -8,7 +8,9 @@ takes from the environment.
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from itertools import count
 from typing import Any, get_origin
 from urllib.parse import quote, unquote
 
@@ -106,18 +108,13 @@ def references(text: str) -> Iterator[str]:
 
 
 def fault_of(text: str, *, of_key: bool = False) -> tuple[str, str] | None:
-    """What is wrong with a string of a pipeline, and what to write instead; None if nothing is.
-
-    Args:
-        text: the string.
-        of_key: it is a key.
-    """
+    """What is wrong with a string of a pipeline, or a key, and what to write instead; None if nothing is."""
     if of_key and _BEGINS in text:
         return "${env:NAME} is not filled in for keys", "write the key itself"
     if REDACTED in text:
         for_value = "write ${env:NAME} and set the variable, or give the value by --set"
         hint = "write the key itself, or give it by --set" if of_key else for_value
-        return "there was a secret here, which is not written to files", hint
+        return "the secret that was here is not written to files", hint
     if text.count(_BEGINS) > len(REFERENCE.findall(text)):
         what = '"${env:" is not followed by a variable\'s name and "}"'
         return what, "write ${env:NAME}; a name holds letters, digits and _"
@@ -183,12 +180,20 @@ def filled(text: str, environment: Mapping[str, str]) -> str:
     return REFERENCE.sub(lambda match: environment[match[1]], text)
 
 
-class Secrets:
-    """Values that must not be written, each with what is written in its place.
+@dataclass(frozen=True)
+class Text:
+    """A string of a pipeline, or a key."""
 
-    Args:
-        known: by value.
-    """
+    path: KeyPath
+    text: str
+    secret: bool = False
+    """A name above it says that it is a secret, or it holds one in an argument."""
+
+    is_key: bool = False
+
+
+class Secrets:
+    """Values that must not be written, each with what is written in its place."""
 
     def __init__(self, known: Mapping[str, str]) -> None:
         self._instead: dict[str, str] = {}
@@ -202,15 +207,8 @@ class Secrets:
         self._all = re.compile("|".join([*anywhere, *words])) if anywhere or words else None
 
     @classmethod
-    def of(
-        cls, strings: Iterable[tuple[str, bool]] = (), environment: Mapping[str, str] | None = None
-    ) -> "Secrets":
-        """The secrets of the environment and of a pipeline.
-
-        Args:
-            strings: each string of the pipeline, and whether a name above it says that it is a secret.
-            environment: by default that of the process.
-        """
+    def of(cls, pipeline: Iterable[Text] = (), environment: Mapping[str, str] | None = None) -> "Secrets":
+        """The secrets of the environment, by default that of the process, and of a pipeline."""
         environment = os.environ if environment is None else environment
         known: dict[str, str] = {}
         for name, value in environment.items():
@@ -218,7 +216,7 @@ class Secrets:
             # The path of a key file is not a secret, and it may be part of any message.
             if is_secret_name(name) and not (os.path.isabs(value) and os.path.exists(value)):
                 known[value] = f"${{env:{name}}}"
-        for text, secret in strings:
+        for text, secret in ((found.text, found.secret) for found in pipeline if not found.is_key):
             for name in references(text):
                 value = environment.get(name, "")
                 if is_secret_name(name) or len(value) >= _REFERENCED_FROM:
@@ -246,35 +244,21 @@ class Secrets:
             return [self.redact_all(item) for item in value]
         return value
 
-    def hidden(self, data: Any, path: KeyPath = (), *, secret: bool = False) -> Any:
-        """A pipeline's plain data as it may be written. What came by `${env:NAME}` still says so.
-
-        Args:
-            data: as `resolved.plain` gives it.
-            path: of the data in the pipeline.
-            secret: a name above it says that it is a secret.
+    def hidden(self, data: Any) -> Any:
+        """A pipeline's plain data, as `resolved.plain` gives it, as it may be written. What came by
+        `${env:NAME}` still says so.
         """
+        return self._hidden(data, (), {found.path for found in texts(data) if found.secret})
+
+    def _hidden(self, data: Any, path: KeyPath, secret: Set[KeyPath]) -> Any:
         if isinstance(data, dict):
-            hidden = {
-                key: self.hidden(
-                    item, (*path, key), secret=secret or names_secret(path, key, item, data.get("name"))
-                )
-                for key, item in data.items()
-            }
+            hidden = {key: self._hidden(item, (*path, key), secret) for key, item in data.items()}
             return _with_keys(hidden, self._hidden_key) if _has_own_keys(path) else hidden
         if isinstance(data, list):
-            return [
-                self.hidden(
-                    item,
-                    (*path, place),
-                    secret=secret or (isinstance(item, str) and holds_secret((*path, place), item, before)),
-                )
-                for place, (before, item) in enumerate(zip((None, *data), data, strict=False))
-            ]
+            return [self._hidden(item, (*path, index), secret) for index, item in enumerate(data)]
         if not isinstance(data, str) or not data:
             return data
-        secret = secret or holds_secret(path, data)
-        if secret and (data := masked(data)) == REDACTED:
+        if path in secret and (data := masked(data)) == REDACTED:
             return data
         return _without_passwords(self._replaced(data, self._anywhere))
 
@@ -286,17 +270,28 @@ class Secrets:
         return pattern.sub(lambda match: self._instead[match[0]], text) if pattern else text
 
 
-def names_secret(path: KeyPath, key: str, value: Any, name: Any = None) -> bool:
-    """Whether a key says that its value is secret.
+def texts(data: Any, path: KeyPath = (), *, secret: bool = False) -> Iterator[Text]:
+    """Every string and every key of a pipeline's plain data."""
+    if isinstance(data, str):
+        yield Text(path, data, secret or _holds_secret(path, data))
+    elif isinstance(data, list):
+        for index, (before, item) in enumerate(zip((None, *data), data, strict=False)):
+            at = (*path, index)
+            by_option = isinstance(item, str) and _holds_secret(at, item, before)
+            yield from texts(item, at, secret=secret or by_option)
+    elif isinstance(data, dict):
+        for key, item in data.items():
+            at = (*path, key)
+            yield Text(at, key, is_key=True)
+            by_key = _names_secret(path, key, item, data.get("name"))
+            yield from texts(item, at, secret=secret or by_key)
+
+
+def _names_secret(path: KeyPath, key: str, value: Any, name: Any) -> bool:
+    """Whether a key says that its value is secret; `name` as in `{name: API_TOKEN, value: …}`.
 
     A choice's name says nothing of its options. Kubernetes' pods name secrets without holding them, and have
     other keys: `tolerations: [{key: gpu}]`.
-
-    Args:
-        path: of the mapping.
-        key: in it.
-        value: of the key.
-        name: the value of `name` in the same mapping: `{name: API_TOKEN, value: …}`.
     """
     if key == "value" and isinstance(name, str) and is_secret_name(name):
         return True
@@ -305,14 +300,9 @@ def names_secret(path: KeyPath, key: str, value: Any, name: Any = None) -> bool:
     return is_secret_name(key) and not (is_choice(path) and not isinstance(value, str | list))
 
 
-def holds_secret(path: KeyPath, text: str, before: Any = None) -> bool:
+def _holds_secret(path: KeyPath, text: str, before: Any = None) -> bool:
     """Whether a string of Kubernetes' pod, or of an option like it, holds a secret in an argument:
-    `--token=…`, `curl --token …`, or the `…` after `--token`.
-
-    Args:
-        path: of the string.
-        text: the string.
-        before: the item before it in a list.
+    `--token=…`, `curl --token …`, or the `…` after `--token`, the item before it in a list.
     """
     if _free_form(path) is None:
         return False
@@ -327,13 +317,7 @@ def holds_secret(path: KeyPath, text: str, before: Any = None) -> bool:
 
 
 def _is_secret_argument(name: str, value: str, *, number: bool) -> bool:
-    """Whether an argument's value is a secret.
-
-    Args:
-        name: of the argument.
-        value: as it is written, quotes included.
-        number: a number is one, too; not so in `sort --key 2`.
-    """
+    """Whether an argument's value, quotes included, is a secret. `number` is not in `sort --key 2`."""
     if not is_secret_name(name) or _OF_A_FILE.search(name):
         return False
     value = value.strip("\"'")
@@ -347,10 +331,9 @@ def _with_keys(
     made: dict[Any, Any] = {}
     for key, item in data.items():
         new = first = key_of(key) if isinstance(key, str) else key
-        number = 1
+        numbers = count(2)
         while new in made:
-            number += 1
-            new = f"{first} {number}"
+            new = f"{first} {next(numbers)}"
         made[new] = item_of(item)
     return made
 

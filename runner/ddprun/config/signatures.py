@@ -6,6 +6,7 @@ reads the few files that matter, each when it is first asked for.
 
 import ast
 import functools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, create_model
+from pydantic import BaseModel, ValidationError, create_model
 
-from ddprun.config.param_type import ParamType
+from ddprun.config.docs import type_words
 from ddprun.config.tree import spelling
-from ddprun.options import Options
+from ddprun.options import Options, Validated, combine, expected, problem, unknown
 
 TorchKind = Literal["optimizer", "schedule", "loss"]
 
@@ -43,6 +44,15 @@ _IGNORED: dict[TorchKind, frozenset[str]] = {
     "schedule": frozenset({"self", "optimizer", "last_epoch", "verbose"}),
     "loss": frozenset({"self", "size_average", "reduce"}),
 }
+Schema = dict[str, Any]
+"""JSON Schema of what a parameter takes, as far as a file can hold it: `type`, `enum`, `items`,
+`prefixItems`, and `anyOf` with these; empty: anything."""
+
+_TYPES = {"float": "number", "int": "integer", "bool": "boolean", "str": "string", "None": "null"}
+_TENSOR: Schema = {"type": "array", "items": {"type": "number"}}
+"""Of a tensor; a list of numbers has an equal one, and not this one."""
+
+_NULL: Schema = {"type": "null"}
 _LENGTHS = ("T_max", "total_iters", "total_steps")
 
 
@@ -51,10 +61,13 @@ class Parameter:
     """One option of a torch class."""
 
     name: str
-    accepts: ParamType
+    schema: Schema
     required: bool
     default: str
     """As torch's source writes it; empty if there is none."""
+
+    tensor: bool
+    """A list of numbers becomes a tensor."""
 
 
 @dataclass(frozen=True)
@@ -117,22 +130,57 @@ def signature(kind: TorchKind, name: str) -> Signature:
 def options_model(kind: TorchKind, name: str) -> type[BaseModel]:
     """A pydantic model of the options of one class."""
     fields: dict[str, Any] = {
-        parameter.name: (Annotated[Any, parameter.accepts], ... if parameter.required else None)
-        for parameter in signature(kind, name).parameters
+        item.name: (
+            Annotated[Any, Validated(functools.partial(_read, item.schema), item.schema)],
+            ... if item.required else None,
+        )
+        for item in signature(kind, name).parameters
     }
     return create_model(name, __base__=Options, **fields)
 
 
+def _read(schema: Schema, value: Any) -> Any:
+    """A value that fits the schema, lists as the Python type that torch expects.
+
+    Raises:
+        pydantic.ValidationError: it does not fit.
+    """
+    given = _TYPES.get("None" if value is None else type(value).__name__, "")
+    words: list[str] = []
+    for form in schema.get("anyOf", [schema]):
+        kind = form.get("type")
+        if not form or given == kind or (given == "integer" and kind == "number"):
+            if form and isinstance(value, float) and not math.isfinite(value):
+                raise expected("a finite number")
+            return value
+        if kind == "array" and isinstance(value, list | tuple):
+            return _read_list(form, value)
+        words += form.get("enum", ())
+    if isinstance(value, str) and value in words:
+        return value
+    if isinstance(value, str) and words:
+        raise unknown("value", value, words)
+    raise expected(type_words(schema))
+
+
+def _read_list(form: Schema, value: "list[Any] | tuple[Any, ...]") -> Any:
+    fixed = form.get("prefixItems")
+    if fixed and len(value) != len(fixed):
+        raise problem(f"expected a list of {len(fixed)} values, got a list of {len(value)}")
+    read = []
+    for index, item in enumerate(value):
+        try:
+            read.append(_read(fixed[index] if fixed else form["items"], item))
+        except ValidationError as error:
+            raise combine([error], at=(index,)) from None
+    return tuple(read) if fixed else read
+
+
 def length_option(name: str, options: Mapping[str, Any] | None = None) -> str | None:
-    """The option of a torch schedule that says how many steps it takes, if the file leaves it out.
+    """The option of a torch schedule to fill with the stage's steps.
 
-    Args:
-        name: a schedule's canonical name.
-        options: what the file gives it.
-
-    Returns:
-        The option to fill with the stage's steps; None if the schedule has no length or the file gives it
-        (OneCycleLR's also as `epochs` with `steps_per_epoch`).
+    None if the schedule has no length, or `options` give it (OneCycleLR's also as `epochs` with
+    `steps_per_epoch`).
     """
     given = options or {}
     if "epochs" in given and "steps_per_epoch" in given:
@@ -147,7 +195,7 @@ def length_option(name: str, options: Mapping[str, Any] | None = None) -> str | 
 
 def tensor_options(kind: TorchKind, name: str) -> frozenset[str]:
     """Options that a file gives as a list of numbers and torch wants as a tensor."""
-    return frozenset(item.name for item in signature(kind, name).parameters if item.accepts.tensor)
+    return frozenset(item.name for item in signature(kind, name).parameters if item.tensor)
 
 
 @functools.cache
@@ -227,32 +275,32 @@ def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[Parameter, ...]
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     found = []
     for argument, default in pairs:
-        accepts = _param_type(argument.annotation)
+        schema = _schema(argument.annotation)
         if argument.arg == "reduction":  # `none` gives a loss per sample: no backward pass can start there
-            accepts = ParamType(literals=("mean", "sum"))
-        if argument.arg in _IGNORED[kind] or not accepts.writable:
+            schema = {"enum": ["mean", "sum"]}
+        if argument.arg in _IGNORED[kind] or schema is None:
             continue
         required = default is None and not (kind == "schedule" and argument.arg in _LENGTHS)
-        found.append(Parameter(argument.arg, accepts, required, ast.unparse(default) if default else ""))
+        source = ast.unparse(default) if default else ""
+        tensor = any(form is _TENSOR for form in schema.get("anyOf", [schema]))
+        found.append(Parameter(argument.arg, schema, required, source, tensor))
     return tuple(found)
 
 
-def _param_type(annotation: ast.expr | None) -> ParamType:
-    """The type of an annotation; anything if the annotation is of an unknown form."""
-    if annotation is None:
-        return ParamType()
-    parts = [_single(part) for part in _alternatives(annotation)]
-    real = [part for part in parts if part.writable and part.scalars != ("null",)]
+def _schema(annotation: ast.expr | None) -> Schema | None:
+    """What an annotation takes: anything if it is of an unknown form, None if only a function does."""
+    forms = [_form(part) for part in _alternatives(annotation)] if annotation else [{}]
+    real = [form for form in forms if form is not None and form != _NULL]
     if not real:
-        return ParamType(writable=False)
-    if any(part.anything for part in real):
-        return ParamType()
-    scalars = tuple(dict.fromkeys(name for part in parts for name in part.scalars))
-    literals = tuple(literal for part in real for literal in part.literals)
-    lists = [part for part in real if part.items is not None and not (part.tensor and "float" in scalars)]
-    if not lists:
-        return ParamType(scalars, literals)
-    return ParamType(scalars, literals, lists[0].items, lists[0].fixed, lists[0].tensor)
+        return None
+    if {} in real:
+        return {}
+    if {"type": "number"} in real:  # a number takes the place of a tensor
+        real = [form for form in real if form is not _TENSOR]
+    lists = [form for form in real if form.get("type") == "array"]
+    unique = [form for index, form in enumerate(real) if form not in real[:index] and form not in lists[1:]]
+    unique += [_NULL] if _NULL in forms else []
+    return unique[0] if len(unique) == 1 else {"anyOf": unique}
 
 
 def _alternatives(annotation: ast.expr) -> list[ast.expr]:
@@ -270,25 +318,25 @@ def _members(annotation: ast.Subscript) -> list[ast.expr]:
     return list(inner.elts) if isinstance(inner, ast.Tuple) else [inner]
 
 
-def _single(annotation: ast.expr) -> ParamType:
-    """The type of an annotation that is not a union."""
+def _form(annotation: ast.expr) -> Schema | None:
+    """What an annotation that is not a union takes, as `_schema`."""
     name = ast.unparse(annotation)
-    if name in ("float", "int", "bool", "str", "None"):
-        return ParamType(scalars=("null" if name == "None" else name,))
+    if name in _TYPES:
+        return {"type": _TYPES[name]}
     if name == "Tensor":
-        return ParamType(items=(ParamType(scalars=("float",)),), tensor=True)
+        return _TENSOR
     if name.startswith("Callable"):
-        return ParamType(writable=False)
+        return None
     if isinstance(annotation, ast.Subscript):
-        outer = ast.unparse(annotation.value)
-        members = _members(annotation)
+        outer, members = ast.unparse(annotation.value), _members(annotation)
         if outer == "Literal":
-            return ParamType(literals=tuple(str(ast.literal_eval(member)) for member in members))
+            return {"enum": [str(ast.literal_eval(member)) for member in members]}
         if outer in ("tuple", "Tuple") and ast.unparse(members[-1]) != "...":
-            return ParamType(items=tuple(_param_type(member) for member in members), fixed=True)
+            items, count = [_schema(member) or {} for member in members], len(members)
+            return {"type": "array", "prefixItems": items, "minItems": count, "maxItems": count}
         if outer in ("tuple", "Tuple", "list", "List", "Iterable", "Sequence"):
-            return ParamType(items=(_param_type(members[0]),))
-    return ParamType()
+            return {"type": "array", "items": _schema(members[0]) or {}}
+    return {}
 
 
 def _summary(tree: ast.Module, name: str) -> str:

@@ -42,10 +42,7 @@ class Origin:
 def origins(name: str, limit: Trust, folder: Path | None) -> tuple[Origin, ...]:
     """What a name may lead to: several where source code decides when it runs, none where it does not show.
 
-    Args:
-        name: what a user wrote.
-        limit: only trusted packages are looked into.
-        folder: the pipeline file's own, in which some of them may be.
+    Only trusted packages are looked into; some may be in the pipeline file's folder.
     """
     return tuple(dict.fromkeys(_Reader(limit, folder).follow(tuple(name.split(".")))))
 
@@ -57,21 +54,22 @@ def only_in_folder(root: str, limit: Trust, folder: Path | None) -> bool:
     return PathFinder.find_spec(root, [str(folder)]) is not None
 
 
+@dataclass
 class _Reader:
     """Follows one name."""
 
-    def __init__(self, limit: Trust, folder: Path | None) -> None:
-        self._limit, self._folder = limit, folder
-        self._steps = _MAX_STEPS
+    limit: Trust
+    folder: Path | None
+    steps: int = _MAX_STEPS
 
     def too_far(self) -> bool:
         """Count a step. Whether there were too many, as with two names that lead to each other."""
-        self._steps -= 1
-        return self._steps < 0
+        self.steps -= 1
+        return self.steps < 0
 
     def is_read(self, name: str) -> bool:
         """Whether what has this full name is looked for in source code."""
-        return name.partition(".")[0] in self._limit.roots() - {"torch"}
+        return name.partition(".")[0] in self.limit.roots() - {"torch"}
 
     def follow(self, parts: Sequence[str]) -> Iterator[Origin]:
         """What a full name leads to."""
@@ -97,34 +95,34 @@ class _Reader:
 
     def _package(self, root: str) -> ModuleSpec | None:
         spec = _installed(root)
-        if spec is None and self._folder is not None and root in self._limit.folder_roots():
-            spec = PathFinder.find_spec(root, [str(self._folder)])
+        if spec is None and self.folder is not None and root in self.limit.folder_roots():
+            spec = PathFinder.find_spec(root, [str(self.folder)])
         return spec
 
 
+@dataclass(frozen=True)
 class _Module:
-    """One module's source.
+    """One module's source."""
 
-    Args:
-        reader: follows what leads out of it.
-        name: the module's.
-        package: what relative imports start from.
-        tree: its source.
-    """
+    reader: _Reader
+    """Follows what leads out of it."""
 
-    def __init__(self, reader: _Reader, name: str, package: str, tree: ast.Module) -> None:
-        self._reader, self._name, self._package, self._tree = reader, name, package, tree
+    name: str
+    package: str
+    """What relative imports start from."""
+
+    tree: ast.Module
 
     def attribute(self, path: Sequence[str]) -> Iterator[Origin]:
         """What an attribute of the module leads to."""
-        if self._reader.too_far():
+        if self.reader.too_far():
             return
-        bound = list(_bindings(self._tree, path[0]))
+        bound = list(_bindings(self.tree, path[0]))
         for statement, alias in bound:
-            yield from self._bound(self._name, statement, alias, path)
-        for statement, _ in () if bound else _bindings(self._tree, "*"):
-            if isinstance(statement, ast.ImportFrom) and self._reader.is_read(self._source(statement)):
-                yield from self._reader.follow((*self._source(statement).split("."), *path))
+            yield from self._bound(self.name, statement, alias, path)
+        for statement, _ in () if bound else _bindings(self.tree, "*"):
+            if isinstance(statement, ast.ImportFrom) and self.reader.is_read(self._source(statement)):
+                yield from self.reader.follow((*self._source(statement).split("."), *path))
 
     def _bound(
         self, where: str, statement: ast.AST, alias: ast.alias | None, path: Sequence[str]
@@ -139,9 +137,9 @@ class _Module:
         elif isinstance(statement, ast.Import) and alias is not None:
             # `import a.b` binds a, `import a.b as c` binds a.b.
             target = alias.name if alias.asname else alias.name.partition(".")[0]
-            yield from self._reader.follow((*target.split("."), *rest))
+            yield from self.reader.follow((*target.split("."), *rest))
         elif isinstance(statement, ast.ImportFrom) and alias is not None:
-            yield from self._reader.follow((*self._source(statement).split("."), alias.name, *rest))
+            yield from self.reader.follow((*self._source(statement).split("."), alias.name, *rest))
         elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
             yield from self._value(statement.value, rest)
 
@@ -149,7 +147,7 @@ class _Module:
         """The module from which a statement imports."""
         if not statement.level:
             return statement.module or ""
-        levels = self._package.split(".")
+        levels = self.package.split(".")
         package = levels[: len(levels) - statement.level + 1]
         return ".".join([*package, *([statement.module] if statement.module else [])])
 
@@ -161,7 +159,7 @@ class _Module:
                 yield from self._value(value.args[0], ())
         elif path := _dotted(value):
             yield from self.attribute((*path, *rest))
-            if hasattr(builtins, path[0]) and not any(_bindings(self._tree, path[0])):
+            if hasattr(builtins, path[0]) and not any(_bindings(self.tree, path[0])):
                 yield Origin(".".join(("builtins", *path, *rest)))
 
     def _member(self, where: str, made: ast.ClassDef, path: Sequence[str]) -> Iterator[Origin]:
@@ -170,7 +168,7 @@ class _Module:
         for statement, alias in own:
             if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
                 free = {"classmethod", "staticmethod"} & {
-                    ast.unparse(one) for one in statement.decorator_list
+                    ast.unparse(mark) for mark in statement.decorator_list
                 }
                 yield Origin(f"{where}.{path[0]}", method=not free)
             else:
@@ -181,7 +179,7 @@ class _Module:
             if chain := _dotted(base):
                 found = list(self.attribute((*chain, *path)))
                 yield from found
-                if found and all(self._reader.is_read(origin.name) for origin in found):
+                if found and all(self.reader.is_read(origin.name) for origin in found):
                     return
 
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from ddprun.config.faults import Fault, Severity
 from ddprun.config.scalars import Scalar
-
-KeyPath = tuple[str | int, ...]
-"""Keys and list indices from the top, such as `("stages", 2, "train", "steps")`."""
+from ddprun.options import KeyPath as KeyPath
 
 _BREAK = re.compile(r"\r\n|\n|\r")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")

@@ -7,10 +7,10 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ddprun.config import Buffers
 from ddprun.sync.audit import digest
 from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.optimizer_state import has_mean
+from ddprun.sync.plan import Buffers
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.control import Control
 from ddprun_hooks.payload import nbytes

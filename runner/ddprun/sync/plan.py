@@ -160,6 +160,30 @@ class SyncPlan:
         return min(math.lcm(*periods), _LONGEST_CYCLE)
 
 
+Reduce = Literal["broadcast", "mean"]
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """When ranks make their buffers equal, such as BatchNorm's running statistics, and how."""
+
+    when: Literal["auto", "every_forward", "every", "before_evaluate", "never"] = "auto"
+    """`auto` finds out by value what changes; `every` is after every n-th step. All but `never` also make
+    them equal before evaluate and save."""
+
+    every: int | None = None
+    """Steps, with `when: every` only."""
+
+    reduce: Reduce = "broadcast"
+    """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
+
+    def plain(self) -> Any:
+        """As a file would hold it."""
+        if self.when == "every":
+            return {"every": self.every, "reduce": self.reduce}
+        return self.when if self.reduce == "broadcast" else {self.when: {"reduce": self.reduce}}
+
+
 @dataclass(frozen=True, slots=True)
 class StageFacts:
     """What a plan may depend on besides the policy's options."""

@@ -19,7 +19,7 @@ _POLL_S = 0.2
 Make = Callable[[RunInfo], Tracker]
 
 
-class _Fed:
+class _Feed:
     """One tracker, its queue and its thread."""
 
     def __init__(self, name: str, make: Make, run: RunInfo, failed: Callable[[str, str], None]) -> None:
@@ -67,7 +67,7 @@ class Trackers:
     """
 
     def __init__(self, makers: Mapping[str, Make], run: RunInfo, failed: Callable[[str, str], None]) -> None:
-        self._fed = [_Fed(name, make, run, failed) for name, make in makers.items()]
+        self._feeds = [_Feed(name, make, run, failed) for name, make in makers.items()]
         self._may_fail = threading.Event()
         self._may_fail.set()
         self._closed, self._failing = False, threading.Lock()
@@ -75,39 +75,35 @@ class Trackers:
     @property
     def dropped(self) -> dict[str, int]:
         """How many calls each tracker was too slow for."""
-        return {one.name: one.dropped for one in self._fed}
+        return {feed.name: feed.dropped for feed in self._feeds}
 
     def step(self, step: StepInfo) -> None:
         """Pass on a step."""
-        for one in self._fed:
-            one.put(lambda tracker: tracker.step(step))
+        for feed in self._feeds:
+            feed.put(lambda tracker: tracker.step(step))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Pass on what an evaluate stage has measured, as far as it is finite."""
         values = finite_only(values)
-        for one in self._fed:
-            one.put(lambda tracker: tracker.metrics(step, values))
+        for feed in self._feeds:
+            feed.put(lambda tracker: tracker.metrics(step, values))
 
     def close(self, summary: Mapping[str, Any], within_s: float | None = None) -> list[str]:
-        """Let them bring out what they have; gives those that did not end in time."""
+        """Let them flush; gives those that did not end in time."""
         self._closed = True
         until = time.monotonic() + (_ENDS_S if within_s is None else within_s)
-        for one in self._fed:
-            one.end(summary)
-        for one in self._fed:
-            one.thread.join(max(0.0, until - time.monotonic()))
-        return [one.name for one in self._fed if one.thread.is_alive()]
+        for feed in self._feeds:
+            feed.end(summary)
+        for feed in self._feeds:
+            feed.thread.join(max(0.0, until - time.monotonic()))
+        return [feed.name for feed in self._feeds if feed.thread.is_alive()]
 
     def hold(self) -> None:
         """`fail` waits on any other thread until it has been called on this one."""
         self._may_fail.clear()
 
     def fail(self, within_s: float | None = None) -> None:
-        """Close them as failed, and quickly, since other ranks wait for this one.
-
-        Args:
-            within_s: seconds at most.
-        """
+        """Close them as failed, within seconds, since other ranks wait for this one."""
         if threading.current_thread() is threading.main_thread():
             self._may_fail.set()
         self._may_fail.wait(_HOLDS_S)

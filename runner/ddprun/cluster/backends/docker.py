@@ -18,17 +18,24 @@ from pydantic import BeforeValidator, Field
 
 from ddprun.cluster import Cluster, ClusterError, Outcome, Show, Submission, limits
 from ddprun.cluster.image import RUNS, USER, Folder, Image, arguments
-from ddprun.config import patterns
-from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, problem
+from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, matching, problem
 
 JOB = "ddprun.job"
 """Label of all that belongs to a job; its value is the job's id."""
 
 _KILLED = 137
 
-_Variable = Annotated[str, Field(max_length=200, pattern=patterns.VARIABLE)]
-_Bytes = Annotated[str, Field(pattern=patterns.BYTES)]
+_Variable = Annotated[
+    str,
+    Field(max_length=200),
+    matching(r"^[A-Za-z_][A-Za-z0-9_]*$", 'letters, digits and "_" only, not a digit first'),
+]
+_Bytes = Annotated[str, matching(r"^[1-9][0-9]*[bkmg]?$", "a number of bytes, as in 512m or 8g")]
 """As Docker has them: 512m, 4g."""
+
+_VOLUME = matching(
+    r"^(/[^:\x00-\x1f]+|[A-Za-z0-9][A-Za-z0-9_.-]*)$", 'a volume\'s name, or a path from "/" on'
+)
 
 _SYSTEM = (
     "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/root", "/run", "/sbin",
@@ -45,13 +52,13 @@ def _read_machine_folder(value: Any) -> Any:
     """A folder of the engine's machine.
 
     Raises:
-        PydanticCustomError: it is the system's.
+        pydantic.ValidationError: it is the system's.
     """
     if not isinstance(value, str) or not value.startswith("/"):
         return value
     plain = posixpath.normpath("/" + value.lstrip("/"))
     whole = plain in _WHOLE
-    if whole or any(plain == one or plain.startswith(one + "/") for one in _SYSTEM):
+    if whole or any(plain == folder or plain.startswith(folder + "/") for folder in _SYSTEM):
         why = "holds more than data" if whole else "is the system's own"
         raise problem(f'"{value}" {why}', "a folder for data or runs alone, as in /data/images")
     return value
@@ -59,7 +66,7 @@ def _read_machine_folder(value: Any) -> Any:
 
 def _read_network(value: Any) -> Any:
     """Raises:
-    PydanticCustomError: it is no network of containers.
+    pydantic.ValidationError: it is not a network of containers.
     """
     if isinstance(value, str) and (value == "host" or value.startswith(("container:", "ns:"))):
         raise problem(
@@ -94,9 +101,7 @@ class Docker(Cluster):
         network: Annotated[Image | None, BeforeValidator(_read_network)] = None
         """One that is there already; null makes one, of the driver bridge, for the job."""
 
-        runs: Annotated[str, Field(pattern=patterns.VOLUME), BeforeValidator(_read_machine_folder)] = (
-            "ddprun-runs"
-        )
+        runs: Annotated[str, _VOLUME, BeforeValidator(_read_machine_folder)] = "ddprun-runs"
         """Where the folders of runs are kept: a volume, which is made if there is none, or a folder of the
         engine's machine, but none of the system's."""
 
@@ -162,7 +167,7 @@ class Docker(Cluster):
         if options.memory is not None:
             host["Memory"] = _bytes(options.memory)
         if options.gpus:
-            ids = [str(node * options.gpus + place) for place in range(options.gpus)]
+            ids = [str(node * options.gpus + index) for index in range(options.gpus)]
             host["DeviceRequests"] = [{"DeviceIDs": ids, "Capabilities": [["gpu"]]}]
         return {
             "Image": options.image,
@@ -220,7 +225,7 @@ class Docker(Cluster):
         """
         with _engine() as api:
             found = api.containers(all=True, filters={"label": f"{JOB}={job}"})
-            names = sorted((one["Names"][0].removeprefix("/") for one in found), key=_place)
+            names = sorted((container["Names"][0].removeprefix("/") for container in found), key=_node)
             if not names:
                 raise ClusterError(f"the engine has no container of {job}")
             left = threading.Event()
@@ -230,13 +235,12 @@ class Docker(Cluster):
                     show(text)
 
             threads = [
-                threading.Thread(target=_show_log, args=(name, _place(name), show_on), daemon=True)
-                for name in names
+                threading.Thread(target=_show_log, args=(name, show_on), daemon=True) for name in names
             ]
             for thread in threads:
                 thread.start()
             try:
-                ended = [_ended(api, name) for name in names]
+                ended = [_wait(api, name) for name in names]
                 for thread in threads:
                     thread.join(10)
             finally:
@@ -256,13 +260,13 @@ def remove(job: str) -> None:
     """
     with _engine() as api:
         label = {"label": f"{JOB}={job}"}
-        for one in api.containers(all=True, filters=label):
-            api.remove_container(one["Id"], force=True)
-        for one in api.networks(filters=label):
-            api.remove_network(one["Id"])
+        for container in api.containers(all=True, filters=label):
+            api.remove_container(container["Id"], force=True)
+        for network in api.networks(filters=label):
+            api.remove_network(network["Id"])
 
 
-def _ended(api: Any, name: str) -> tuple[int, str]:
+def _wait(api: Any, name: str) -> tuple[int, str]:
     """Wait for the end of a container: its exit code, and what that means."""
     api.wait(name, timeout=None)
     state: Mapping[str, Any] = api.inspect_container(name)["State"]
@@ -272,22 +276,19 @@ def _ended(api: Any, name: str) -> tuple[int, str]:
     return code, "was killed" if code == _KILLED else f"ended with exit code {code}"
 
 
-def _show_log(name: str, place: int, show: Show) -> None:
+def _show_log(name: str, show: Show) -> None:
     """Show a container's output, each line with its node's number but on the first one."""
+    head = f"node {_node(name)}: " if _node(name) else ""
     with contextlib.suppress(ClusterError), _engine() as api:
         rest = b""
         for piece in api.logs(name, stream=True, follow=True):
             *whole, rest = (rest + piece).split(b"\n")
-            show("".join(_line(line, place) for line in whole))
+            show("".join(f"{head}{line.decode(errors='replace')}\n" for line in whole))
         if rest:
-            show(_line(rest, place))
+            show(f"{head}{rest.decode(errors='replace')}\n")
 
 
-def _line(line: bytes, place: int) -> str:
-    return (f"node {place}: " if place else "") + line.decode(errors="replace") + "\n"
-
-
-def _place(name: str) -> int:
+def _node(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 

@@ -16,14 +16,21 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationError
 
 from ddprun.cluster import Cluster, ClusterError, Outcome, Show, Submission, limits
 from ddprun.cluster.image import RUNS, USER, Folder, Image, arguments
-from ddprun.config import patterns
-from ddprun.config.fields import Validated
-from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, all_within, mismatch, problem
+from ddprun.options import (
+    KeyPath,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Validated,
+    combine,
+    expected,
+    matching,
+    problem,
+)
 
 JOB = "ddprun.dev/job"
 """Label of all that belongs to a job; its value is the job's id."""
@@ -51,10 +58,19 @@ def _lines(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 _Dumper.add_representer(str, _lines)
 
-_Label = Annotated[str, Field(max_length=63, pattern=patterns.LABEL)]
+_Label = Annotated[
+    str,
+    Field(max_length=63),
+    matching(
+        r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+        'lower-case letters, digits and "-" only, not "-" first or last',
+    ),
+]
 """A name as Kubernetes has them."""
 
-_Quantity = Annotated[str, Field(pattern=patterns.QUANTITY)]
+_Quantity = Annotated[
+    str, matching(r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$", "a number of bytes, as in 512Mi or 8Gi")
+]
 """Bytes as Kubernetes has them: 512Mi, 4Gi."""
 
 _OWN_FIELDS = {
@@ -105,37 +121,36 @@ _POD = {
 }
 """`pod` as far as a JSON Schema can say it."""
 
-_NOT_FILLED = problem(
-    "${env:NAME} is not filled in for pods",
-    "take it from a Secret, by valueFrom: {secretKeyRef: {name, key}}",
-)
-
 
 def _read_pod(value: Any) -> dict[str, Any]:
     """Raises:
-    PydanticCustomError: a field that no pod can have, that is ddprun's own, or that is not restricted.
+    pydantic.ValidationError: a field that no pod can have, that is ddprun's own, or that is not restricted.
     """
     if not isinstance(value, dict):
-        raise mismatch("a mapping of a pod's fields", "write {priorityClassName: low}")
-    faults: list[tuple[PydanticCustomError, tuple[str | int, ...]]] = []
+        raise expected("a mapping of a pod's fields", "write {priorityClassName: low}")
+    faults: list[ValidationError] = []
     for name, item in value.items():
         if not isinstance(name, str) or not re.fullmatch(_FIELD, name):
-            faults.append(
-                (problem(f'"{name}" is no field of a pod', "as in nodeSelector", where="key"), (str(name),))
-            )
+            text = f'"{name}" is not a field of a pod'
+            faults.append(problem(text, "as in nodeSelector", at=str(name), on_key=True))
         elif name in _OWN_FIELDS:
-            faults.append((problem(f'"{name}" is set by ddprun', _OWN_FIELDS[name], where="key"), (name,)))
+            faults.append(problem(f'"{name}" is set by ddprun', _OWN_FIELDS[name], at=name, on_key=True))
         elif name in _REFUSED_FIELDS and item is not False:
-            faults.append((problem(f'"{name}" is not allowed', _REFUSED_FIELDS[name], where="key"), (name,)))
+            faults.append(problem(f'"{name}" is not allowed', _REFUSED_FIELDS[name], at=name, on_key=True))
         elif name == "initContainers":
-            faults += [(error, (name, *path)) for error, path in _unrestricted(item)]
-    faults += [(_NOT_FILLED, path) for path, text in _texts(value) if "${env:" in text]
+            faults += _unrestricted(item)
+    hint = "take it from a Secret, by valueFrom: {secretKeyRef: {name, key}}"
+    faults += [
+        problem("${env:NAME} is not filled in for pods", hint, at=path)
+        for path, text in _texts(value)
+        if "${env:" in text
+    ]
     if faults:
-        raise all_within(faults)
+        raise combine(faults)
     return dict(value)
 
 
-def _texts(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def _texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """Every string of plain data, and where it stands."""
     if isinstance(value, str):
         yield path, value
@@ -144,35 +159,37 @@ def _texts(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple
             yield from _texts(item, (*path, step))
 
 
-def _unrestricted(containers: Any) -> Iterator[tuple[PydanticCustomError, tuple[str | int, ...]]]:
+def _unrestricted(containers: Any) -> Iterator[ValidationError]:
     """What init containers ask for that no restricted one may have."""
     if not isinstance(containers, list):
-        yield mismatch("a list of containers"), ()
+        yield expected("a list of containers", at="initContainers")
         return
-    for place, container in enumerate(containers):
+    for index, container in enumerate(containers):
+        here: KeyPath = ("initContainers", index)
         if not isinstance(container, dict):
-            yield mismatch("a container's fields"), (place,)
+            yield expected("a container's fields", at=here)
             continue
         context = container.get("securityContext")
         if context is not None and not isinstance(context, dict):
-            yield mismatch("a mapping of a security context's fields"), (place, "securityContext")
+            yield expected("a mapping of a security context's fields", at=(*here, "securityContext"))
         for name, item in (context if isinstance(context, dict) else {}).items():
             allowed = _CONTEXT.get(name, ())
             user = name in ("runAsUser", "runAsGroup") and isinstance(item, int) and item > 0
             if not user and not any(item == one and type(item) is type(one) for one in allowed):
                 rule = f"must be {json.dumps(allowed[0])}" if allowed else "is not allowed"
-                yield problem(f'"{name}" {rule}', _STANDARD), (place, "securityContext", name)
-        for port, asked in enumerate(_items(container.get("ports"))):
-            if isinstance(asked, dict) and asked.get("hostPort"):
-                yield problem('"hostPort" is not allowed', _STANDARD), (place, "ports", port, "hostPort")
+                yield problem(f'"{name}" {rule}', _STANDARD, at=(*here, "securityContext", name))
+        for number, port in enumerate(_items(container.get("ports"))):
+            if isinstance(port, dict) and port.get("hostPort"):
+                path = (*here, "ports", number, "hostPort")
+                yield problem('"hostPort" is not allowed', _STANDARD, at=path)
         lifecycle = container.get("lifecycle")
-        handlers = [(name, container.get(name)) for name in _PROBES]
-        handlers += lifecycle.items() if isinstance(lifecycle, dict) else ()
-        for name, handler in handlers:
+        handlers: list[tuple[KeyPath, Any]] = [((name,), container.get(name)) for name in _PROBES]
+        if isinstance(lifecycle, dict):
+            handlers += [(("lifecycle", name), handler) for name, handler in lifecycle.items()]
+        for where, handler in handlers:
             for how, asked in (handler if isinstance(handler, dict) else {}).items():
                 if isinstance(asked, dict) and asked.get("host"):
-                    path = (*(() if name in _PROBES else ("lifecycle",)), name, how, "host")
-                    yield problem('"host" is not allowed', _STANDARD), (place, *path)
+                    yield problem('"host" is not allowed', _STANDARD, at=(*here, *where, how, "host"))
 
 
 def _items(value: Any) -> list[Any]:
@@ -241,10 +258,11 @@ class Kubernetes(Cluster):
         first = f"{self.name}-{_NODE}-0-0" if options.kind == "trainjob" else f"{self.name}-0"
         file = f"{_FOLDER}/{_FILE}"
         self._command = arguments(submission, self.name, file, self._nodes, f"{first}.{self.name}")
-        self.objects: list[Object] = [self._config_map()]
-        if self._options.runs is None:
+        text = self._loaded.path.read_text("utf-8")
+        self.objects: list[Object] = [self._object("v1", "ConfigMap", self.name, data={_FILE: text})]
+        if options.runs is None:
             self.objects.append(self._claim())
-        self.objects += self._train_job() if self._options.kind == "trainjob" else self._indexed_job()
+        self.objects += self._train_job() if options.kind == "trainjob" else self._indexed_job()
 
     @property
     def text(self) -> str:
@@ -262,20 +280,11 @@ class Kubernetes(Cluster):
         metadata["labels"] = {JOB: self.name}
         return {"apiVersion": api, "kind": kind, "metadata": metadata, **rest}
 
-    def _queued(self, one: Object) -> Object:
+    def _queued(self, job: Object) -> Object:
         """A job in the queue that the pipeline names."""
         if self._options.queue is not None:
-            one["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = self._options.queue
-        return one
-
-    def _torch(self, one: Object) -> Object:
-        """A runtime as Kubeflow's own tools find it."""
-        one["metadata"]["labels"][f"{_TRAINER}/framework"] = "torch"
-        return one
-
-    def _config_map(self) -> Object:
-        text = self._loaded.path.read_text("utf-8")
-        return self._object("v1", "ConfigMap", self.name, data={_FILE: text})
+            job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = self._options.queue
+        return job
 
     def _claim(self) -> Object:
         spec: Object = {
@@ -305,8 +314,10 @@ class Kubernetes(Cluster):
             trainer["resourcesPerNode"] = resources
         reference = {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": self.name}
         spec = {"runtimeRef": reference, "trainer": trainer}
+        made = self._object(f"{_TRAINER}/v1alpha1", "TrainingRuntime", self.name, spec=runtime)
+        made["metadata"]["labels"][f"{_TRAINER}/framework"] = "torch"  # for Kubeflow's own tools
         return [
-            self._torch(self._object(f"{_TRAINER}/v1alpha1", "TrainingRuntime", self.name, spec=runtime)),
+            made,
             self._queued(self._object(f"{_TRAINER}/v1alpha1", "TrainJob", self.name, spec=spec)),
         ]
 
@@ -354,8 +365,8 @@ class Kubernetes(Cluster):
                 {"name": "tmp", "mountPath": "/tmp"},
                 {"name": "shm", "mountPath": "/dev/shm"},
                 *(
-                    {"name": f"claim-{place}", "mountPath": folder, "readOnly": True}
-                    for place, folder in enumerate(options.claims.values())
+                    {"name": f"claim-{index}", "mountPath": folder, "readOnly": True}
+                    for index, folder in enumerate(options.claims.values())
                 ),
             ],
         }
@@ -372,8 +383,8 @@ class Kubernetes(Cluster):
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},
         ]
         volumes += [
-            {"name": f"claim-{place}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
-            for place, claim in enumerate(options.claims)
+            {"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+            for index, claim in enumerate(options.claims)
         ]
         spec: Object = {
             "restartPolicy": restart,
@@ -396,8 +407,8 @@ class Kubernetes(Cluster):
     def _init_containers(self) -> Object:
         """Those that the file names, restricted where they do not say so themselves."""
         found = [
-            {**one, "securityContext": {**_RESTRICTED, **(one.get("securityContext") or {})}}
-            for one in self._options.pod.get("initContainers", ())
+            {**container, "securityContext": {**_RESTRICTED, **(container.get("securityContext") or {})}}
+            for container in self._options.pod.get("initContainers", ())
         ]
         return {"initContainers": found} if found else {}
 
@@ -411,13 +422,15 @@ class Kubernetes(Cluster):
         with _cluster() as (client, dynamic):
             namespace = self._options.namespace or _namespace()
             try:
-                for one in self.objects:
-                    resource = dynamic.resources.get(api_version=one["apiVersion"], kind=one["kind"])
-                    resource.create(body=one, namespace=namespace)
-                    made.append((resource, one))
+                for manifest in self.objects:
+                    resource = dynamic.resources.get(
+                        api_version=manifest["apiVersion"], kind=manifest["kind"]
+                    )
+                    resource.create(body=manifest, namespace=namespace)
+                    made.append((resource, manifest))
             except BaseException:
-                for resource, one in reversed(made):
-                    resource.delete(name=one["metadata"]["name"], namespace=namespace)
+                for resource, manifest in reversed(made):
+                    resource.delete(name=manifest["metadata"]["name"], namespace=namespace)
                 raise
             del client
         return self.name
@@ -444,14 +457,7 @@ class Kubernetes(Cluster):
 
 
 class _Log:
-    """The output of a job's first pod, and of those that take its place.
-
-    Args:
-        client: of the cluster.
-        namespace: the job's.
-        selector: of its pods.
-        show: takes the output.
-    """
+    """The output of a job's first pod, and of those that take its place."""
 
     def __init__(self, client: Any, namespace: str, selector: str, show: Show) -> None:
         from kubernetes.client import CoreV1Api

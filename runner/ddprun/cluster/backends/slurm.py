@@ -20,9 +20,7 @@ from pydantic import Field
 
 from ddprun import ON_USR1, QUEUE_AGAIN
 from ddprun.cluster import Cluster, ClusterError, Flag, Outcome, Show, Submission, limits
-from ddprun.config import patterns
-from ddprun.config.fields import Validated
-from ddprun.options import NonNegativeInt, PositiveInt, all_within, mismatch, problem
+from ddprun.options import NonNegativeInt, PositiveInt, Validated, combine, expected, matching, problem
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
 _POLL_S = 1.0
@@ -78,42 +76,46 @@ def _read_time(value: Any) -> str | int | None:
     """Slurm's own ways to write a time.
 
     Raises:
-        PydanticCustomError: it is none of them.
+        pydantic.ValidationError: it is none of them.
     """
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
     if isinstance(value, str) and re.fullmatch(_TIME, value):
         return value
     if isinstance(value, str):
-        raise problem(f'"{value}" is no time', 'minutes, "HH:MM:SS", "D-HH" or "D-HH:MM:SS"')
-    raise mismatch("a time", 'minutes, "HH:MM:SS", "D-HH" or "D-HH:MM:SS"')
+        raise problem(f'"{value}" is not a time', 'minutes, "HH:MM:SS", "D-HH" or "D-HH:MM:SS"')
+    raise expected("a time", 'minutes, "HH:MM:SS", "D-HH" or "D-HH:MM:SS"')
 
 
 def _read_options(value: Any) -> dict[str, str | int | float | bool]:
     """Raises:
-    PydanticCustomError: an option that sbatch cannot have, or that is ddprun's own.
+    pydantic.ValidationError: an option that sbatch cannot have, or that is ddprun's own.
     """
     if not isinstance(value, dict):
-        raise mismatch("a mapping of sbatch's options", "write {mem: 64G, exclusive: true}")
+        raise expected("a mapping of sbatch's options", "write {mem: 64G, exclusive: true}")
     faults = []
     for name, item in value.items():
         if not isinstance(name, str) or not re.fullmatch(_OPTION, name):
-            wrong = problem(f'"{name}" is not a long option of sbatch', "as in mem-per-cpu", where="key")
+            text = f'"{name}" is not a long option of sbatch'
+            faults.append(problem(text, "as in mem-per-cpu", at=str(name), on_key=True))
         elif name in _OWN_OPTIONS:
-            wrong = problem(f'"{name}" is set by ddprun', _OWN_OPTIONS[name], where="key")
+            faults.append(problem(f'"{name}" is set by ddprun', _OWN_OPTIONS[name], at=name, on_key=True))
         elif not isinstance(item, (str, int, float)):
-            wrong = problem("expected a string, a number, or true for a flag without a value")
+            text = "expected a string, a number, or true for a flag without a value"
+            faults.append(problem(text, at=name))
         elif isinstance(item, str) and not re.fullmatch(_PRINTABLE, item):
-            wrong = problem("a line of a script cannot hold quotes, backslashes or line ends")
-        else:
-            continue
-        faults.append((wrong, (str(name),)))
+            text = "a line of a script cannot hold quotes, backslashes or line ends"
+            faults.append(problem(text, at=name))
     if faults:
-        raise all_within(faults)
+        raise combine(faults)
     return dict(value)
 
 
-_Name = Annotated[str, Field(min_length=1, max_length=200, pattern=patterns.SLURM_NAME)]
+_Name = Annotated[
+    str,
+    Field(min_length=1, max_length=200),
+    matching(r"^[A-Za-z0-9_.,:/@+-]+$", 'letters, digits and "_.,:/@+-" only'),
+]
 """As partitions, accounts and images have."""
 
 _TIMES = {

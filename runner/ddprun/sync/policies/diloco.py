@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, all_within, problem
+from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, combine, problem
 from ddprun.sync.plan import OuterOptimizer, StageFacts, SyncPlan, Transfer
 from ddprun.sync.policy import SyncPolicy
 
@@ -36,13 +36,13 @@ class Diloco(SyncPolicy):
         faults = []
         if self.fragments > self.every:
             text = f"fragments {self.fragments} is more than {every}: each needs a step of its own"
-            faults.append((problem(text, f"at most {self.every}"), ("fragments",)))
+            faults.append(problem(text, f"at most {self.every}", at="fragments"))
         if self.overlap_steps >= self.every:
             text = f"overlap_steps {self.overlap_steps} is not less than {every}: the next exchange would "
             text += "start before the last one is applied"
-            faults.append((problem(text, f"at most {self.every - 1}"), ("overlap_steps",)))
+            faults.append(problem(text, f"at most {self.every - 1}", at="overlap_steps"))
         if faults:
-            raise all_within(faults)
+            raise combine(faults)
         return self
 
     def plan(self, stage: StageFacts) -> SyncPlan:

@@ -5,7 +5,7 @@ from typing import ClassVar, Self
 
 from pydantic import model_validator
 
-from ddprun.options import PositiveInt, problem, within
+from ddprun.options import PositiveInt, problem
 from ddprun.sync.plan import StageFacts, SyncPlan, Transfer
 from ddprun.sync.policy import OptimizerState, SyncPolicy
 
@@ -33,7 +33,7 @@ class HierarchicalSgd(SyncPolicy):
     def _hosts_meet_when_all_do(self) -> Self:
         if self.across % self.within:
             text = f"across {self.across} is not a multiple of within {self.within}"
-            raise within(problem(text, _multiples(self.across, self.within)), "across")
+            raise problem(text, _multiples(self.across, self.within), at="across")
         return self
 
     def plan(self, stage: StageFacts) -> SyncPlan:

@@ -1,25 +1,27 @@
 """Pydantic's errors in plain sentences, each at its place in the file."""
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from ddprun.config.choices import KINDS, names
 from ddprun.config.faults import Fault, listing, suggest
-from ddprun.config.patterns import WORDS
 from ddprun.config.scalars import bool_hint, number_hint
-from ddprun.config.tree import KeyPath, Nearest, Node, find, show
-from ddprun.options import OWN
-from ddprun_hooks.config.messages import BOUNDS, WANTED, Sentence, described, out_of_bounds
+from ddprun.config.tree import Nearest, Node, find, show
+from ddprun.options import FORMS, OWN, KeyPath, Validated, combine, problem, repeat
+from ddprun_hooks.config.messages import BOUNDS, WANTED, Sentence, described, out_of_bounds, unknown_option
+
+Model = TypeVar("Model", bound=BaseModel)
 
 _REASONS: dict[KeyPath, str] = {
     ("ddp", "bucket_cap_mb"): "DDP's first bucket is 1 MiB and must not be larger than the others",
 }
 """Of a bound, why it is one."""
 
-MAPPED = frozenset(
+WORDED = frozenset(
     {
         *(OWN, *WANTED, *BOUNDS),
         *("too_short", "too_long", "literal_error", "missing"),
@@ -27,6 +29,76 @@ MAPPED = frozenset(
     }
 )
 """Every type of error that has a sentence of its own; a test holds this against what the schema can raise."""
+
+
+def validate(
+    model: type[Model], value: Any, *path: str, owner: str = "", context: dict[str, Any] | None = None
+) -> Model:
+    """Validate a part of the file, `path` below the value that is being validated.
+
+    Of the options of a choice, `owner` is its name: messages call unknown keys options of it. `context` is
+    what validators of the model ask for.
+    """
+    try:
+        return model.model_validate(value, context=context)
+    except ValidationError as error:
+        raise with_known_keys(error, model, path, owner) from None
+
+
+def with_known_keys(
+    error: ValidationError, model: type[BaseModel], path: tuple[str, ...] = (), owner: str = ""
+) -> ValidationError:
+    """The same errors below `path`; those about unknown and missing keys say what belongs there."""
+    items: list[ErrorDetails] = []
+    for item in error.errors(include_url=False):
+        *above, key = item["loc"] or ("",)
+        section, name, wrong = _model_at(model, above), str(key), None
+        if item["type"] == "extra_forbidden":
+            wrong = _unknown_key(name, section, owner)
+        elif item["type"] == "missing" and owner and not above:
+            wrong = problem(f'{owner} needs "{name}"', f"write {owner}: {{{name}: …}}")
+        elif item["type"] == "missing" and (allowed := _allowed(section, name)):
+            wrong = problem("is required", listing(allowed), on_key=True)
+        items += combine([wrong], at=item["loc"]).errors(include_url=False) if wrong else [item]
+    return repeat(items, path)
+
+
+def _model_at(model: type[BaseModel], location: Sequence[str | int]) -> type[BaseModel]:
+    """The model that a path of nested sections leads to."""
+    for segment in location:
+        section = section_of(model.model_fields.get(str(segment)))
+        if section is None:
+            break
+        model = section
+    return model
+
+
+def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The model of a field that is a section of the file; None for any other field."""
+    kind = field.annotation if field else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _allowed(model: type[BaseModel], key: str) -> list[str]:
+    """What may be chosen at a key."""
+    field = model.model_fields.get(key)
+    marks = [mark for mark in field.metadata if isinstance(mark, Validated)] if field else []
+    return [name for mark in marks if mark.allowed for name in mark.allowed()]
+
+
+def _unknown_key(key: str, model: type[BaseModel], owner: str) -> ValidationError:
+    known = list(model.model_fields)
+    text, allowed, near = unknown_option(owner, key, known)
+    if not owner:
+        text = f'unknown key "{key}"'
+        sections = ((name, section_of(field)) for name, field in model.model_fields.items())
+        inside = (f"{name}.{key}" for name, section in sections if section and key in section.model_fields)
+        near = near or next(inside, None)
+    name, colon, value = key.partition(":")
+    hint = getattr(model, "elsewhere", {}).get(key)
+    if colon and name in known:
+        text, hint = f'unknown key "{key}"', f'put a space after the colon: "{name}: {value}"'
+    return problem(text, hint or allowed, None if hint else near, on_key=True)
 
 
 def faults(error: ValidationError, root: Node, redact: Callable[[str], str]) -> list[Fault]:
@@ -61,7 +133,7 @@ def _fault(item: Any, path: KeyPath, found: Nearest, redact: Callable[[str], str
     exact = not found.missing
     node = found.node if exact and not of_key else None
     value = path[-1] if of_key else found.node.data() if exact else item["input"]
-    at_key = of_key or item["type"] == "missing" or item.get("ctx", {}).get("where") == "key"
+    at_key = of_key or item["type"] == "missing" or item.get("ctx", {}).get("on_key")
     if at_key and (exact or isinstance(found.node.value, dict) or found.node.value is None):
         place = found.key
     else:
@@ -72,15 +144,7 @@ def _fault(item: Any, path: KeyPath, found: Nearest, redact: Callable[[str], str
 def _sentence(
     item: Any, path: KeyPath, node: Node | None, value: Any, redact: Callable[[str], str]
 ) -> Sentence:
-    """What is wrong with a value.
-
-    Args:
-        item: the error, of `ValidationError.errors`.
-        path: of the value.
-        node: of the value; None if the file does not have it.
-        value: plain data.
-        redact: takes secrets out of a text.
-    """
+    """What an error says of a value; `node` is None if the file does not have the value."""
     kind, context = item["type"], item.get("ctx", {})
     if kind == OWN and "problem" in context:
         return context["problem"], context["allowed"], context["suggestion"]
@@ -101,11 +165,9 @@ def _sentence(
             known = re.findall(r"'([^']*)'", context["expected"])
             return f"unknown value {word}", listing(known), suggest(word.strip('"'), known)
         case "missing":
-            choice = KINDS.get(str(path[-1]))
-            allowed = [*names(choice), "or a dotted name such as package.module.name"] if choice else None
-            return "is required", listing(allowed) if allowed else None, None
+            return "is required", None, None
         case "string_pattern_mismatch":
-            return f"cannot be {word}", WORDS.get(context["pattern"], context["pattern"]), None
+            return f"cannot be {word}", FORMS.get(context["pattern"], context["pattern"]), None
         case "string_too_short":
             return "must not be empty", None, None
         case "string_too_long":
