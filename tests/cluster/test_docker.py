@@ -139,6 +139,7 @@ def wait_for(docker: Engine, names: list[str], text: str) -> None:
     pytest.fail(f"nobody has said {text!r} within a minute")
 
 
+@pytest.mark.engines
 @pytest.mark.parametrize("elastic", [False, True])
 def test_a_killed_container(docker: Engine, tmp_path: Path, elastic: bool) -> None:
     """Is named, and ends the run; or the other goes on from the newest checkpoint, if one host is enough."""
@@ -165,6 +166,7 @@ def test_a_killed_container(docker: Engine, tmp_path: Path, elastic: bool) -> No
         assert (found["world_size"], found["steps"]) == (2, 2000)
 
 
+@pytest.mark.engines
 def test_restarts_are_counted_once(docker: Engine, tmp_path: Path) -> None:
     """By ddprun, which starts ranks again inside: what always fails is tried twice, not four times."""
     runs = prepare(tmp_path, steps=10, launch=", max_restarts: 1")
@@ -200,6 +202,7 @@ def test_what_cannot_be_sent_is_said_in_one_line(docker: Engine, tmp_path: Path)
     assert (docker.ask("ps", "--all", "--quiet"), docker.ask("network", "ls", "--quiet")) == before
 
 
+@pytest.mark.engines
 def test_variables_are_passed_on_and_not_shown(docker: Engine, tmp_path: Path) -> None:
     """In a dry run only their names; in the container, their values."""
     runs = prepare(tmp_path, steps=1)

@@ -105,6 +105,7 @@ def test_a_submitted_job_is_completed(cluster: Slurm, tmp_path: Path, loss: floa
     assert (found["status"], found["world_size"], found["loss"]) == ("done", 4, loss)
 
 
+@pytest.mark.engines
 def test_the_limit_on_imports_is_that_of_who_submits(
     cluster: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +121,7 @@ def test_the_limit_on_imports_is_that_of_who_submits(
     assert f"limit: torchvision, ./mylab\nddprun: job {job}: COMPLETED" in told
 
 
+@pytest.mark.engines
 def test_a_job_that_fails_says_so(cluster: Slurm, tmp_path: Path) -> None:
     """With the reason, and exit code 1."""
     (tmp_path / "p.yaml").write_text(
@@ -180,6 +182,7 @@ def wait_for_steps(folder: Path, job: str) -> Path:
     return run
 
 
+@pytest.mark.engines
 def test_a_job_is_followed_while_the_controller_is_away(cluster: Slurm, tmp_path: Path) -> None:
     """It is started again while the job goes on: nothing of that is the job's end."""
     slow_pipeline(tmp_path)
@@ -202,6 +205,7 @@ def test_a_job_is_followed_while_the_controller_is_away(cluster: Slurm, tmp_path
     assert "| status" in told
 
 
+@pytest.mark.engines
 def test_ctrl_c_ends_following_and_not_the_job(cluster: Slurm, tmp_path: Path) -> None:
     """It says so, and the job runs to its end."""
     slow_pipeline(tmp_path)
@@ -231,6 +235,7 @@ def test_ctrl_c_ends_following_and_not_the_job(cluster: Slurm, tmp_path: Path) -
     assert cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
 
 
+@pytest.mark.engines
 def test_a_signalled_job_goes_on_when_it_is_queued_again(cluster: Slurm, tmp_path: Path) -> None:
     """`scancel --signal=USR1`: a checkpoint, back into the queue, and the loss of an unbroken run."""
     slow_pipeline(tmp_path)
