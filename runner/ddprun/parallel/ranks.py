@@ -62,7 +62,7 @@ class Ranks:
     page: str = ""
     """Path of this rank's status page, on this host."""
 
-    host: str = field(default_factory=socket.gethostname)
+    host: str = field(default_factory=lambda: socket.gethostname())
     hosts: tuple[str, ...] = ()
     """Host name of each rank, once joined."""
 
