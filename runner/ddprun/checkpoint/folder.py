@@ -31,7 +31,7 @@ from ddprun.run_files import open_file, read_object
 FOLDER = "checkpoints"
 """In the folder of a run."""
 
-VERSION = 4
+VERSION = 5
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 256 * 1024 * 1024
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
