@@ -13,7 +13,7 @@ timing and the count of bytes (`ddprun_hooks.comm.queue`).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -24,7 +24,6 @@ from ddprun_hooks.config.options import Role
 if TYPE_CHECKING:
     from ddprun_hooks.comm.communicator import Communicator
     from ddprun_hooks.payload import Payload
-    from ddprun_hooks.stack import Stack
 
 
 class Hook:
@@ -52,10 +51,6 @@ class Hook:
     def requirements(self) -> GroupRequirements:
         """Among which ranks this hook calls collectives itself, and how many for one payload."""
         return {} if self.role == "codec" else {GroupRequirement("world"): self.rounds}
-
-    def legs(self) -> Mapping[str, Stack]:
-        """Stacks inside this hook, by the leg that each serves. Steps begin and end for their hooks, too."""
-        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """What decides later steps, keyed by kind of payload and parameter name."""

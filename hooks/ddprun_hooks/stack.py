@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,14 @@ class Broadcast(Hook):
         return await comm.broadcast(payload.tensor, self.source)
 
 
+class CompositeHook(Hook):
+    """Base of a hook with stacks inside it. Steps begin and end for their hooks, too."""
+
+    def legs(self) -> Mapping[str, Stack]:
+        """These stacks, by the leg that each serves."""
+        raise NotImplementedError
+
+
 class Stack:
     """Hooks in order, ended by a reducer.
 
@@ -54,7 +62,7 @@ class Stack:
         self.names = tuple(name for name, _ in hooks)
         self.described = described or repr(list(self.names))
         self.entries: tuple[grammar.Entry, ...] = tuple(
-            grammar.Entry(name, hook.role, {leg: stack.entries for leg, stack in hook.legs().items()})
+            grammar.Entry(name, hook.role, {leg: stack.entries for leg, stack in _legs(hook).items()})
             for name, hook in hooks
         )
         wrong = [problem.text for problem in grammar.problems(self.entries) if problem.severity == "error"]
@@ -84,7 +92,7 @@ class Stack:
         """Every hook that has a name, those inside other hooks included."""
         for name, hook in zip(self.names, self.hooks, strict=False):
             yield name, hook
-            for leg in hook.legs().values():
+            for leg in _legs(hook).values():
                 yield from leg.named()
 
     async def run(self, payload: Payload, comm: Communicator, depth: int = 0) -> Tensor:
@@ -172,3 +180,7 @@ def all_reduce_stack() -> Stack:
 def broadcast_stack(source: int) -> Stack:
     """The payload of rank `source`, as it is. Other ranks' payloads are overwritten."""
     return Stack([("broadcast", Broadcast(source))])
+
+
+def _legs(hook: Hook) -> Mapping[str, Stack]:
+    return hook.legs() if isinstance(hook, CompositeHook) else {}

@@ -9,7 +9,7 @@ import functools
 import importlib
 import pkgutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
@@ -17,11 +17,6 @@ from ddprun_hooks.config.installed import import_installed, installed
 from ddprun_hooks.config.options import BUILT_IN, ENTRY_POINT_GROUP
 from ddprun_hooks.config.trust import TrustSettingError, Wanted
 from ddprun_hooks.errors import DottedNameError
-
-if TYPE_CHECKING:
-    from ddprun.cluster import Cluster
-    from ddprun.sync.policy import SyncPolicy
-    from ddprun.track import Tracker
 
 
 class Plugin:
@@ -41,9 +36,6 @@ class Plugin:
         cls.Options.__doc__ = cls.__doc__
 
 
-P = TypeVar("P")
-
-
 def options_of(plugin: Any) -> type[BaseModel]:
     """The model of a plug-in's options: the class itself if it is one (a sync policy), else its `Options`."""
     model: type[BaseModel] = plugin if issubclass(plugin, BaseModel) else plugin.Options
@@ -51,7 +43,7 @@ def options_of(plugin: Any) -> type[BaseModel]:
 
 
 @dataclass(frozen=True)
-class Plugins(Generic[P]):
+class Plugins:
     """All plug-ins of one kind."""
 
     kind: str
@@ -86,7 +78,7 @@ class Plugins(Generic[P]):
         """The dotted names behind an installed one's name: one, unless several packages claim the name."""
         return installed(self.group)[name]
 
-    def load(self, name: str) -> type[P]:
+    def load(self, name: str) -> type[Any]:
         """Import a plug-in's class.
 
         Raises:
@@ -98,7 +90,7 @@ class Plugins(Generic[P]):
         base = getattr(importlib.import_module(module), attribute)
         if name in self.built_in():
             module = f"{self.folder}.{name}"
-            own: type[P] = next(
+            own: type[Any] = next(
                 found
                 for found in vars(importlib.import_module(module)).values()
                 if _is_derived(found, base) and found.__module__ == module
@@ -115,9 +107,9 @@ class Plugins(Generic[P]):
         """The model of a plug-in's options; raises as `load` does."""
         return options_of(self.load(name))
 
-    def loadable(self) -> dict[str, type[P]]:
+    def loadable(self) -> dict[str, type[Any]]:
         """All that can be imported, by name; what is not trusted, or broken, is left out."""
-        found: dict[str, type[P]] = {}
+        found: dict[str, type[Any]] = {}
         for name in self.names() if self.base else ():
             try:
                 found[name] = self.load(name)
@@ -142,13 +134,8 @@ def _is_derived(found: Any, base: type) -> bool:
     return isinstance(found, type) and issubclass(found, base)
 
 
-HOOKS: Plugins[Any] = Plugins("hook", ENTRY_POINT_GROUP, taken=frozenset(BUILT_IN))
-SYNC: "Plugins[SyncPolicy]" = Plugins(
-    "sync policy", "ddprun.sync", "ddprun.sync.policy.SyncPolicy", "ddprun.sync.policies"
-)
-TRACKERS: "Plugins[Tracker]" = Plugins(
-    "tracker", "ddprun.trackers", "ddprun.track.Tracker", "ddprun.track.backends"
-)
-CLUSTERS: "Plugins[Cluster]" = Plugins(
-    "cluster", "ddprun.clusters", "ddprun.cluster.Cluster", "ddprun.cluster.backends"
-)
+# Whoever makes one of these objects knows its base class; no file of a kind is imported here.
+HOOKS = Plugins("hook", ENTRY_POINT_GROUP, taken=frozenset(BUILT_IN))
+SYNC = Plugins("sync policy", "ddprun.sync", "ddprun.sync.policy.SyncPolicy", "ddprun.sync.policies")
+TRACKERS = Plugins("tracker", "ddprun.trackers", "ddprun.track.Tracker", "ddprun.track.backends")
+CLUSTERS = Plugins("cluster", "ddprun.clusters", "ddprun.cluster.Cluster", "ddprun.cluster.backends")

@@ -10,9 +10,8 @@ from torch import Tensor
 from ddprun_hooks.builtin.cast import DTYPES, note_overflow
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements
-from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import ParamSlice, Payload
-from ddprun_hooks.stack import Stack
+from ddprun_hooks.stack import CompositeHook, Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class _Cut:
     shard: tuple[ParamSlice, ...]  # the parameters, and parts of them, in this rank's share
 
 
-class Hierarchical(Hook):
+class Hierarchical(CompositeHook):
     """Reduce-scatter inside the host, the `across` stack between ranks of one index on all hosts, all-gather.
 
     Between hosts each value travels once for a whole host, not once for each of its ranks (two-level

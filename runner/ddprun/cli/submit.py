@@ -57,7 +57,7 @@ def submit(
 
     try:
         loaded = load(pipeline, overrides)
-        cluster = CLUSTERS.load(to)
+        cluster: type[Cluster] = CLUSTERS.load(to)
     except PipelineError as error:
         click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
         return 2

@@ -16,7 +16,7 @@ from ddprun.config.errors import validate
 from ddprun.config.faults import listing, suggest
 from ddprun.config.signatures import TorchKind
 from ddprun.options import Validated, combine, expected, problem
-from ddprun.plugins import HOOKS, SYNC, TRACKERS, P, Plugins, options_of
+from ddprun.plugins import HOOKS, SYNC, TRACKERS, Plugins, options_of
 from ddprun_hooks.config.options import BUILT_IN as HOOK_OPTIONS
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.config.trust import IN_FOLDER, METHOD, NO_METHOD, trust
@@ -63,7 +63,7 @@ class Kind:
     dotted: str = ""
     """What a dotted name must stand for; empty if none is taken."""
 
-    plugins: Plugins[Any] | None = None
+    plugins: Plugins | None = None
     """What is found by a folder of modules and a group of entry points."""
 
     @property
@@ -208,13 +208,13 @@ def _admit(kind: str, name: str, shown: str, refuse: _Refuse) -> None:
         raise refuse(f"{shown} {METHOD}", NO_METHOD)
 
 
-def _admit_installed(plugins: Plugins[Any], name: str, refuse: _Refuse) -> None:
+def _admit_installed(plugins: Plugins, name: str, refuse: _Refuse) -> None:
     """Refuse an installed plug-in that `DDPRUN_TRUSTED` does not allow; nothing is imported."""
     for target in plugins.targets(name):
         _admit(plugins.kind, target, f'the installed {plugins.kind} "{name}" ({target})', refuse)
 
 
-def installed_class(plugins: Plugins[P], name: str, refuse: _Refuse) -> type[P]:
+def installed_class(plugins: Plugins, name: str, refuse: _Refuse) -> type[Any]:
     """Import an installed plug-in, once `DDPRUN_TRUSTED` has allowed it.
 
     Raises:

@@ -353,7 +353,7 @@ def _cluster_options(path: KeyPath) -> type[BaseModel] | None:
     if len(path) < 2 or path[0] not in CLUSTERS.names():
         return None
     try:
-        return CLUSTERS.load(str(path[0])).Options
+        return CLUSTERS.options(str(path[0]))
     except (DottedNameError, TrustSettingError):
         return None  # `check` refuses the key
 

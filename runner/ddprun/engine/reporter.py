@@ -24,7 +24,7 @@ from ddprun.telemetry.control_message import Overflow
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import GlobalStep, StepRecorder
 from ddprun.telemetry.stragglers import Straggler
-from ddprun.track import RunInfo, StepInfo
+from ddprun.track import RunInfo, StepInfo, Tracker
 from ddprun.track.trackers import Trackers, nobody
 from ddprun_hooks.comm.trace import BucketTrace
 
@@ -147,7 +147,8 @@ def check_trackers(loaded: Loaded) -> None:
     """
     faults = []
     for index, choice in enumerate(loaded.pipeline.track):
-        needs = TRACKERS.load(choice.name).needs
+        tracker: type[Tracker] = TRACKERS.load(choice.name)
+        needs = tracker.needs
         if needs and importlib.util.find_spec(needs) is None:
             text = f"{choice.name} needs the package {needs}, which is not installed"
             package = f"'ddprun[{choice.name}]'" if choice.source == "built-in" else needs
@@ -170,7 +171,8 @@ def open_trackers(loaded: Loaded, run_dir: Path, reporter: Reporter, recorder: S
         changed = {key: value for key, value in filled.items() if value != choice.options[key]}
         assert choice.settings is not None
         options = choice.settings.model_copy(update=changed)
-        makers[choice.name] = partial(TRACKERS.load(choice.name), options)
+        tracker: type[Tracker] = TRACKERS.load(choice.name)
+        makers[choice.name] = partial(tracker, options)
     trackers = reporter.trackers = Trackers(makers, run, failed)
     _fail_when_ended(trackers)
 
