@@ -290,20 +290,6 @@ def test_a_host_that_is_asked_to_leaves(tmp_path: Path, unbroken: dict[str, Any]
     assert 0 < starts[1] < 0.9 * SAMPLES * EPOCHS / (4 * BATCH)
 
 
-def test_bad_input_is_not_tried_again(tmp_path: Path) -> None:
-    """What starting again would not change ends the run at once, with 2 on each host."""
-    prepare(tmp_path)
-    (tmp_path / "two.yaml").write_text(PIPELINE.replace("seen.Train", "nowhere.Train"))
-    with hosts(2) as made, contextlib.ExitStack() as stack:
-        flags = ("--nnodes=2", "--max-restarts=3")
-        started = [stack.enter_context(start(tmp_path, host, *flags)) for host in made]
-        done = ended(started, 60)
-    assert [one.code for one in done] == [2, 2], [one.stderr for one in done]
-    text = "".join(one.stderr for one in done)
-    assert text.count("nowhere") == 2  # in the line of the file, and in what is wrong
-    assert "again" not in text
-
-
 def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     """A rank that always fails is started --max-restarts times more; the error is the rank's own."""
     prepare(tmp_path)

@@ -162,7 +162,7 @@ def read_tensors(path: Path, below: Path, *, outline: bool = False) -> dict[str,
         with open_file(below, path.relative_to(below)) as file:
             try:
                 # By descriptor: what stands at the path now may be another file. It is mapped, not yet read.
-                mapped = load_file(f"/proc/self/fd/{file.fileno()}")
+                mapped = load_file(f"/dev/fd/{file.fileno()}")
             except (SafetensorError, TypeError, RuntimeError) as error:  # torch's, of impossible shapes
                 raise ValueError(str(error)) from None
         if outline:
