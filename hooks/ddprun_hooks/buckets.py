@@ -28,6 +28,11 @@ class BucketLayout:
         return cls(index, dtype_name(dtype), offset, tuple(params))
 
 
+def real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, as which it travels, shape (..., 2); any other as it is."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+
+
 class ParameterBuckets:
     """Named tensors in flat buckets of one dtype each, in the order in which they are given; empty ones are
     left out, complex ones are pairs of real numbers.
@@ -37,10 +42,7 @@ class ParameterBuckets:
     """
 
     def __init__(self, named: Mapping[str, Tensor], cap_bytes: float, first: int = 0) -> None:
-        named = {
-            name: torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
-            for name, tensor in named.items()
-        }
+        named = {name: real(tensor) for name, tensor in named.items()}
         filled = _filled(named, cap_bytes)
         self._tensors = [[named[name] for name in names] for names in filled]
         self.layouts = tuple(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddprun_hooks.buckets import BucketLayout
+from ddprun_hooks.buckets import BucketLayout, real
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.queue import CommQueue, fail
 from ddprun_hooks.comm.trace import BucketTrace, compare
@@ -165,5 +165,5 @@ class Dispatcher:
         """Note what lies where in a bucket."""
         if bucket.index() == 0:
             self._layout = {}
-        named = [(self._names[id(param)], param) for param in bucket.parameters()]
+        named = [(self._names[id(param)], real(param)) for param in bucket.parameters()]
         self._layout[bucket.index()] = BucketLayout.of(bucket.index(), bucket.buffer().dtype, named)

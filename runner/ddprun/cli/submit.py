@@ -19,7 +19,9 @@ class _Submit(click.Command):
         from ddprun.plugins import CLUSTERS
 
         pipeline, *own = super().get_params(ctx)
-        to = click.Option(["--to"], type=click.Choice(CLUSTERS.names()), required=True, help="Where to send it.")
+        to = click.Option(
+            ["--to"], type=click.Choice(CLUSTERS.names()), required=True, help="Where to send it."
+        )
         flags = [
             click.Option([f"--{flag}"], metavar=metavar, help=f"For {name}: {text}")
             for name, cluster in CLUSTERS.loadable().items()
