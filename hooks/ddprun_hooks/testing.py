@@ -247,6 +247,7 @@ def _same(one: Any, other: Any) -> bool:
 # A process group must not be freed by a thread of its own, which would then wait for itself and abort: groups
 # stay here until nothing else, such as a callback that is just being forgotten, refers to them.
 _kept: list[dist.ProcessGroup] = []
+_lingering: list[dist.ProcessGroup] = []
 _ONLY_KEPT = 2  # references: the list, and the argument of `getrefcount`
 
 
@@ -313,11 +314,20 @@ def run_ranks(
 
 
 def _free_groups() -> None:
-    """Free the groups of earlier calls that nobody uses any more."""
+    """Free the groups of the call before. Those that something still holds are kept until it lets go of them;
+    they are waited for once, since collecting garbage takes long in a process that holds much.
+    """
     deadline = time.monotonic() + 0.5
-    while any(sys.getrefcount(_kept[i]) > _ONLY_KEPT for i in range(len(_kept))):
+    while _held(_kept):
         gc.collect()
         if time.monotonic() > deadline:
             break
         time.sleep(1e-3)
-    _kept[:] = [_kept[i] for i in range(len(_kept)) if sys.getrefcount(_kept[i]) > _ONLY_KEPT]
+    _lingering.extend(_held(_kept))
+    _kept.clear()
+    _lingering[:] = _held(_lingering)
+
+
+def _held(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """Those that more than this list refers to."""
+    return [groups[i] for i in range(len(groups)) if sys.getrefcount(groups[i]) > _ONLY_KEPT]
