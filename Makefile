@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Tests side by side; with 0, the default, one after the other: some of them watch the clock.
-WORKERS ?= 0
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# Tests that run at a time: a file each, with two to four ranks. With 0 they run one after the other.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test test-engines test-slow test-gpu check bench clean
 

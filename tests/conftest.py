@@ -15,43 +15,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
-# Each of these keeps the machine busy with several hosts for minutes: one worker takes them all, and first.
-_HOSTS = (
-    "test_elastic",
-    "test_hosts",
-    "test_slurm",
-    "test_soak",
-    "test_two_hosts",
-    "test_srun",
-    "test_docker",
-)
-_SLOWEST_FIRST = (
-    "launch",
-    "cluster",
-    "checkpoint",
-    "engine",
-    "sync",
-    "hooks",
-    "security",
-    "report",
-    "explain",
-    "doctor",
-)
+# The folders whose files take longest. What waits most (an image that is built) comes before what computes.
+_SLOWEST_FIRST = ("cluster", "launch", "doctor", "checkpoint", "engine", "sync", "hooks", "compare", "track")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several workers (`make test WORKERS=2`) take a module at a time, the slowest folders' first."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
+    """Several workers take a file at a time: the slowest folders' first."""
 
     def place(item: pytest.Item) -> int:
-        if item.path.stem in _HOSTS:
-            return -1
         folder = item.path.parent.name
         return _SLOWEST_FIRST.index(folder) if folder in _SLOWEST_FIRST else len(_SLOWEST_FIRST)
 
-    for item in items:
-        group = "hosts" if item.path.stem in _HOSTS else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=place)

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +58,20 @@ class Host:
             script,
             "sh",
         ]
+
+    @contextmanager
+    def namespaces(self, setup: str, cwd: Path) -> Iterator[list[int]]:
+        """Descriptors of new namespaces on this host that `setup` has prepared, for setns(2)."""
+        command = [*self.prefix(setup), "sh", "-c", "echo ready; exec sleep infinity"]
+        with subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"ready\n", process.communicate()
+                files = [Path(f"/proc/{process.pid}/ns/{name}") for name in ("net", "uts", "mnt")]
+                with ExitStack() as stack:
+                    yield [stack.enter_context(file.open("rb")).fileno() for file in files]
+            finally:
+                process.kill()
 
     def tx_bytes(self, interface: str) -> int:
         """Bytes sent over an interface since the namespace was made."""

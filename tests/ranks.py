@@ -1,9 +1,8 @@
-"""Ranks as forked processes, and real `ddprun` processes; as threads: `ddprun_hooks.testing`."""
+"""Ranks as forked processes, and `ddprun` processes; as threads: `ddprun_hooks.testing`."""
 
 import contextlib
 import io
 import itertools
-import multiprocessing
 import os
 import pickle
 import signal
@@ -21,8 +20,13 @@ from unittest import mock
 import torch.distributed as dist
 
 from ddprun.cli import main
+from tests.namespaces import Host
+from tests.warm import WarmProcess, fork_server
 
 TIMEOUT_S = 60
+
+_EARLY = ("LD_", "LC_", "PYTHON", "OMP_")
+"""Variables that matter before a program has its first say."""
 
 
 # Below the ports that the kernel gives to outgoing connections, and others for each process of the tests: a
@@ -53,9 +57,7 @@ def as_processes(
         cwd: where.
         may_die: a process may end without a word; it returns None.
     """
-    context = multiprocessing.get_context("forkserver")
-    # Every optimizer of torch imports torch._dynamo when it is made: a second of each rank's time.
-    context.set_forkserver_preload(["ddprun.engine.worker", "tests.ranks", "torch._dynamo"])
+    context = fork_server()
     port = free_port()
     pipes, processes = [], []
     for rank in range(size):
@@ -140,9 +142,10 @@ def ddprun(
     module: Sequence[str] = (),
     timeout_s: float = 120,
     environment: Mapping[str, str] | None = None,
+    fresh: bool = False,
 ) -> Finished:
-    """Run a real `ddprun`, or with `module` a `python -m` of it, to its end."""
-    with Running(*arguments, cwd=cwd, module=module, environment=environment) as running:
+    """Run `ddprun` in a process of its own to its end; the arguments are those of `Running`."""
+    with Running(*arguments, cwd=cwd, module=module, environment=environment, fresh=fresh) as running:
         return running.wait(timeout_s)
 
 
@@ -165,7 +168,20 @@ def ddprun_here(*arguments: str, cwd: Path, environment: Mapping[str, str] | Non
 
 
 class Running:
-    """A real `ddprun` process that is ended, with its ranks, when the block is left."""
+    """A `ddprun` process that is ended, with its ranks, when the block is left.
+
+    Args:
+        arguments: of the command line.
+        cwd: where.
+        module: what Python runs in place of the `ddprun` script: `-m` and so on; the process is a fresh one.
+        environment: more variables; with some of them the process is a fresh one.
+        host: where it runs; None: on this machine.
+        setup: a shell command that runs on that host before.
+        prefix: a command that takes the process's command line, such as `nice`; the process is a fresh one.
+        fresh: it starts with a new Python, and so do its ranks; they are forked otherwise.
+    """
+
+    process: WarmProcess | subprocess.Popen[str]
 
     def __init__(
         self,
@@ -173,18 +189,29 @@ class Running:
         cwd: Path,
         module: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        host: Host | None = None,
+        setup: str = "true",
         prefix: Sequence[str] = (),
+        fresh: bool = False,
     ) -> None:
-        program = [sys.executable, *module] if module else [str(Path(sys.executable).parent / "ddprun")]
-        self.process = subprocess.Popen(
-            [*prefix, *program, *map(str, arguments)],
-            cwd=cwd,
-            env={**os.environ, "PYTHONWARNINGS": "default", "COLUMNS": "120", **(environment or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        words = [str(argument) for argument in arguments]
+        variables = {**os.environ, "PYTHONWARNINGS": "default", "COLUMNS": "120", **(environment or {})}
+        if fresh or module or prefix or any(name.startswith(_EARLY) for name in environment or ()):
+            program = [sys.executable, *module] if module else [str(Path(sys.executable).parent / "ddprun")]
+            self.process = subprocess.Popen(
+                [*(host.prefix(setup) if host else ()), *prefix, *program, *words],
+                cwd=cwd,
+                env=variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        elif host is None:
+            self.process = WarmProcess(words, cwd, variables, ())
+        else:
+            with host.namespaces(setup, cwd) as namespaces:
+                self.process = WarmProcess(words, cwd, variables, namespaces)
 
     def __enter__(self) -> "Running":
         return self
@@ -192,11 +219,13 @@ class Running:
     def wait(self, timeout_s: float = 120) -> Finished:
         """Wait for the end."""
         out, err = self.process.communicate(timeout=timeout_s)
-        return Finished(self.process.returncode, out, err)
+        return Finished(self.process.wait(), out, err)
 
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            for end in (os.killpg, os.kill):  # it may not lead its group yet
+                with contextlib.suppress(ProcessLookupError):
+                    end(self.process.pid, signal.SIGKILL)
             self.process.communicate()
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None

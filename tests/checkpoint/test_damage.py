@@ -237,7 +237,8 @@ def test_ranks_that_disagree_about_the_newest_take_one_that_all_have(tmp_path: P
                     *flags,
                     cwd=tmp_path,
                     environment={"GLOO_SOCKET_IFNAME": "e0"},
-                    prefix=host.prefix(setup),
+                    host=host,
+                    setup=setup,
                 )
             )
             for host, setup in zip(made, setups, strict=True)

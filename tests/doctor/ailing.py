@@ -85,7 +85,13 @@ def examine(
         started = [
             stack.enter_context(
                 Running(
-                    *words, cwd=folder, module=module, prefix=host.prefix(commands), environment=variables
+                    *words,
+                    cwd=folder,
+                    module=module,
+                    host=host,
+                    setup=commands,
+                    environment=variables,
+                    fresh=True,
                 )
             )
             for host, commands, variables in zip(made, setup, environment, strict=True)

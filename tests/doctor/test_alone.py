@@ -12,7 +12,7 @@ from tests.ranks import Running, ddprun, ddprun_here
 
 def test_this_host_is_examined_alone(tmp_path: Path) -> None:
     """Every line that is not ok says what to do, and nothing is said of other hosts."""
-    done = ddprun("doctor", "--format=json", cwd=tmp_path)
+    done = ddprun("doctor", "--format=json", cwd=tmp_path, fresh=True)
     assert done.stderr == ""
     report = json.loads(done.stdout)
     assert done.code == (0 if report["fit"] else 1)
@@ -26,7 +26,7 @@ def test_this_host_is_examined_alone(tmp_path: Path) -> None:
 
 def test_detail_of_torch_is_a_problem(tmp_path: Path) -> None:
     """Because a run refuses it."""
-    done = ddprun("doctor", cwd=tmp_path, environment={"TORCH_DISTRIBUTED_DEBUG": "detail"})
+    done = ddprun("doctor", cwd=tmp_path, fresh=True, environment={"TORCH_DISTRIBUTED_DEBUG": "detail"})
     assert done.code == 1
     assert "problem  debug" in done.stdout
     assert "unset it, or set INFO" in done.stdout
@@ -60,7 +60,7 @@ def test_a_small_dev_shm_and_a_name_that_nobody_knows(tmp_path: Path) -> None:
     setup = f"{SMALL_SHM} && hostname nobody-knows.invalid"
     with (
         hosts(1) as (host,),
-        Running("doctor", "--format=json", cwd=tmp_path, prefix=host.prefix(setup)) as running,
+        Running("doctor", "--format=json", cwd=tmp_path, fresh=True, host=host, setup=setup) as running,
     ):
         done = running.wait(60)
     assert done.code == 1, done.stderr

@@ -131,7 +131,7 @@ def test_a_host_that_nobody_has_started_is_missed(tmp_path: Path) -> None:
     for number in (0, 1):
         with (
             hosts(2) as made,
-            Running("doctor", *FLAGS, "--timeout=2", cwd=tmp_path, prefix=made[number].prefix()) as running,
+            Running("doctor", *FLAGS, "--timeout=2", cwd=tmp_path, fresh=True, host=made[number]) as running,
         ):
             done = running.wait(40)
         assert done.code == 1
@@ -148,8 +148,8 @@ def test_a_link_that_dies_while_it_is_measured_is_told_on_both_hosts(tmp_path: P
     slow = SLOW.replace("100mbit", "1mbit")
     with (
         hosts(2) as made,
-        Running("doctor", *FLAGS, "--timeout=6", cwd=tmp_path, prefix=made[0].prefix(slow)) as one,
-        Running("doctor", *FLAGS, "--timeout=6", cwd=tmp_path, prefix=made[1].prefix(slow)) as two,
+        Running("doctor", *FLAGS, "--timeout=6", cwd=tmp_path, fresh=True, host=made[0], setup=slow) as one,
+        Running("doctor", *FLAGS, "--timeout=6", cwd=tmp_path, fresh=True, host=made[1], setup=slow) as two,
     ):
         until = time.monotonic() + 40
         while made[0].tx_bytes("e0") < 300_000 and time.monotonic() < until:
@@ -197,7 +197,7 @@ def test_four_ranks_of_two_hosts_send_one_each(tmp_path: Path) -> None:
             variables = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
             running.append(
                 Running(
-                    "doctor", "--format=json", cwd=tmp_path, prefix=host.prefix(), environment=variables
+                    "doctor", "--format=json", cwd=tmp_path, fresh=True, host=host, environment=variables
                 ).__enter__()
             )
         try:
@@ -224,8 +224,9 @@ def test_under_torchrun_the_hosts_meet_as_ranks(tmp_path: Path) -> None:
                 "ddprun",
                 "doctor",
                 cwd=tmp_path,
+                fresh=True,
                 module=["-P"],
-                prefix=host.prefix(),
+                host=host,
             ).__enter__()
             for host in made
         ]

@@ -60,7 +60,7 @@ def run_with(folder: Path, size: str, *, workers: int, batch: int, ranks: int) -
     (folder / "p.yaml").write_text(PIPELINE.format(workers=workers, batch=batch))
     setup = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
     flags = [f"--nproc-per-node={ranks}", "--run-dir=run"]
-    with hosts(1) as (host,), Running("p.yaml", *flags, cwd=folder, prefix=host.prefix(setup)) as running:
+    with hosts(1) as (host,), Running("p.yaml", *flags, cwd=folder, host=host, setup=setup) as running:
         return running.wait(90)
 
 

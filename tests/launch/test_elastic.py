@@ -101,7 +101,7 @@ def start(folder: Path, host: Host, *flags: str) -> Running:
         *flags,
         cwd=folder,
         environment={"GLOO_SOCKET_IFNAME": "e0"},
-        prefix=host.prefix(),
+        host=host,
     )
 
 

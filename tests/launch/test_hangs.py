@@ -360,9 +360,9 @@ def wait_for(path: Path, running: Running) -> list[int]:
 
 
 def process_of(ranks: list[int], rank: int) -> int:
-    """The process of a rank."""
+    """The process of a rank: the one that has its status page open."""
     for pid in ranks:
-        if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_text().split("\0"):
+        if f"rank-{rank:05}.status" in {file.readlink().name for file in Path(f"/proc/{pid}/fd").iterdir()}:
             return pid
     raise AssertionError(f"no rank {rank}")
 

@@ -51,7 +51,8 @@ def on_two_hosts(
                     "--rdzv-id=two",
                     "--run-dir=two",
                     cwd=folder,
-                    prefix=host.prefix(commands),
+                    host=host,
+                    setup=commands,
                     environment=variables,
                 )
             )
@@ -137,7 +138,7 @@ def test_hosts_whose_clocks_are_apart_do_not_train_alone(tmp_path: Path) -> None
 def test_an_interface_that_is_not_there_is_named(tmp_path: Path) -> None:
     """With those that are."""
     (tmp_path / "two.yaml").write_text(PIPELINE)
-    told = on_two_hosts(tmp_path, setup=("true", "export GLOO_SOCKET_IFNAME=eth7"))
+    told = on_two_hosts(tmp_path, environment=({}, {"GLOO_SOCKET_IFNAME": "eth7"}))
     assert [code for code, _ in told] == [2, 2]
     text = "".join(stderr for _, stderr in told)
     assert text.count("node1: GLOO_SOCKET_IFNAME is eth7, but the interfaces here are e0, lo") == 1
@@ -155,7 +156,7 @@ def test_two_hosts_join_by_kubeflows_variables(tmp_path: Path) -> None:
                     "two.yaml",
                     "--run-dir=two",
                     cwd=tmp_path,
-                    prefix=host.prefix(),
+                    host=host,
                     environment=variables | {"PET_MASTER_PORT": "29400", "PET_NODE_RANK": str(number)},
                 )
             )
@@ -174,9 +175,7 @@ def test_ranks_of_two_hosts_join_by_rank_and_world_size(tmp_path: Path) -> None:
         started = []
         for rank, host in enumerate([made[0], made[1], made[0], made[1]]):
             variables = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
-            running = Running(
-                "two.yaml", "--run-dir=two", cwd=tmp_path, prefix=host.prefix(), environment=variables
-            )
+            running = Running("two.yaml", "--run-dir=two", cwd=tmp_path, host=host, environment=variables)
             started.append(stack.enter_context(running))
         finished = [running.wait(100) for running in started]
     assert [one.code for one in finished] == [0] * 4, finished
@@ -244,7 +243,7 @@ def test_recorded_bytes_are_those_of_the_interface(tmp_path: Path) -> None:
         run_dir = tmp_path / f"{steps}{hooks}"
         options = [f"--set=stages[0].train.steps={steps}", f"--set=hooks={hooks}", f"--run-dir={run_dir}"]
         with hosts(1) as (host,):
-            with Running("large.yaml", *options, cwd=tmp_path, prefix=host.prefix()) as running:
+            with Running("large.yaml", *options, cwd=tmp_path, host=host) as running:
                 done = running.wait()
             assert done.code == 0, done.stderr
             return host.tx_bytes("lo"), summary(run_dir)["wire_bytes"]
@@ -311,7 +310,7 @@ def hanging_on_two_hosts(folder: Path, rank: int, cut: bool) -> tuple[list[Finis
                     f"--set=model={{halting.Net: {{rank: {rank}}}}}",
                     cwd=folder,
                     environment={"GLOO_SOCKET_IFNAME": "e0"},
-                    prefix=host.prefix(),
+                    host=host,
                 )
             )
             for host in made

@@ -47,7 +47,7 @@ def no_noise(text: str) -> None:
 
 def test_quickstart_learns_digits_and_shows_a_table(tmp_path: Path) -> None:
     """Exit code 0, accuracy of at least 0.96 on held-out digits, the run's folder alone on stdout."""
-    done = ddprun(QUICKSTART, cwd=tmp_path)
+    done = ddprun(QUICKSTART, cwd=tmp_path, fresh=True)
     assert done.code == 0, done.stderr
     run = tmp_path / done.run_dir
     assert done.stdout == f"{done.run_dir}\n"
@@ -178,6 +178,7 @@ def test_every_way_to_start_gives_the_same_run_and_a_users_folder_shadows_nothin
             "--set=hooks=[{hooks.mine.Scaled: {by: 4.0}}, fp16]",
             cwd=folder,
             module=module,
+            fresh=True,
         )
         assert done.code == 0, (how, done.stderr)
         runs.append(folder / done.run_dir)
@@ -377,7 +378,7 @@ def test_a_signal_while_torch_is_imported_ends_it_at_once(
     folder: Path, number: signal.Signals, code: int
 ) -> None:
     """Nothing is running yet, and nothing is printed."""
-    with Running("endless.yaml", cwd=folder) as running:
+    with Running("endless.yaml", cwd=folder, fresh=True) as running:
         end = time.monotonic() + 30
         while "libtorch" not in Path(f"/proc/{running.process.pid}/maps").read_text():
             assert time.monotonic() < end
@@ -390,7 +391,7 @@ def test_a_signal_while_torch_is_imported_ends_it_at_once(
 @pytest.mark.parametrize("stopped", [False, True])
 def test_ranks_that_start_while_their_launcher_dies_do_not_stay(folder: Path, stopped: bool) -> None:
     """A rank takes seconds to come to its own code; by then it may have no launcher, or be stopped."""
-    with Running("endless.yaml", cwd=folder) as running:
+    with Running("endless.yaml", cwd=folder, fresh=True) as running:
         end = time.monotonic() + 60
         while not (ranks := running.ranks()) and time.monotonic() < end:
             time.sleep(0.001)

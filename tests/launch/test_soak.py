@@ -93,7 +93,7 @@ class Run:
                 *meeting,
                 cwd=self.place,
                 environment={"GLOO_SOCKET_IFNAME": "e0", "PAUSE_S": "0.001"},
-                prefix=host.prefix(),
+                host=host,
             )
         )
 

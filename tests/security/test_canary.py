@@ -76,7 +76,13 @@ def run(folder: Path) -> tuple[Finished, set[str]]:
     lines: set[str] = set()
     overrides = ["--set", f"data.train.lab.Files.password={IN_OVERRIDE}"]
     with Running(
-        "p.yaml", *overrides, "--run-dir", "run", cwd=folder, environment={"LAB_API_KEY": IN_ENVIRONMENT}
+        "p.yaml",
+        *overrides,
+        "--run-dir",
+        "run",
+        cwd=folder,
+        environment={"LAB_API_KEY": IN_ENVIRONMENT},
+        fresh=True,
     ) as running:
         own: set[str] = set()
         while running.process.poll() is None:

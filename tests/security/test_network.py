@@ -212,9 +212,7 @@ def test_on_two_hosts_only_the_named_address_listens(tmp_path: Path) -> None:
     with hosts(2) as made:
         flags = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29400"]
         first, second = (
-            Running(
-                "endless.yaml", *flags, "--rdzv-id=two", "--run-dir=run", cwd=tmp_path, prefix=host.prefix()
-            )
+            Running("endless.yaml", *flags, "--rdzv-id=two", "--run-dir=run", cwd=tmp_path, host=host)
             for host in made
         )
         with first, second:

@@ -1,6 +1,7 @@
 """What each rank runs: join the others, build everything, run the stages, report the outcome."""
 
 import gc
+import importlib
 import os
 import time
 from datetime import timedelta
@@ -46,6 +47,7 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> 
     The run's files go to `run_dir`; None makes a new folder under `runs/<name>/`.
     """
     die_with_parent()
+    _tune_garbage_collector()
     stop = StopRequest()
     rank_files.keep_pid()
     prepare_nccl()
@@ -68,7 +70,6 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> 
     # Process groups have threads of their own. One that outlives this function would be taken down with the
     # interpreter, and abort it if a thread is just then on its way back into Python.
     progress.session = None
-    gc.unfreeze()
     gc.collect()
     ranks.leave()
     watchdog.close()
@@ -98,7 +99,7 @@ def _run(
     if folder.resumed:
         resume(session)
     session.runtime.time_slices = TimeSliceClient.of(ranks.rank, ranks.size)
-    _tune_garbage_collector()
+    gc.collect()  # now, and not in the middle of a step
     session.state.cursor.run_time.start()
     status = _run_stages(session)
     seconds = session.state.cursor.run_time.read()
@@ -109,10 +110,10 @@ def _run(
 
 
 def _tune_garbage_collector() -> None:
-    """Exempt what was imported and built: collecting it takes a rank 0.2 s, each rank in another step, and
-    all others wait. Collect young objects less often, too, unless the pipeline's own code has set how often.
+    """Exempt what is imported: collecting it takes a rank 0.2 s, each rank in another step, and all others
+    wait. Collect young objects less often, too, unless the pipeline's own code has set how often.
     """
-    gc.collect()
+    importlib.import_module("torch._dynamo")  # DDP and optimizers would do it when they are made
     gc.freeze()
     young, *older = gc.get_threshold()
     if young in _DEFAULTS:

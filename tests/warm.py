@@ -1,0 +1,260 @@
+"""`ddprun` processes, forked from one that has torch imported already: they start in milliseconds.
+
+Such a process has its own process group, environment, working directory, streams and signal handlers, as if
+it had been executed, and so have the ranks that it starts: its own children, forked in place of
+torchelastic's `Popen`. What differs is how they came to be, so what happens in a process before `ddprun` has
+its first say (imports, locale, Python's own flags) is tested with fresh ones.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.util import _finalizer_registry as finalizers  # type: ignore[attr-defined]
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+_TICK_S = 0.005
+
+
+def fork_server() -> ForkServerContext:
+    """Where forked processes come from: a process of its own, without threads, that has made no tensor."""
+    context = multiprocessing.get_context("forkserver")
+    # Every optimizer of torch imports torch._dynamo when it is made: a second of each rank's time.
+    context.set_forkserver_preload(
+        ["ddprun.engine.worker", "ddprun.launch.local", "tests.ranks", "torch._dynamo", "tests.frozen"]
+    )
+    return context
+
+
+class WarmProcess:
+    """A forked `ddprun`, with what `subprocess.Popen` offers of a process.
+
+    Args:
+        arguments: of the command line.
+        cwd: where.
+        environment: all variables.
+        namespaces: descriptors of those that it enters.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], namespaces: Sequence[int]
+    ) -> None:
+        context = fork_server()
+        pipes = [context.Pipe(duplex=False) for _ in range(2)]
+        self.stdout, self.stderr = (
+            os.fdopen(os.dup(ours.fileno()), encoding="utf-8", errors="replace") for ours, _ in pipes
+        )
+        self._process = context.Process(
+            target=_start,
+            args=(
+                [theirs for _, theirs in pipes],
+                [Connection(os.dup(descriptor)) for descriptor in namespaces],
+                list(arguments),
+                cwd,
+                dict(environment),
+            ),
+        )
+        self._process.start()
+        for pair in pipes:
+            for end in pair:
+                end.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, or minus the signal that ended it; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The exit code, if it has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not come.
+        """
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("ddprun", timeout or 0)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Read both streams to their ends, and wait for its own.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not come.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        told: dict[IO[str], str] = {}
+
+        def read(stream: IO[str]) -> None:
+            told[stream] = "" if stream.closed else stream.read()
+
+        readers = [
+            threading.Thread(target=read, args=(stream,), daemon=True)
+            for stream in (self.stdout, self.stderr)
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(None if end is None else max(end - time.monotonic(), 0))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired("ddprun", timeout or 0)
+        self.wait(None if end is None else max(end - time.monotonic(), 0.1))
+        return told[self.stdout], told[self.stderr]
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class _Rank:
+    """A forked rank, with what torchelastic asks of a `Popen`. It is a child of this process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("rank", timeout)
+            time.sleep(_TICK_S)
+        return code
+
+
+def _start(
+    streams: Sequence[Connection],
+    namespaces: Sequence[Connection],
+    arguments: Sequence[str],
+    cwd: Path,
+    environment: Mapping[str, str],
+) -> NoReturn:
+    """What the fork server's child does: become `ddprun`."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    sys.path[:] = path = [entry for entry in sys.path if _is_installed(Path(entry))]
+    known = frozenset(sys.modules)
+    for number, stream in enumerate(streams, 1):
+        os.dup2(stream.fileno(), number)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for namespace in namespaces:
+        if libc.setns(namespace.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "setns")
+    os.chdir(cwd)
+
+    def popen(_: SubprocessHandler, command: Sequence[str], variables: Mapping[str, str]) -> _Rank:
+        gc.collect()  # what is garbage here is not to be closed there
+        if pid := os.fork():
+            return _Rank(pid)
+        sys.path[:] = path
+        for name in [name for name in sys.modules if name not in known and _is_users(name)]:
+            del sys.modules[name]
+        marker = command.index("ddprun")
+        _become(command[marker + 1 :], variables)
+
+    setattr(SubprocessHandler, "_popen", popen)  # noqa: B010 (as an attribute it has another type)
+    _become(arguments, environment)
+
+
+def _is_users(module: str) -> bool:
+    file = getattr(sys.modules[module], "__file__", None)
+    return file is not None and not _is_installed(Path(file))
+
+
+def _is_installed(path: Path) -> bool:
+    places = (sys.prefix, sys.base_prefix, Path(__file__).parents[1])
+    return any(path.is_relative_to(place) for place in places)
+
+
+def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Do in a forked process what `execve` and the start of Python do, then be `python -m ddprun`."""
+    os.setsid()
+    for handled in signal.valid_signals():
+        if callable(signal.getsignal(handled)):
+            signal.signal(handled, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(-1)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    # What they would look after belongs to the process that this one comes from.
+    vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
+    finalizers.clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        raw = io.FileIO(number, "w", closefd=False)
+        stream = io.TextIOWrapper(raw, "utf-8", errors, line_buffering=True, write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    tempfile.tempdir = None  # what TMPDIR says counts again
+    sys.argv = ["ddprun", *arguments]
+    warnings.resetwarnings()
+    warnings.simplefilter("default")
+    gc.freeze()
+    _end(_main)
+
+
+def _main() -> int:
+    from ddprun.cli import main
+    from ddprun.host.processes import die_with_launcher
+
+    die_with_launcher()
+    return main()
+
+
+def _end(main: Callable[[], int]) -> NoReturn:
+    """Call, and end the process with the exit code, as Python ends."""
+    code: Any = 1
+    try:
+        try:
+            code = main()
+        except SystemExit as exit:
+            code = exit.code
+        except BaseException:
+            traceback.print_exc()
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    finally:
+        os._exit(code if isinstance(code, int) else 1)
