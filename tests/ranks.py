@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import multiprocessing
 import os
 import pickle
 import signal
@@ -108,6 +109,7 @@ def _child(
     arguments: tuple[Any, ...],
 ) -> None:
     os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # loading processes start as they do elsewhere
     if cwd is not None:
         os.chdir(cwd)
     outcome: tuple[Any, str | None]

@@ -23,12 +23,13 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.util import _finalizer_registry as finalizers  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import IO, Any, NoReturn
+from unittest import mock
 
 _TICK_S = 0.005
 
@@ -40,6 +41,8 @@ def fork_server() -> ForkServerContext:
     context.set_forkserver_preload(
         ["ddprun.engine.worker", "ddprun.launch.local", "tests.ranks", "torch._dynamo", "tests.frozen"]
     )
+    with mock.patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):  # as ddprun sets it, and once for all
+        forkserver.ensure_running()
     return context
 
 
@@ -99,7 +102,7 @@ class WarmProcess:
         return self._process.exitcode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Read both streams to their ends, and wait for its own.
+        """Read both streams to their ends, close them, and wait for its own end.
 
         Raises:
             subprocess.TimeoutExpired: it has not come.
@@ -109,6 +112,7 @@ class WarmProcess:
 
         def read(stream: IO[str]) -> None:
             told[stream] = "" if stream.closed else stream.read()
+            stream.close()
 
         readers = [
             threading.Thread(target=read, args=(stream,), daemon=True)
@@ -226,6 +230,7 @@ def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> NoRetur
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     tempfile.tempdir = None  # what TMPDIR says counts again
+    multiprocessing.set_start_method(None, force=True)
     sys.argv = ["ddprun", *arguments]
     warnings.resetwarnings()
     warnings.simplefilter("default")

@@ -248,7 +248,7 @@ def test_ranks_that_disagree_about_the_newest_take_one_that_all_have(tmp_path: P
     text = "".join(one.stderr for one in both)
     assert text.count("skipping the checkpoint of step 40, which not all ranks can read: ") == 1
     assert (root / "step-00000040.unused").is_dir()
-    assert text.count("resuming after step 30 from run/checkpoints/step-00000030") == 1
+    assert text.count("resuming after step 30 from run/checkpoints/step-00000030") == 1, text
     # What host 1 writes is not seen by host 0, so that no checkpoint comes of it, nor one of the end.
     assert ": rank 0 cannot write it" in text
     assert steps_in(root)[0] == 30

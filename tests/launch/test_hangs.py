@@ -5,9 +5,8 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from tests.engine.running import events, summary
 from tests.ranks import Finished, Running, free_port, is_running
+from tests.warm import WarmProcess
 
 TIMEOUT_S = 8.0
 ENDED_WITHIN_S = TIMEOUT_S + 5
@@ -130,10 +130,10 @@ def logs(run: Path) -> dict[int, str]:
     return {int(log.stem[-5:]): log.read_text() for log in (run / "logs").glob("rank-*.log")}
 
 
-def nothing_left(folder: Path, before: set[Path], ranks: list[int]) -> None:
+def nothing_left(folder: Path, ranks: list[int]) -> None:
     """No process, no shared memory, nothing in the temporary folder."""
     assert not any(map(is_running, ranks))
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert not [path for path in Path("/dev/shm").iterdir() for pid in ranks if str(pid) in path.name]
     assert temporary(folder) == []
 
 
@@ -144,7 +144,6 @@ def temporary(folder: Path) -> list[Path]:
 
 def test_a_rank_that_sleeps_in_its_third_backward_is_named_by_all_others(folder: Path) -> None:
     """Within timeout_s + 5 s: its rank, what it is at, the bucket and its parameters; once on the screen."""
-    before = set(Path("/dev/shm").iterdir())
     with started(folder, halting(2, "backward", FIRST_STEP_BACKWARD + 2)) as running:
         ranks = wait_for(folder / "asleep", running)
         done, ended = end_of(running)
@@ -175,13 +174,12 @@ def test_a_rank_that_sleeps_in_its_third_backward_is_named_by_all_others(folder:
     assert events(folder / "run")[-1]["event"] == "hang"
     recorded = json.loads((folder / "run" / "logs" / "flight-recorder-00000.json").read_text())
     assert recorded["entries"][-1]["process_group"][1].startswith("world.0")
-    nothing_left(folder, before, ranks)
+    nothing_left(folder, ranks)
 
 
 @pytest.mark.parametrize("stopped", [pytest.param(1, marks=pytest.mark.slow), 0])
 def test_a_stopped_rank_is_named_and_ended(folder: Path, stopped: int) -> None:
     """SIGSTOP stops its watch, too; and rank 0 may hold the store and the event log."""
-    before = set(Path("/dev/shm").iterdir())
     with started(folder) as running:
         ranks = wait_for(folder / "run" / "steps" / "rank-00000.jsonl", running)
         os.kill(process_of(ranks, stopped), signal.SIGSTOP)
@@ -198,7 +196,7 @@ def test_a_stopped_rank_is_named_and_ended(folder: Path, stopped: int) -> None:
     assert all(f"rank {stopped} did not arrive within 8 s" in text for text in found.values())
     assert summary(folder / "run")["error"]["hang"]["ranks"] == [stopped]
     assert [event["event"] for event in events(folder / "run")][-1] == "hang"
-    nothing_left(folder, before, ranks)
+    nothing_left(folder, ranks)
 
 
 @pytest.mark.parametrize(
@@ -290,9 +288,9 @@ def test_a_stopped_rank_ends_with_its_launcher(folder: Path, number: signal.Sign
     assert temporary(folder) == [], "the next launcher clears up after one that was killed"
 
 
-def by_hand(folder: Path, rank: int, size: int, port: int, *options: str) -> "subprocess.Popen[str]":
+def by_hand(folder: Path, rank: int, size: int, port: int, *options: str) -> WarmProcess:
     """A rank whose launcher is this test: it gives the exit code of each."""
-    environment: Mapping[str, str] = {
+    environment = {
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -303,10 +301,7 @@ def by_hand(folder: Path, rank: int, size: int, port: int, *options: str) -> "su
         "GLOO_SOCKET_IFNAME": "lo",
         "TMPDIR": str(folder / "tmp"),
     }
-    command = [sys.executable, "-m", "ddprun", "run", "hang.yaml", "--run-dir", "run", *options]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return WarmProcess(["run", "hang.yaml", "--run-dir", "run", *options], folder, environment, ())
 
 
 @pytest.mark.parametrize("stopped", [2, pytest.param(0, marks=pytest.mark.slow)])

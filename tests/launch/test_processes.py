@@ -72,17 +72,17 @@ def test_quickstart_learns_digits_and_shows_a_table(tmp_path: Path) -> None:
 
 
 SCREENS = {
-    "reader-gone": "2>&1 | true",
-    "closed": ">&- 2>&-",
-    "full": ">/dev/full 2>/dev/full",
+    "reader-gone": ("2>&1 | true", 2),
+    "closed": (">&- 2>&-", 1),
+    "full": (">/dev/full 2>/dev/full", 1),
 }
 
 
-@pytest.mark.parametrize("screen", SCREENS.values(), ids=SCREENS)
-def test_a_run_ends_well_whatever_becomes_of_its_screen(folder: Path, screen: str) -> None:
+@pytest.mark.parametrize(("screen", "ranks"), SCREENS.values(), ids=SCREENS)
+def test_a_run_ends_well_whatever_becomes_of_its_screen(folder: Path, screen: str, ranks: int) -> None:
     """The screen of a finished run is gone: `| head -0`, a closed stream, a full disk. Its exit code is 0."""
     shell = ["bash", "-c", f'"$0" "$@" {screen}; exit ${{PIPESTATUS[0]}}']
-    flags = ("--run-dir", "run", "--nproc-per-node", "2")
+    flags = ("--run-dir", "run", "--nproc-per-node", str(ranks))
     with Running("short.yaml", *flags, cwd=folder, prefix=shell) as running:
         done = running.wait(60)
     assert done.code == 0, done
@@ -99,13 +99,13 @@ from torch import nn
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.wörter = nn.Linear(64, 10)
+        self.wörter = nn.Embedding(256, 256)
         print("Wörter")
         if "FAILS" in os.environ:
             raise ValueError("zu groß: …")
 
     def forward(self, inputs):
-        return self.wörter(inputs.flatten(1))
+        return self.wörter(inputs).transpose(1, 2)
 """
 ASCII_ONLY = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
@@ -116,7 +116,8 @@ def test_names_and_words_that_the_locale_cannot_spell(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "netz.py").write_text(UMLAUTS, "utf-8")
     (folder / "Übung.txt").write_text("Übung macht den Meister.\n" * 30, "utf-8")
-    text = "model: {netz.Net: {}}\ndata: digits\noptimizer: {sgd: {lr: 0.1}}  # größer\n"
+    text = "model: {netz.Net: {}}\ndata: {text: {files: [Übung.txt], context: 8}}\n"
+    text += "optimizer: {sgd: {lr: 0.1}}  # größer\n"
     text += "stages: [{train: {steps: 3}}, {save: {to: gewürz.safetensors}}]\n"
     (folder / "größe.yaml").write_text(text, "utf-8")
 
@@ -126,7 +127,7 @@ def test_names_and_words_that_the_locale_cannot_spell(tmp_path: Path) -> None:
     done = run("größe.yaml", "--run-dir", "läufe", "--nproc-per-node", "1")
     assert done.code == 0, done.stderr
     assert "Wörter".encode("ascii", "backslashreplace").decode() in done.stdout
-    assert list(load_file(folder / "läufe" / "gewürz.safetensors")) == ["wörter.bias", "wörter.weight"]
+    assert list(load_file(folder / "läufe" / "gewürz.safetensors")) == ["wörter.weight"]
     again = run("resume", "läufe", "--set", "stages[0].train.steps=5", "--nproc-per-node", "1")
     assert again.code == 0, again.stderr
     assert summary(folder / "läufe")["steps"] == 5
@@ -136,10 +137,6 @@ def test_names_and_words_that_the_locale_cannot_spell(tmp_path: Path) -> None:
     assert fails.code == 1
     assert "ValueError: zu gro\\xdf: \\u2026" in fails.stderr
     assert "UnicodeEncodeError" not in fails.stderr + done.stderr + again.stderr
-    words = "model: {transformer: {width: 16, heads: 2, layers: 1, context: 8}}\n"
-    words += "data: {text: {files: [Übung.txt], context: 8}}\noptimizer: {sgd: {lr: 0.1}}\n"
-    (folder / "worte.yaml").write_text(words + "stages: [{train: {steps: 2}}]\n", "utf-8")
-    assert run("worte.yaml", "--run-dir", "drei", "--nproc-per-node", "1").code == 0
     assert run("init", "ü.yaml").code == 0
     assert "ü.yaml" in (folder / "ü.yaml").read_text("utf-8")
 
@@ -261,7 +258,6 @@ def test_a_failing_rank_ends_the_run_with_its_own_error_once(
     folder: Path, how: str, message: str | None, module: tuple[str, ...], hooks: str
 ) -> None:
     """Exit code 1; the rank that failed speaks, the others do not; no process stays, and no memory."""
-    before = set(Path("/dev/shm").iterdir())
     (folder / "failing.py").write_text(FAILING)
     with Running(
         "endless.yaml",
@@ -286,7 +282,7 @@ def test_a_failing_rank_ends_the_run_with_its_own_error_once(
         assert failure["error"]["rank"] == 1
     assert "rank 0 failed" not in done.stderr
     assert not any(map(is_running, ranks))
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert not [path for path in Path("/dev/shm").iterdir() for pid in ranks if str(pid) in path.name]
 
 
 def test_an_exception_while_building_is_shown_once_too(folder: Path) -> None:
