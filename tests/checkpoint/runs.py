@@ -8,7 +8,7 @@ from typing import Any
 from ddprun.config import load
 from ddprun.engine.worker import work
 from tests.engine.running import events, lines, summary
-from tests.ranks import as_processes
+from tests.ranks import ddprun
 
 MODULE = """
 import os
@@ -35,7 +35,7 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         self.asked += 1
-        time.sleep(0.01)  # so that the first checkpoint is on disk soon
+        time.sleep(0.005)  # so that the first checkpoint is on disk soon
         if self.asked == self.kill:
             os.kill(os.getpid(), self.signal)
         with Path(f"asked-{RANK}").open("a") as file:
@@ -76,10 +76,10 @@ CNN = "{cnn: {channels: [4]}}"
 
 
 def run(folder: Path, ranks: int, *, resuming: bool = False, may_die: bool = False) -> Path:
-    run_dir = folder / "run"
-    codes = as_processes(ranks, as_rank, folder, run_dir, resuming, cwd=folder, may_die=may_die)
-    assert may_die or codes == [0] * ranks
-    return run_dir
+    more = ["--or-resume"] if resuming else []
+    done = ddprun("p.yaml", "--run-dir=run", *more, f"--nproc-per-node={ranks}", cwd=folder)
+    assert may_die or done.code == 0, done.stderr
+    return folder / "run"
 
 
 def as_rank(folder: Path, run_dir: Path, resuming: bool) -> int:

@@ -155,7 +155,7 @@ def test_independent_replicas_cannot_change_their_number(tmp_path: Path) -> None
 
 def test_independent_replicas_that_stopped_at_different_steps_go_on(tmp_path: Path) -> None:
     """Each from where it was: of a rank that is slower there are fewer steps when the run is interrupted."""
-    module = MODULE.replace("time.sleep(0.01)", "time.sleep(0.01 * (1 + RANK))")
+    module = MODULE.replace("time.sleep(0.005)", "time.sleep(0.01 * (1 + RANK))")
     (tmp_path / "samples.py").write_text(module)
     text = PIPELINE.replace("MODEL", MLP).replace("SYNC", "independent").replace("HOOKS", "[]")
     text = text.replace("PRECISION", "fp32").replace("every: 3, ", "")
