@@ -10,14 +10,18 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
+from ddprun_hooks.testing import contribution, run_hooks
 from tests.engine.running import lines, summary
 from tests.ranks import ddprun
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
+SOURCES = dict(re.findall(r"```(?:toml|python)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
 KEYS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]
 PIPELINE = f"""
 name: extended
@@ -48,7 +52,7 @@ def mylab(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     source, target = tmp_path_factory.mktemp("mylab"), tmp_path_factory.mktemp("installed")
     (source / "mylab").mkdir()
     (source / "mylab" / "__init__.py").touch()
-    for name, code in re.findall(r"```(?:toml|python)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL):
+    for name, code in SOURCES.items():
         (source / name).write_text(code)
     if all(importlib.util.find_spec(name) for name in ("pip", "setuptools")):
         options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", str(target)]
@@ -72,6 +76,15 @@ def folder(tmp_path: Path) -> Path:
     """A folder with a pipeline that names all four."""
     (tmp_path / "p.yaml").write_text(PIPELINE)
     return tmp_path
+
+
+def test_the_hook_limits_what_each_rank_adds() -> None:
+    """On three ranks in one process: the mean is that of limited values."""
+    module: dict[str, Any] = {}
+    exec(SOURCES["mylab/hooks.py"], module)
+    shares = torch.stack([contribution(rank, step=1, ranks=3) for rank in range(3)])
+    for mean in run_hooks(module["Clamp"](limit=0.1), 3, lambda rank: rank.step(1)):
+        torch.testing.assert_close(mean, shares.clamp(-0.1, 0.1).sum(0))
 
 
 def test_hook_policy_and_tracker_take_part_in_a_run(mylab: Mapping[str, str], folder: Path) -> None:
