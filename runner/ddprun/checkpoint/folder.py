@@ -28,17 +28,13 @@ from pydantic import BaseModel, Field, PositiveInt
 from ddprun.checkpoint.codec import DamagedError, EncodedState, decode, located, read_tensors, write_tensors
 from ddprun.run_files import open_file, read_object
 
-FOLDER = "checkpoints"
-"""In the folder of a run."""
-
+FOLDER = "checkpoints"  # in the folder of a run
 VERSION = 5
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 256 * 1024 * 1024
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 
-Files = dict[str, dict[str, Any]]
-"""By name: bytes, and sha256 in hexadecimal."""
-
+Files = dict[str, dict[str, Any]]  # by name: bytes, and sha256 in hexadecimal
 LOSS = "loss"
 
 _KINDS = ("json", "safetensors")
@@ -62,14 +58,10 @@ class Checkpoint:
     """A checkpoint whose manifest could be read."""
 
     path: Path
-    step: int
-    """Optimizer steps of the run when it was taken."""
-
+    step: int  # optimizer steps of the run when it was taken
     world_size: int
     files: Files
-    own: bool = False
-    """It lies in a folder that this process has made, and not in that of a run."""
-
+    own: bool = False  # it lies in a folder that this process has made, and not in that of a run
     nonfinite: str | None = None
     """What in it is not finite: a parameter, optimizer state, or `LOSS` alone; None: all of these are."""
 

@@ -26,8 +26,7 @@ from ddprun.run_files import open_file
 from ddprun_hooks.comm.control import Control
 
 _CHUNK_BYTES = 64 << 20
-_OVER = "over"
-"""In the store: the number of the checkpoint that was over last, and whether it was written."""
+_OVER = "over"  # in the store: the number of the checkpoint that was over last, and whether it was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +36,15 @@ class Outcome:
     step: int
     seconds: float
     written: Checkpoint | None = None
-    problem: str | None = None
-    """Why it was not written."""
+    problem: str | None = None  # why it was not written
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    number: int
-    """Of all that are put; two may be of one step."""
-
+    number: int  # of all that are put; two may be of one step
     step: int
     unfinished: Path
-    parts: Mapping[str, EncodedState]
-    """By the name of the files."""
-
+    parts: Mapping[str, EncodedState]  # by the name of the files
     put_ns: int = field(default_factory=time.monotonic_ns)
 
 
@@ -98,9 +92,7 @@ class CheckpointWriter:
         self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-") if rank in remote else None
         self._root = root if self._scratch is None else Path(self._scratch.name)
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
-        self.count = 0
-        """Of checkpoints that were put."""
-
+        self.count = 0  # of checkpoints that were put
         self._under_way: _Job | None = None
         self._thread = threading.Thread(target=self._work, name="ddprun-checkpoints", daemon=True)
         self._thread.start()
@@ -283,15 +275,9 @@ def _wait_until(condition: Callable[[], bool], until: float = math.inf) -> bool:
 class Checkpoints:
     """The checkpoints of one run; `checkpoint` in the file."""
 
-    writer: CheckpointWriter | None
-    """None: none are taken (`keep: 0`)."""
-
-    every: int
-    """Steps from one to the next; 0: only at the end."""
-
-    failed: str | None = None
-    """Why the last one was not written; None: it was, or is being."""
-
+    writer: CheckpointWriter | None  # None: none are taken (`keep: 0`)
+    every: int  # steps from one to the next; 0: only at the end
+    failed: str | None = None  # why the last one was not written; None: it was, or is being
     lost: str | None = None
     """On rank 0: why there is no checkpoint of the run's end; None: there is, or none is due."""
 

@@ -60,8 +60,7 @@ _WANTED = {
         Wanted("a function of (model, score) is wanted", kind="update"),
         Wanted("a metric is a function of (output, target)", kind="metric"),
     )
-}
-"""By the kind of a choice."""
+}  # by the kind of a choice
 
 
 class _Chosen:

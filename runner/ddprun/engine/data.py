@@ -44,8 +44,7 @@ class StepBatches:
     total: int  # samples of all ranks and micro-batches
 
 
-Refuse = Callable[[str, str | None], Exception]
-"""Makes an error of what is wrong and what is allowed."""
+Refuse = Callable[[str, str | None], Exception]  # makes an error of what is wrong and what is allowed
 
 
 def is_iterable(dataset: Any) -> bool:

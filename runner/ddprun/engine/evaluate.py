@@ -22,14 +22,9 @@ from ddprun.engine.session import Session
 
 _FIELDS = frozenset(
     ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")
-)
-"""What the event `evaluated` has besides metrics, and the names of structlog's own arguments."""
-
-Sums = tuple[Tensor | float, Tensor | float]
-"""Sum of values, number of values."""
-
-Measure = Callable[[Outcome, int], Sums]
-"""From an outcome and its number of samples."""
+)  # what the event `evaluated` has besides metrics, and the names of structlog's own arguments
+Sums = tuple[Tensor | float, Tensor | float]  # sum of values, number of values
+Measure = Callable[[Outcome, int], Sums]  # from an outcome and its number of samples
 
 
 @dataclass(frozen=True, slots=True)

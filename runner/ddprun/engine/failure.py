@@ -37,9 +37,7 @@ _LOST_PEER = (
     "remote process exited",
     "read error",
     "left the exchange",
-)
-"""Gloo raises plain RuntimeErrors, whatever has gone wrong."""
-
+)  # Gloo raises plain RuntimeErrors, whatever has gone wrong
 _NETWORK_ERRORS = (dist.DistBackendError, dist.DistNetworkError)
 _EXCHANGING = (
     "ddprun_hooks.",
@@ -48,9 +46,7 @@ _EXCHANGING = (
     "torch.futures.",
     "torch.nn.parallel.distributed.",
     "torch.autograd.graph.",  # an exchange that breaks in backward's own code, which has no frames
-)
-"""Where collectives and the store are called from."""
-
+)  # where collectives and the store are called from
 _GLOO_GUESSES = ". This is typically caused by"
 _LAUNCHER_NOTICES_S, _OTHERS_READ_S, _TRACKERS_END_S = 3.0, 1.0, 2.0
 
@@ -58,8 +54,7 @@ _NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_FR_BUFFER_SIZE": "2000",
-}
-"""What torch's own watchdog has to do so that ranks' watchdogs report first (`docs/reliability.md`)."""
+}  # what torch's own watchdog has to do so that ranks' watchdogs report first (`docs/reliability.md`)
 
 
 @dataclass(slots=True)

@@ -53,19 +53,11 @@ class Ranks:
     """This rank among the others."""
 
     environment: Environment
-    timeout: timedelta
-    """Of a collective, and of joining."""
-
-    watchdog: Onlooker = UNWATCHED
-    """Is told what this rank waits for."""
-
-    page: str = ""
-    """Path of this rank's status page, on this host."""
-
+    timeout: timedelta  # of a collective, and of joining
+    watchdog: Onlooker = UNWATCHED  # is told what this rank waits for
+    page: str = ""  # path of this rank's status page, on this host
     host: str = field(default_factory=lambda: socket.gethostname())
-    hosts: tuple[str, ...] = ()
-    """Host name of each rank, once joined."""
-
+    hosts: tuple[str, ...] = ()  # host name of each rank, once joined
     local_sizes: tuple[int, ...] = ()
     """For each rank, how many ranks its launcher started on its host, once joined."""
 

@@ -21,17 +21,12 @@ class DriftError(RuntimeError):
 class Finding:
     """What one audit found; the same on every rank."""
 
-    differing: tuple[str, ...]
-    """Parameters of which not all ranks hold the same, in the model's order."""
-
-    odd_ranks: tuple[int, ...]
-    """Ranks that differ from the majority in the first of them."""
-
+    differing: tuple[str, ...]  # parameters of which not all ranks hold the same, in the model's order
+    odd_ranks: tuple[int, ...]  # ranks that differ from the majority in the first of them
     largest_distance: float
     """Largest difference between two ranks in one value of any parameter; 0 if all are equal."""
 
-    farthest: str
-    """The parameter of that value; empty if all are equal."""
+    farthest: str  # the parameter of that value; empty if all are equal
 
     @property
     def equal(self) -> bool:

@@ -20,20 +20,13 @@ from ddprun_hooks.payload import nbytes
 class BufferUse:
     """What a model's buffers do, found by looking at their values around training forward passes."""
 
-    changing: tuple[str, ...] = ()
-    """Those that a training forward pass changes, counters aside."""
-
-    constant: tuple[str, ...] = ()
-    """Those that it leaves as they are."""
-
+    changing: tuple[str, ...] = ()  # those that a training forward pass changes, counters aside
+    constant: tuple[str, ...] = ()  # those that it leaves as they are
     counters: tuple[str, ...] = ()
     """Whole numbers of one element: every rank counts alike, so they are not sent."""
 
-    read: bool = False
-    """A training forward pass comes out differently when the changing ones have changed."""
-
-    bytes: int = 0
-    """Size of the changing ones."""
+    read: bool = False  # a training forward pass comes out differently when the changing ones have changed
+    bytes: int = 0  # size of the changing ones
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor], changing: Collection[str], *, read: bool) -> Self:
@@ -108,9 +101,7 @@ class BufferPlan:
 
     setting: Buffers
     use: BufferUse
-    names: tuple[str, ...]
-    """All but counters, in the model's order."""
-
+    names: tuple[str, ...]  # all but counters, in the model's order
     gradients_everywhere: bool
     """Ranks synchronise in every step; where they do not, a forward pass is no time to, either."""
 

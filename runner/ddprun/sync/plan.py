@@ -20,8 +20,7 @@ Effect = Literal["nothing", "common", "host", "hosts_apart", "apart"]
 same now. `host`: the ranks of each host have. `hosts_apart`: ranks of one host stay equal if they were, hosts
 do not. `apart`: each rank went its own way."""
 
-_LONGEST_CYCLE = 100_000
-"""Periods that have no smaller common multiple are followed for so many steps."""
+_LONGEST_CYCLE = 100_000  # periods that have no smaller common multiple are followed for so many steps
 
 
 @dataclass(frozen=True)
@@ -54,27 +53,16 @@ class Transfer:
     hooks, which lose little of it; among all or host. `parameters`, `optimizer`: the mean of the parameters,
     or of the optimizer's state, as they are and past all hooks."""
 
-    every: int
-    """Steps from one time to the next; 0: only at the stage's end, where it makes ranks equal."""
-
-    phase: int = 0
-    """It sets out after steps whose number, divided by `every`, leaves this remainder."""
-
-    not_every: int | None = None
-    """It does not after multiples of this."""
-
+    every: int  # steps from one time to the next; 0: only at the stage's end, where it makes ranks equal
+    phase: int = 0  # it sets out after steps whose number, divided by `every`, leaves this remainder
+    not_every: int | None = None  # it does not after multiples of this
     delay: int = 0
     """Training goes on meanwhile, and the result is applied so many steps later; `change` alone."""
 
     among: Literal["all", "host"] | Partition = "all"
-    source: int | None = None
-    """The rank whose `parameters` all take; None: their mean."""
-
-    fragment: tuple[int, int] = (0, 1)
-    """Which of how many parts of the parameters, about equally large."""
-
-    outer: OuterOptimizer | None = None
-    """What becomes of the mean change; None: it is added."""
+    source: int | None = None  # the rank whose `parameters` all take; None: their mean
+    fragment: tuple[int, int] = (0, 1)  # which of how many parts of the parameters, about equally large
+    outer: OuterOptimizer | None = None  # what becomes of the mean change; None: it is added
 
     def sets_out(self, step: int) -> bool:
         """Whether it sets out after this step."""
@@ -102,15 +90,9 @@ class SyncPlan:
     """All that ranks exchange in a stage beside buffers and control messages."""
 
     gradients: Gradients = None
-    transfers: tuple[Transfer, ...] = ()
-    """In the order in which they set out after one step."""
-
-    hosts: int | None = None
-    """Into how many hosts `host` splits the ranks; None: as they were launched."""
-
-    changes_weights: bool = True
-    """False: nothing in the stage does."""
-
+    transfers: tuple[Transfer, ...] = ()  # in the order in which they set out after one step
+    hosts: int | None = None  # into how many hosts `host` splits the ranks; None: as they were launched
+    changes_weights: bool = True  # False: nothing in the stage does
     keeps_apart: bool = False
     """Ranks are meant to differ: a stage before this one need not make them equal, and this one cannot go on
     with another number of ranks."""
@@ -171,9 +153,7 @@ class Buffers:
     """`auto` finds out by value what changes; `every` is after every n-th step. All but `never` also make
     them equal before evaluate and save."""
 
-    every: int | None = None
-    """Steps, with `when: every` only."""
-
+    every: int | None = None  # steps, with `when: every` only
     reduce: Reduce = "broadcast"
     """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
 
@@ -188,11 +168,8 @@ class Buffers:
 class StageFacts:
     """What a plan may depend on besides the policy's options."""
 
-    backward: bool
-    """The stage has backward passes, so there are gradients."""
-
-    changes_weights: bool
-    """Something in the stage does: a backward pass, `update` or `mutate`."""
+    backward: bool  # the stage has backward passes, so there are gradients
+    changes_weights: bool  # something in the stage does: a backward pass, `update` or `mutate`
 
 
 class PlanProgress:
@@ -200,11 +177,8 @@ class PlanProgress:
 
     def __init__(self, plan: SyncPlan) -> None:
         self.plan = plan
-        self.since = [0] * len(plan.transfers)
-        """Of each transfer: steps since it set out last."""
-
-        self.under_way: set[int] = set()
-        """Indices of transfers that have set out and not landed."""
+        self.since = [0] * len(plan.transfers)  # of each transfer: steps since it set out last
+        self.under_way: set[int] = set()  # indices of transfers that have set out and not landed
 
     def after_step(self, step: int) -> tuple[list[int], list[int], Effect]:
         """The optimizer has taken a step.
@@ -262,9 +236,7 @@ class ReplicaConsistency:
     optimizer_hosts: int | None = None
     """Into how many hosts the ranks were split where those of each host hold the same state."""
 
-    mutated_at: int = -1
-    """After how many steps of the run weights were mutated last."""
-
+    mutated_at: int = -1  # after how many steps of the run weights were mutated last
     hosts: int | None = None
     """Into how many hosts the running stage splits the ranks; None: as they were launched."""
 

@@ -42,11 +42,8 @@ class SyncContext:
     model: nn.Module
     optimizer: Optimizer
     exchanger: ParameterExchanger
-    stack: Stack
-    """The stage's hooks, among all ranks."""
-
-    host_stack: Stack
-    """The stage's hooks among the ranks of one host."""
+    stack: Stack  # the stage's hooks, among all ranks
+    host_stack: Stack  # the stage's hooks among the ranks of one host
 
 
 class Synchronizer:
@@ -199,12 +196,8 @@ class DeltaExchange:
     buckets: ParameterBuckets
     exchanger: ParameterExchanger
     stack: Stack
-    group: RankGroup
-    """Of the exchanger's queue of deltas."""
-
-    outer: "OuterSgd | None"
-    """What becomes of the mean change; None: it is added to the common weights."""
-
+    group: RankGroup  # of the exchanger's queue of deltas
+    outer: "OuterSgd | None"  # what becomes of the mean change; None: it is added to the common weights
     _base: list[Tensor] = field(default_factory=list)  # common weights, (numel,) of each bucket
     _left: list[Tensor] = field(default_factory=list)  # this rank's weights when the exchange under way began
     _pending: list[PendingExchange] = field(default_factory=list)
