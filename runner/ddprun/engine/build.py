@@ -23,8 +23,7 @@ from ddprun.config import (
     tensor_options,
 )
 from ddprun.engine.data import is_iterable
-from ddprun.engine.evolution import evolution_strategies
-from ddprun.sync.synchronizer import averaged_parameters, noise
+from ddprun.sync.synchronizer import averaged_parameters
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS
 from ddprun_hooks.config.import_path import import_dotted
@@ -35,6 +34,47 @@ from ddprun_hooks.registry import make_hook
 from ddprun_hooks.stack import Stack
 
 _T = TypeVar("_T")
+
+
+def noise(model: nn.Module, *, std: float) -> None:
+    """Mutation: add Gaussian noise, drawn from this rank's own generator, to every parameter that has a mean;
+    `std` is in units of the weights.
+    """
+    with torch.no_grad():
+        for param in averaged_parameters(model).values():
+            param.add_(torch.randn_like(param), alpha=std)
+
+
+def evolution_strategies(
+    model: nn.Module, score: Callable[[], Tensor], *, std: float, population: int
+) -> None:
+    """Leave an estimate of the gradient in the parameters' `grad`, for the optimizer to step on.
+
+    Each of `population` random directions ε is tried forwards and backwards (antithetic sampling), and the
+    estimate is the mean of ε (L(w + std ε) - L(w - std ε)) / (2 std)
+    (Salimans et al. 2017, arXiv:1703.03864, section 2).
+    `score` gives the loss of the model as it is, shape (); `std` is in units of the weights, which end as
+    they were.
+    """
+    params = [param for param in model.parameters() if param.requires_grad]
+    own = [param.detach().clone() for param in params]
+    estimate = [torch.zeros_like(param) for param in params]
+    with torch.no_grad():
+        for _ in range(population):
+            direction = [torch.randn_like(param) for param in params]
+            losses = []
+            for sign in (1.0, -1.0):
+                for param, value, change in zip(params, own, direction, strict=True):
+                    torch.add(value, change, alpha=sign * std, out=param)
+                losses.append(score())
+            slope = (losses[0] - losses[1]) / (2 * std * population)
+            for total, change in zip(estimate, direction, strict=True):
+                total.add_(change * slope.to(change.dtype))
+        for param, value in zip(params, own, strict=True):
+            param.copy_(value)
+    for param, total in zip(params, estimate, strict=True):
+        param.grad = total
+
 
 _FUNCTIONS: dict[str, Callable[..., None]] = {"noise": noise, "evolution_strategies": evolution_strategies}
 

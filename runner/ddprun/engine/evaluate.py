@@ -16,9 +16,9 @@ from ddprun.config import Choice, DataPair, Evaluate
 from ddprun.engine import build, seeding
 from ddprun.engine.data import Batches, Refuse, is_iterable, loading, of_all, refuse_odd_lengths
 from ddprun.engine.objective import Objective, Outcome
-from ddprun.engine.replicas import make_buffers_equal
 from ddprun.engine.samples import BatchError, collate, differing, digest_of, shards_itself
 from ddprun.engine.session import Session
+from ddprun.engine.stage_run import make_buffers_equal
 
 _FIELDS = frozenset(
     ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")

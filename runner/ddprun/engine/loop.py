@@ -29,11 +29,10 @@ from torch import Tensor, nn
 
 from ddprun.config import Forward, StepStage, Train
 from ddprun.engine import build, seeding
-from ddprun.engine.checkpoints import report_checkpoints, take_checkpoint
 from ddprun.engine.data import StepBatches
-from ddprun.engine.replicas import audit_parameters
 from ddprun.engine.session import Session
-from ddprun.engine.stage_run import StageRun, begin_stage, end_stage
+from ddprun.engine.stage_run import StageRun, audit_parameters, begin_stage, end_stage
+from ddprun.engine.state import report_checkpoints, take_checkpoint
 from ddprun.telemetry.recorder import GlobalStep
 
 StepFunction = Callable[[StageRun, StepBatches, int], None]

@@ -19,12 +19,11 @@ from ddprun.checkpoint.folder import FOLDER, Checkpoint, rank_name
 from ddprun.config import AverageStage, BroadcastStage, PipelineError, StepStage
 from ddprun.config.changes import changes, schedule_changed
 from ddprun.engine import seeding
-from ddprun.engine.checkpoints import layout_of
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
-from ddprun.engine.state import StateError, check_fields, reading, restore
+from ddprun.engine.state import StateError, check_fields, layout_of, reading, restore
 from ddprun.run_files import open_file
-from ddprun.sync.optimizer_state import has_mean, mean_of, mean_state
+from ddprun.sync.exchanger import has_mean, mean_of, mean_state
 from ddprun.telemetry.control_message import NOTHING_ADDED
 from ddprun.telemetry.steps import Totals
 from ddprun.telemetry.writer import truncate_records

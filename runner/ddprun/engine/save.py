@@ -15,9 +15,9 @@ from safetensors.torch import save_model
 from ddprun import __version__
 from ddprun.checkpoint.codec import order_metadata
 from ddprun.config import PipelineError, Save
-from ddprun.engine.finish import LostError
-from ddprun.engine.replicas import make_buffers_equal
+from ddprun.engine.outcome import LostError
 from ddprun.engine.session import Session
+from ddprun.engine.stage_run import make_buffers_equal
 from ddprun.run_files import as_path
 
 MADE = "# Written by ddprun next to weights: the pipeline that made them.\n"

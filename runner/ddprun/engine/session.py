@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from structlog.typing import FilteringBoundLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,12 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddprun.checkpoint.writer import Checkpoints
 from ddprun.config import Loaded
 from ddprun.engine.build import Stacks
-from ddprun.engine.clocks import ClockOffsets
 from ddprun.engine.data import Feed
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
 from ddprun.engine.nonfinite import FiniteCheck
-from ddprun.engine.objective import Objective
-from ddprun.engine.precision import Precision
+from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.reporter import Reporter
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
@@ -30,11 +29,44 @@ from ddprun.sync.buffers import BufferSync
 from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.plan import ReplicaConsistency
 from ddprun.sync.synchronizer import Synchronizer
-from ddprun.telemetry.clock import Clock, GradientTimes
+from ddprun.telemetry.clock import Clock, GradientTimes, StreamClock
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.recorder import GlobalStep, StepRecorder
 from ddprun.telemetry.writer import RecordFiles
+from ddprun_hooks.comm.control import Control
 from ddprun_hooks.comm.exchange import Exchange
+
+_EVERY_S = 60.0
+
+
+@dataclass(slots=True)
+class ClockOffsets:
+    """Measures each rank's clock against rank 0's, by messages over `control`."""
+
+    clock: Clock
+    control: Control
+    recorder: StepRecorder
+    events: FilteringBoundLogger
+    measured_s: float = 0.0  # when that was done last, on this process's clock
+
+    @property
+    def are_old(self) -> bool:
+        """The offsets were measured a while ago."""
+        return time.monotonic() - self.measured_s > _EVERY_S
+
+    def measure(self) -> None:
+        """Called by all ranks at the same moment."""
+        if isinstance(self.clock, StreamClock):
+            self.clock.tie()
+        offset, bound = self.control.clock_offset()
+        self.recorder.offset_us = offset
+        measured = self.control.all_gather([offset, bound], "clock offsets")
+        self.events.info(
+            "clock_offsets",
+            offset_us=[round(value, 1) for value in measured[:, 0].tolist()],
+            error_us=[round(value, 1) for value in measured[:, 1].tolist()],
+        )
+        self.measured_s = time.monotonic()
 
 
 @dataclass(slots=True)

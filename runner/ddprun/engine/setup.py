@@ -8,17 +8,15 @@ from torch.utils._pytree import tree_leaves
 
 from ddprun.config import Loaded, PipelineError
 from ddprun.engine import build, seeding
-from ddprun.engine.checkpoints import check_state, open_checkpoints
-from ddprun.engine.clocks import ClockOffsets
 from ddprun.engine.data import Feed
 from ddprun.engine.interrupts import StopRequest
 from ddprun.engine.nonfinite import FiniteCheck
-from ddprun.engine.objective import Objective, find_buffer_use, freeze_layout
-from ddprun.engine.precision import Precision
+from ddprun.engine.objective import Objective, Precision, find_buffer_use, freeze_layout
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import differing, shards_itself
-from ddprun.engine.session import HeldOut, RunState, Runtime, Session
+from ddprun.engine.session import ClockOffsets, HeldOut, RunState, Runtime, Session
+from ddprun.engine.state import check_state, open_checkpoints
 from ddprun.host import shared_memory
 from ddprun.host.device import Place
 from ddprun.host.import_path import make_folder_importable

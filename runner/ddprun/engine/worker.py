@@ -10,19 +10,26 @@ from typing import Any
 
 from ddprun import LAUNCHED, __version__, screen
 from ddprun.config import AverageStage, BroadcastStage, Evaluate, Forward, Loaded, Save, Train
-from ddprun.engine.checkpoints import close_checkpoints, take_checkpoint
 from ddprun.engine.evaluate import evaluate
-from ddprun.engine.failure import BAD_INPUT as BAD_INPUT
-from ddprun.engine.failure import FAILED, Progress, open_watchdog, prepare_nccl, report_failure
-from ddprun.engine.finish import Status, finish_run
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
 from ddprun.engine.loop import forward, train
-from ddprun.engine.replicas import average, broadcast
+from ddprun.engine.outcome import BAD_INPUT as BAD_INPUT
+from ddprun.engine.outcome import (
+    FAILED,
+    Progress,
+    Status,
+    finish_run,
+    open_watchdog,
+    prepare_nccl,
+    report_failure,
+)
 from ddprun.engine.resume import resume
 from ddprun.engine.run_folder import agree_on_folder
 from ddprun.engine.save import save
 from ddprun.engine.session import Session
 from ddprun.engine.setup import open_session
+from ddprun.engine.stage_run import average, broadcast
+from ddprun.engine.state import close_checkpoints, take_checkpoint
 from ddprun.host import rank_files
 from ddprun.host.device import place_of
 from ddprun.host.processes import die_with_parent

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddprun.sync.audit import digest
-from ddprun.sync.exchanger import ParameterExchanger
-from ddprun.sync.optimizer_state import has_mean
+from ddprun.sync.exchanger import ParameterExchanger, has_mean
 from ddprun.sync.plan import Buffers
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.control import Control

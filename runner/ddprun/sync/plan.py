@@ -1,5 +1,5 @@
-"""What a sync policy sends, and when. A policy says it once, in its plan: the run carries the plan out,
-process groups are made for it, and `ddprun explain` shows it.
+"""What a sync policy is, what it sends, and when. A policy says it once, in its
+plan: the run carries the plan out, process groups are made for it, and `ddprun explain` shows it.
 
 Nothing here imports torch: `ddprun check` reads plans, too.
 """
@@ -7,7 +7,9 @@ Nothing here imports torch: `ddprun check` reads plans, too.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+from ddprun.options import Options
 
 Gradients = Literal["all", "host"] | None
 """Among which ranks backward averages gradients: all, those of each host, or none."""
@@ -291,3 +293,19 @@ def _after(before: Consistency, effect: Effect) -> Consistency:
             return "apart" if before == "apart" else "host"
         case _:
             return effect
+
+
+OptimizerState = Literal["local", "average"]
+
+
+class SyncPolicy(Options):
+    """Base of every sync policy. The fields of a subclass are its options in the file, checked before a run;
+    its docstring is its line in `ddprun catalog`.
+    """
+
+    period_key: ClassVar[str] = "every"
+    """The option that says after how many steps all ranks synchronise, for messages."""
+
+    def plan(self, stage: StageFacts) -> SyncPlan:
+        """What ranks exchange in a stage, and when."""
+        raise NotImplementedError

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddprun.sync.exchanger import ParameterExchanger, PendingExchange
-from ddprun.sync.optimizer_state import average_state, has_mean
+from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_state, has_mean
 from ddprun.sync.plan import Effect, OuterOptimizer, PlanProgress, SyncPlan, Transfer
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements, RankGroup, combine, within_hosts
@@ -24,15 +23,6 @@ from ddprun_hooks.stack import Stack
 def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Parameters that have a mean, by name; whole numbers (quantised weights) have none, and do not train."""
     return {name: param for name, param in model.named_parameters() if has_mean(param)}
-
-
-def noise(model: nn.Module, *, std: float) -> None:
-    """Mutation: add Gaussian noise, drawn from this rank's own generator, to every parameter that has a mean;
-    `std` is in units of the weights.
-    """
-    with torch.no_grad():
-        for param in averaged_parameters(model).values():
-            param.add_(torch.randn_like(param), alpha=std)
 
 
 @dataclass(frozen=True, slots=True)
