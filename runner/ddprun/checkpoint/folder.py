@@ -27,9 +27,11 @@ from pydantic import BaseModel, Field, PositiveInt
 
 from ddprun.checkpoint.codec import DamagedError, EncodedState, decode, located, read_tensors, write_tensors
 from ddprun.run_files import open_file, read_object
+from ddprun_hooks.comm.control import Control
 
 FOLDER = "checkpoints"  # in the folder of a run
 VERSION = 5
+_CHUNK_BYTES = 64 << 20
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 256 * 1024 * 1024
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
@@ -115,12 +117,35 @@ def write(folder: Path, name: str, state: EncodedState) -> Files:
     return {path.name: _synced(path) for path in (text, weights)}
 
 
-def check_received(folder: Path, files: Files) -> None:
-    """Bring files to disk that have come from another host.
+def send(control: Control, to: int, folder: Path, names: Iterable[str], below: Path | None = None) -> None:
+    """Send files to a rank that does not see the folder; links are followed nowhere `below`, or in it."""
+    below = below or folder
+    for name in names:
+        with open_file(below, (folder / name).relative_to(below)) as file:
+            while data := file.read(_CHUNK_BYTES):
+                control.send_bytes(data, to)
+
+
+def receive(control: Control, source: int, folder: Path, files: Files) -> None:
+    """Write the files that another rank sends, and bring them to disk; takes all of them, even if the disk is
+    full after the first.
 
     Raises:
-        OSError: they are not what was sent.
+        OSError: they cannot be written, or are not what the sender described.
     """
+    problem: OSError | None = None
+    for name, described in files.items():
+        left = described["bytes"]
+        while left:
+            data = control.receive_bytes(source)
+            left -= len(data)
+            try:
+                with open_file(folder, name, "ab") as file:
+                    file.write(data)
+            except OSError as error:
+                problem = error
+    if problem is not None:
+        raise problem
     for name, sent in files.items():
         if _synced(folder / name) != sent:
             raise OSError(None, f"{name} has not arrived whole")

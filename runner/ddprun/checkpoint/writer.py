@@ -22,10 +22,8 @@ import torch.distributed as dist
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState
 from ddprun.checkpoint.folder import Checkpoint, Files
-from ddprun.run_files import open_file
 from ddprun_hooks.comm.control import Control
 
-_CHUNK_BYTES = 64 << 20
 _OVER = "over"  # in the store: the number of the checkpoint that was over last, and whether it was written
 
 
@@ -215,7 +213,8 @@ class CheckpointWriter:
         if not problems:
             try:
                 for rank in self._remote:
-                    self._receive(rank, job, sizes[rank])
+                    assert self._control is not None
+                    folder.receive(self._control, rank, job.unfinished, sizes[rank])
                 files = {name: described for part in sizes.values() for name, described in part.items()}
                 worst = folder.worst(nonfinite)
                 written = folder.commit(job.unfinished, job.step, self._ranks, files, worst)
@@ -234,30 +233,9 @@ class CheckpointWriter:
         verdict = f"{job.number}/verdict"
         decided = _wait_until(lambda: self._store.check([verdict]), time.monotonic() + 2 * self._limit_s)
         if decided and self._store.get(verdict) == b"send":
-            for name in job.parts:
-                for path in folder.paths(job.unfinished, name):
-                    with open_file(path.parent, path.name) as file:
-                        while data := file.read(_CHUNK_BYTES):
-                            self._control.send_bytes(data, 0)
+            names = [path.name for part in job.parts for path in folder.paths(job.unfinished, part)]
+            folder.send(self._control, 0, job.unfinished, names)
         folder.remove(job.unfinished)
-
-    def _receive(self, rank: int, job: _Job, files: Files) -> None:
-        """Take the files of another host's rank; all of them, even if the disk is full after the first."""
-        assert self._control is not None
-        problem: OSError | None = None
-        for name, described in files.items():
-            left = described["bytes"]
-            while left:
-                data = self._control.receive_bytes(rank)
-                left -= len(data)
-                try:
-                    with open_file(job.unfinished, name, "ab") as file:
-                        file.write(data)
-                except OSError as error:
-                    problem = error
-        if problem is not None:
-            raise problem
-        folder.check_received(job.unfinished, files)
 
 
 def _wait_until(condition: Callable[[], bool], until: float = math.inf) -> bool:

@@ -11,7 +11,6 @@ the next `batch_size` of each rank's own samples, and a rank that has none left 
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any
@@ -421,10 +420,8 @@ class _Stream:
 
 
 def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
-    """What is left; `iter` is not called again, which may begin again."""
-    with suppress(StopIteration):
-        while True:
-            yield next(iterator)
+    """What is left; the iterator's own `__iter__` is not called, which may begin again."""
+    return iter(iterator.__next__, object())
 
 
 class _FromHere:

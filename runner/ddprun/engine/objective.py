@@ -1,4 +1,4 @@
-"""From a batch to a loss, in which precision; and the passes before step 1: what buffers do, DDP's buckets."""
+"""From a batch to a loss, in its precision; and the passes before step 1: what buffers do, DDP's buckets."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

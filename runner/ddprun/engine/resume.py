@@ -22,13 +22,10 @@ from ddprun.engine import seeding
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
 from ddprun.engine.state import StateError, check_fields, layout_of, reading, restore
-from ddprun.run_files import open_file
 from ddprun.sync.exchanger import has_mean, mean_of, mean_state
 from ddprun.telemetry.control_message import NOTHING_ADDED
 from ddprun.telemetry.steps import Totals
 from ddprun.telemetry.writer import truncate_records
-
-_CHUNK_BYTES = 64 << 20
 
 
 def resume(session: Session) -> None:
@@ -134,18 +131,13 @@ def _newest_whole(session: Session) -> Checkpoint | None:
     skipped: list[tuple[int, str, str]] = []
     found = None
     for step in steps:
-        reason = _check_share(session, root, step)
-        if reason is not None:
-            skipped.append((step, ranks.tell_all(f"resume/{step}/why", partial(_why, root, step)), reason))
-            continue
-        manifest = json.loads(
-            ranks.tell_all(f"resume/{step}/manifest", partial(_manifest, session, root, step))
-        )
-        lost, world_size, files = manifest
-        if not lost:
+        problem = _check_share(session, root, step)
+        judge = partial(_judge, session, root, step, problem)
+        why, reason, world_size, files = json.loads(ranks.tell_all(f"resume/{step}/found", judge))
+        if not why:
             found = Checkpoint(root / folder.name_of(step), step, world_size, files)
             break
-        skipped.append((step, "nonfinite", f"{lost} is not finite in it"))
+        skipped.append((step, why, reason))
     unreadable = [reason for _, why, reason in skipped if why == "unused"]
     if unreadable and found is None:
         raise RunFolderError(f"no checkpoint in {root} can be read by all ranks: {unreadable[0]}")
@@ -190,8 +182,7 @@ def _check(found: Checkpoint, share: int = 0, shares: int = 1) -> None:
     Raises:
         DamagedError: it does not.
     """
-    names = ["shared", *map(rank_name, range(found.world_size))]
-    folder.verify(found, names[share::shares])
+    folder.verify(found, folder.part_names(found.world_size)[share::shares])
     for rank in range(found.world_size)[share::shares]:
         state = _outline(found, rank)
         try:
@@ -208,25 +199,27 @@ def _outline(found: Checkpoint, rank: int) -> dict[str, Any]:
     return {**shared, **own}
 
 
-def _why(root: Path, step: int) -> str:
-    """On rank 0: whether a checkpoint itself is damaged, or some rank does not see it as it is."""
-    try:
-        _check(folder.opened(root, step))
-    except UnreadableError as error:
-        return "damaged" if isinstance(error.__context__, FileNotFoundError) else "unused"
-    except DamagedError:
-        return "damaged"
-    return "unused"
+def _judge(session: Session, root: Path, step: int, problem: str | None) -> str:
+    """On rank 0: why a checkpoint is not used, in a word and a sentence (empty: it is); its ranks, its files.
 
-
-def _manifest(session: Session, root: Path, step: int) -> str:
-    """On rank 0: what in a whole checkpoint is not finite and cannot become so, its world size, its files."""
+    With a `problem` of some rank it is `damaged`, or else `unused`: that rank does not see it as it is.
+    """
+    if problem is not None:
+        why = "unused"
+        try:
+            _check(folder.opened(root, step))
+        except DamagedError as error:
+            unreadable = isinstance(error, UnreadableError)
+            if not unreadable or isinstance(error.__context__, FileNotFoundError):
+                why = "damaged"
+        return json.dumps([why, problem, 0, {}])
     found = folder.opened(root, step)
     lost = None if found.nonfinite == folder.LOSS else found.nonfinite
     if lost is not None and _on_nan(session, _outline(found, 0)["position"]) == "continue":
         session.reporter.note(f"using the checkpoint of step {step}, though {lost} is not finite in it")
         lost = None
-    return json.dumps([lost, found.world_size, found.files])
+    why, reason = ("nonfinite", f"{lost} is not finite in it") if lost else ("", "")
+    return json.dumps([why, reason, found.world_size, found.files])
 
 
 def _on_nan(session: Session, cursor: Mapping[str, Any]) -> str:
@@ -264,45 +257,25 @@ def _read_state(session: Session, found: Checkpoint, scratch: Path) -> dict[str,
     )
     # With other ranks, buckets, hosts or hooks, the hooks' state moves between ranks.
     merging = found.world_size != ranks or layout != layout_of(session)
-    everybody = range(found.world_size)
-    wanted = {
-        reader: ["shared", *map(rank_name, everybody if merging else [reader])]
-        for reader in [*runtime.records.away, rank]
-    }
-    source = _fetch(session, found, wanted, scratch)
+    source = found
+    for reader in runtime.records.away:  # these do not see the run's folder
+        parts = folder.part_names(found.world_size) if merging else ["shared", rank_name(reader)]
+        names = [path.name for part in parts for path in folder.paths(found.path, part)]
+        if rank == 0:
+            folder.send(runtime.exchange.control, reader, found.path, names, found.below)
+        elif rank == reader:
+            files = {name: found.files[name] for name in names}
+            folder.receive(runtime.exchange.control, 0, scratch, files)
+            source = Checkpoint(scratch, found.step, found.world_size, found.files, own=True)
     shared = folder.read(source, "shared")
     if not merging:
         return {**shared, **folder.read(source, rank_name(rank))}
-    own = [folder.read(source, rank_name(old)) for old in everybody]
+    own = [folder.read(source, rank_name(old)) for old in range(found.world_size)]
     if found.world_size != ranks:
         with reading("state of other ranks"):
             return _for_another_world(session, shared, own)
     with reading("hooks"):
         return {**shared, **own[rank], "hooks": runtime.stacks.merge([one["hooks"] for one in own])}
-
-
-def _fetch(
-    session: Session, found: Checkpoint, wanted: Mapping[int, Sequence[str]], scratch: Path
-) -> Checkpoint:
-    """Where this rank can read its files: from rank 0 if it does not see the run's folder."""
-    runtime = session.runtime
-    control, rank = runtime.exchange.control, runtime.ranks.rank
-    for reader in runtime.records.away:
-        names = [path.name for name in wanted.get(reader, ()) for path in folder.paths(found.path, name)]
-        if rank == 0:
-            for name in names:
-                with open_file(found.below, (found.path / name).relative_to(found.below)) as file:
-                    while data := file.read(_CHUNK_BYTES):
-                        control.send_bytes(data, reader)
-        elif rank == reader:
-            for name in names:
-                left = found.files[name]["bytes"]
-                with open_file(scratch, name, "xb") as file:
-                    while left:
-                        left -= file.write(control.receive_bytes(0))
-    if rank not in runtime.records.away:
-        return found
-    return Checkpoint(scratch, found.step, found.world_size, found.files, own=True)
 
 
 def _for_another_world(

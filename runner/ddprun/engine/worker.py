@@ -4,12 +4,13 @@ import gc
 import importlib
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ddprun import LAUNCHED, __version__, screen
-from ddprun.config import AverageStage, BroadcastStage, Evaluate, Forward, Loaded, Save, Train
+from ddprun.config import AverageStage, BroadcastStage, Evaluate, Forward, Loaded, Save, Stage, Train
 from ddprun.engine.evaluate import evaluate
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
 from ddprun.engine.loop import forward, train
@@ -40,6 +41,15 @@ from ddprun.watchdog.rank_watchdog import GROUPS_LATER_S
 DONE, INTERRUPTED = 0, 130
 _CODES: dict[Status, int] = {"done": DONE, "failed": FAILED, "interrupted": INTERRUPTED}
 
+_STAGES: dict[type[Stage], Callable[[Session, Any], dict[str, Any]]] = {
+    Train: train,
+    Forward: forward,
+    AverageStage: average,
+    BroadcastStage: broadcast,
+    Evaluate: evaluate,
+    Save: save,
+}
+
 _WATCH_ENDS_S = 10.0
 _DEFAULTS = (700, 2000)
 _YOUNG_THRESHOLD = 5_000
@@ -65,11 +75,10 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> 
     watchdog.start()
     try:
         ranks.connect()
-        code = _run(loaded, run_dir, ranks, stop, progress, resuming=resuming)
+        code = _run(loaded, run_dir, ranks, stop, progress, resuming)
     except BaseException as error:
-        if (
-            watchdog.hang_found
-        ):  # a broken collective only shows that others have ended: the watchdog says why
+        # A broken collective only shows that others have ended: the watchdog says why.
+        if watchdog.hang_found:
             time.sleep(_WATCH_ENDS_S)
         code = report_failure(error, ranks, progress, loaded.secrets)
         screen.flush()
@@ -91,7 +100,6 @@ def _run(
     ranks: Ranks,
     stop: StopRequest,
     progress: Progress,
-    *,
     resuming: Resuming,
 ) -> int:
     environment = ranks.environment
@@ -130,12 +138,16 @@ def _tune_garbage_collector() -> None:
 def _run_stages(session: Session) -> Status:
     """Run the stages that are left."""
     runtime, cursor = session.runtime, session.state.cursor
-    stages = runtime.loaded.pipeline.stages
+    stages, watchdog = runtime.loaded.pipeline.stages, runtime.ranks.watchdog
     while cursor.next < len(stages):
         stage = stages[cursor.next]
-        entry = {"kind": stage.name, "index": stage.index, **_run_stage(session, stage)}
+        session.reporter.where = stage.path
+        watchdog.stage(stage.path)
+        watchdog.step(0)
+        watchdog.turn(stage.name.encode())
+        entry = {"kind": stage.name, "index": stage.index, **_STAGES[type(stage)](session, stage)}
         entry = runtime.loaded.secrets.redact_all(entry)  # checkpoints hold it
-        runtime.ranks.watchdog.turn(b"collecting records")
+        watchdog.turn(b"collecting records")
         runtime.records.collect()
         if entry.get("interrupted"):
             cursor.entries.append(entry)
@@ -143,28 +155,6 @@ def _run_stages(session: Session) -> Status:
         cursor.end(entry)
     take_checkpoint(session, at_end=True)
     return "done"
-
-
-def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
-    watchdog = session.runtime.ranks.watchdog
-    session.reporter.where = stage.path
-    watchdog.stage(stage.path)
-    watchdog.step(0)
-    watchdog.turn(stage.name.encode())
-    match stage:
-        case Train():
-            return train(session, stage)
-        case Forward():
-            return forward(session, stage)
-        case AverageStage():
-            return average(session, stage)
-        case BroadcastStage():
-            return broadcast(session, stage)
-        case Evaluate():
-            return evaluate(session, stage)
-        case Save():
-            return save(session, stage)
-    raise AssertionError(f"a stage that nothing runs: {stage!r}")
 
 
 def _announce(session: Session) -> None:
