@@ -104,10 +104,8 @@ def unfinished(root: Path, step: int, token: str) -> Path:
 
 
 def write(folder: Path, name: str, state: EncodedState) -> Files:
-    """Write state as the two files of a part, and bring them to disk; makes the folder if it does not exist.
-
-    Raises:
-        OSError: it cannot be written.
+    """Write state as the two files of a part, and bring them to disk, or raise OSError; makes the folder if
+    it does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text, weights = paths(folder, name)
@@ -128,10 +126,7 @@ def send(control: Control, to: int, folder: Path, names: Iterable[str], below: P
 
 def receive(control: Control, source: int, folder: Path, files: Files) -> None:
     """Write the files that another rank sends, and bring them to disk; takes all of them, even if the disk is
-    full after the first.
-
-    Raises:
-        OSError: they cannot be written, or are not what the sender described.
+    full after the first. Raises OSError if they cannot be written, or are not what the sender described.
     """
     problem: OSError | None = None
     for name, described in files.items():
@@ -154,10 +149,8 @@ def receive(control: Control, source: int, folder: Path, files: Files) -> None:
 def commit(
     folder: Path, step: int, world_size: int, files: Files, nonfinite: str | None = None
 ) -> Checkpoint:
-    """Give a checkpoint whose files are all written its name: from here on it exists.
-
-    Raises:
-        OSError: it cannot be written, or a file that a rank has written is not seen here.
+    """Give a checkpoint whose files are all written its name: from here on it exists. Raises OSError if it
+    cannot be written, or a file that a rank has written is not seen here.
     """
     root = folder.parent
     target, replaced = root / name_of(step), root / f".{name_of(step)}.{_REPLACED}"
@@ -189,10 +182,8 @@ def steps_in(root: Path) -> list[int]:
 
 
 def opened(root: Path, step: int) -> Checkpoint:
-    """A checkpoint by its manifest.
-
-    Raises:
-        DamagedError: the manifest does not exist, or says what no manifest says.
+    """A checkpoint by its manifest; raises DamagedError if that does not exist, or says what no manifest
+    says.
     """
     path = root / name_of(step) / MANIFEST
     with located(path):
@@ -213,10 +204,8 @@ def opened(root: Path, step: int) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
-    """Make sure that these parts, or all, are what the manifest says, and can be decoded.
-
-    Raises:
-        DamagedError: names the file.
+    """Make sure that these parts, or all, are what the manifest says, and can be decoded; a DamagedError
+    names the file.
     """
     for name in part_names(checkpoint.world_size) if names is None else names:
         for path in paths(checkpoint.path, name):
@@ -233,10 +222,7 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
 
 def read(checkpoint: Checkpoint, name: str, *, outline: bool = False) -> dict[str, Any]:
     """The state of a part whose files `verify` has found whole; `outline`: with tensors on torch's `meta`
-    device, which have no data.
-
-    Raises:
-        DamagedError: it is inconsistent.
+    device, which have no data. Raises DamagedError if it is inconsistent.
     """
     text, weights = paths(checkpoint.path, name)
     tree = read_json(checkpoint, text)
@@ -246,10 +232,8 @@ def read(checkpoint: Checkpoint, name: str, *, outline: bool = False) -> dict[st
 
 
 def read_json(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint, which may be damaged.
-
-    Raises:
-        DamagedError: it does not exist, is too long, nested too deeply, or not a JSON object.
+    """A JSON object from a file of a checkpoint; raises DamagedError if the file does not exist, is too long,
+    nested too deeply, or not a JSON object.
     """
     with located(path):
         return read_object(checkpoint.below, path.relative_to(checkpoint.below), MAX_JSON_BYTES)

@@ -49,19 +49,13 @@ class _Job:
 class CheckpointWriter:
     """The checkpoints of one run, on one rank.
 
-    Args:
-        root: the folder of all checkpoints, as rank 0 sees it.
-        store: small values that all ranks share.
-        token: of this attempt at the run; the same on all ranks.
-        rank, ranks: this rank, and how many there are.
-        keep: how many checkpoints are kept.
-        remote: ranks that do not see the run's folder.
-        control: for these threads alone; None if no rank is remote.
-        limit_s: how long rank 0 waits for the other ranks' parts.
-        before: is called before each checkpoint, on the writing thread.
-        after: is called with when each checkpoint that is over was put (ns of the monotonic clock), and if it
-            was written.
-        not_finite: names what in a part is not finite; is called on the writing thread.
+    `root` is the folder of all checkpoints, as rank 0 sees it. `token` is of this attempt at the run, the
+    same on all ranks. `remote` ranks do not see the run's folder; `control` is for these threads alone, None
+    if no rank is remote. Rank 0 waits `limit_s` for the other ranks' parts.
+
+    On the writing thread: `before` is called before each checkpoint, `not_finite` names what in a part is not
+    finite, and `after` is called with when each checkpoint that is over was put (ns of the monotonic clock),
+    and if it was written.
     """
 
     def __init__(

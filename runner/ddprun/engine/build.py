@@ -351,11 +351,7 @@ class Stacks:
 
 
 def open_stacks(loaded: Loaded) -> Stacks:
-    """Make the hooks of every stage that takes steps.
-
-    Raises:
-        PipelineError: a hook that cannot be made.
-    """
+    """Make the hooks of every stage that takes steps; a PipelineError names one that cannot be made."""
     found = Stacks()
     names: dict[tuple[str, bool], str] = {}
     for stage in loaded.pipeline.step_stages():
@@ -386,10 +382,8 @@ def build_function(loaded: Loaded, path: str, choice: Choice) -> Callable[..., A
 
 
 def check_sync(loaded: Loaded, model: nn.Module, ranks: int) -> None:
-    """Refuse what only a run can see of sync policies and hooks, with so many ranks.
-
-    Raises:
-        PipelineError: a source that is no rank, more fragments than parameters, hooks on complex gradients.
+    """Refuse, by a PipelineError, what only a run of so many ranks can see of sync policies and hooks: a
+    source that is no rank, more fragments than parameters, hooks on complex gradients.
     """
     faults = []
     count = len(averaged_parameters(model))

@@ -58,13 +58,9 @@ def _value_error(problem: str, allowed: str | None) -> Exception:
 class Feed:
     """An endless stream of optimizer steps, epoch after epoch, that knows its position.
 
-    Args:
-        dataset: map-style, or iterable; the same on every rank, unless it is `sharded`.
-        loader: of the file.
-        seed, rank, ranks: as in the module's text.
-        pin: put batches into page-locked memory, for a GPU.
-        refuse: makes the error for data that cannot be trained on; a ValueError by default.
-        warn: is called if samples that were read before step 1 are lost.
+    The dataset is the same on every rank, unless it is `sharded`. `pin` puts batches into page-locked memory,
+    for a GPU. `refuse` makes the error for data that cannot be trained on; `warn` is called if samples that
+    were read before step 1 are lost.
     """
 
     def __init__(
@@ -98,15 +94,8 @@ class Feed:
             self._check_length()
 
     def compare_ranks(self, control: Control) -> list[int]:
-        """Compare with the other ranks what the dataset gives; called by all ranks before step 1.
-
-        Under equal random generators every rank reads the same samples, or its first ones if it is `sharded`.
-
-        Returns:
-            The ranks that read other samples than rank 0.
-
-        Raises:
-            Exception: as `refuse` makes it: map-style datasets of different lengths that are not `sharded`.
+        """The ranks that read other samples than rank 0 does, under equal random generators; refuses
+        map-style data of different lengths that is not `sharded`. Called by all ranks before step 1.
         """
         self._control = control
         with generators_kept(torch.device("cpu")):
@@ -517,11 +506,7 @@ def of_all(control: Control, number: int, what: str) -> list[int]:
 
 
 def refuse_odd_lengths(lengths: Sequence[int], refuse: Refuse) -> None:
-    """Refuse data that ranks share and that is not equally long on all of them.
-
-    Raises:
-        Exception: as `refuse` makes it.
-    """
+    """Refuse data that ranks share and that is not equally long on all of them."""
     odd = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
     if odd is not None:
         raise refuse(

@@ -131,11 +131,7 @@ class Objective:
         self.ignore_index = ignored if isinstance(ignored, int) else None
 
     def __call__(self, model: nn.Module, content: Any) -> Outcome:
-        """Forward and loss.
-
-        Raises:
-            PipelineError: batches, model and loss do not fit together.
-        """
+        """Forward and loss; raises a PipelineError if batches, model and loss do not fit together."""
         if isinstance(content, Mapping):
             if self._loss is not None:
                 raise self._refused(
@@ -228,10 +224,8 @@ def find_buffer_use(
 def freeze_layout(
     replica: DdpReplica, objective: Objective, precision: Precision, feed: Feed, barrier: Callable[[], None]
 ) -> None:
-    """Have DDP fix its buckets, by passes on this rank's first batch.
-
-    Raises:
-        PipelineError: some parameters take no part in the loss.
+    """Have DDP fix its buckets, by passes on this rank's first batch; raises a PipelineError if parameters
+    take no part in the loss.
     """
     with seeding.generators_kept(precision.device):
         content = precision.admit(feed.first_batch())

@@ -228,10 +228,8 @@ class LostError(Exception):
 def finish_run(session: Session, *, status: Status, seconds: float) -> list[str]:
     """Write the summary, end the records and the trackers, and show the closing table; called by all ranks.
 
-    Records that could not be written are reported, and no more: they are not the run's purpose.
-
-    Returns:
-        What is lost of its purpose, the same on all ranks: the last checkpoint, the summary.
+    Gives what is lost of the run's purpose, the same on all ranks: the last checkpoint, the summary. Records
+    that could not be written are reported, and no more.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
     ranks, records, finite_check = runtime.ranks, runtime.records, runtime.finite

@@ -140,11 +140,7 @@ class Reporter:
 
 
 def check_trackers(loaded: Loaded) -> None:
-    """Check that the packages which the trackers of a pipeline need are installed.
-
-    Raises:
-        PipelineError: names those that are not.
-    """
+    """Raise a PipelineError that names the packages which trackers need and which are not installed."""
     faults = []
     for index, choice in enumerate(loaded.pipeline.track):
         tracker: type[Tracker] = TRACKERS.load(choice.name)

@@ -76,11 +76,8 @@ def resume(session: Session) -> None:
 
 @contextmanager
 def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
-    """Around what reads a part of a checkpoint, another one each time: all fail with the first error.
-
-    Raises:
-        PipelineError: the state does not fit the model.
-        RunFolderError: it is no state.
+    """Around what reads a part of a checkpoint, another one each time: all ranks fail with the first error of
+    one, a PipelineError if the state does not fit the model, a RunFolderError if it is damaged.
     """
     runtime = session.runtime
     kind = problem = ""
@@ -121,10 +118,8 @@ def _reopen(session: Session, before: Mapping[str, Any], cursor: dict[str, Any])
 
 def _newest_whole(session: Session) -> Checkpoint | None:
     """The newest checkpoint that every rank finds whole, and whose weights and optimizer state are finite
-    unless `on_nan` of the stage is `continue`.
-
-    Raises:
-        RunFolderError: there are some, but they cannot be read here or now.
+    unless `on_nan` of the stage is `continue`. A RunFolderError: there are some, but they cannot be read here
+    or now.
     """
     ranks, root = session.runtime.ranks, session.runtime.run_dir / FOLDER
     steps = _list_steps(session, root)
@@ -177,10 +172,8 @@ def _check_share(session: Session, root: Path, step: int) -> str | None:
 
 
 def _check(found: Checkpoint, share: int = 0, shares: int = 1) -> None:
-    """Make sure that one of several shares of a checkpoint's files is whole and holds the state of a run.
-
-    Raises:
-        DamagedError: it does not.
+    """Make sure that one of several shares of a checkpoint's files is whole and holds the state of a run, or
+    raise a DamagedError.
     """
     folder.verify(found, folder.part_names(found.world_size)[share::shares])
     for rank in range(found.world_size)[share::shares]:

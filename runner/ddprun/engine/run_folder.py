@@ -131,11 +131,7 @@ def _take_over(folder: Path, wait_s: float, *, restarted: bool = False) -> None:
 
 
 def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
-    """Keep every other run out of the folder, however this process ends: the lock is its open file.
-
-    Raises:
-        FolderInUseError: another run is in it.
-    """
+    """Keep every other run out of the folder, however this process ends: the lock is its open file."""
     with open_file(folder, _LOCK, "a+b") as file:
         handle = os.dup(file.fileno())  # stays open as long as this process lives
     until = time.monotonic() + wait_s

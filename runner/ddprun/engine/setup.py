@@ -155,10 +155,8 @@ def open_session(
 
 
 def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks, backend: str) -> None:
-    """Check whether `/dev/shm` has room for what loading processes and NCCL put there.
-
-    Raises:
-        PipelineError: loading processes cannot even be started.
+    """Check whether `/dev/shm` has room for what loading processes and NCCL put there; a PipelineError if
+    loading processes cannot even be started.
     """
     workers, here, room = loaded.pipeline.loader.workers, ranks.environment, shared_memory.room()
     shortage = shared_memory.nccl_shortage(here.local_world_size, room) if backend == "nccl" else None

@@ -255,9 +255,7 @@ def make_buffers_equal(session: Session, stage: Evaluate | Save) -> None:
 
 def audit_parameters(session: Session, where: str, step: int, *, at_end: bool = False) -> None:
     """Compare the ranks' parameters, and report; `at_end` of a stage that has made them equal, if they are.
-
-    Raises:
-        DriftError: ranks that have to be equal are not.
+    Raises DriftError if ranks differ that have to be equal.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
     ranks, groups = runtime.ranks, None

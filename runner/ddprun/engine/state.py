@@ -150,11 +150,7 @@ class _State(_Part):
 
 
 def check_fields(state: Mapping[str, Any]) -> None:
-    """Make sure that a checkpoint holds the state of a run.
-
-    Raises:
-        ValueError: something is missing, or of another kind.
-    """
+    """Raise a ValueError unless a checkpoint holds the state of a run."""
     try:
         found = _State.model_validate(dict(state))
     except ValidationError as error:
@@ -191,10 +187,8 @@ _MISREAD = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Around what reads a part of a checkpoint, which may hold anything.
-
-    Raises:
-        DamagedError: it is not what such a part holds.
+    """Around what reads a part of a checkpoint, which may hold anything: what it stumbles over is a
+    DamagedError.
     """
     try:
         yield
@@ -209,11 +203,8 @@ def reading(what: str) -> Iterator[None]:
 
 
 def restore(session: Session, state: Mapping[str, Any]) -> None:
-    """Restore all but what belongs to the running stage: see `restore_stage`.
-
-    Raises:
-        DamagedError: it is no state.
-        StateError: it does not fit the model.
+    """Restore all but what belongs to the running stage (see `restore_stage`). Raises DamagedError, or
+    StateError if the state does not fit the model.
     """
     runtime, run_state, reported = session.runtime, session.state, state["reported"]
     run_state.step = state["step"]
@@ -248,12 +239,9 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
 
 
 def restore_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:
-    """Continue in the middle of a stage, whose policy has begun and whose schedule has been built.
-
-    With `new_rates` learning rates are not what they were, or fall over another number of steps.
-
-    Raises:
-        DamagedError: it is no state.
+    """Continue in the middle of a stage, whose policy has begun and whose schedule has been built; raises
+    DamagedError. With `new_rates` learning rates are not what they were, or fall over another number of
+    steps.
     """
     synchronizer, schedule, sync = session.state.synchronizer, session.state.schedule, state["sync"]
     assert synchronizer is not None
@@ -368,11 +356,7 @@ def _not_finite(state: EncodedState, infinite_at_first: frozenset[str]) -> str |
 
 
 def check_state(session: Session) -> None:
-    """Make sure that a checkpoint can hold what the run starts with.
-
-    Raises:
-        PipelineError: it cannot hold state of that kind.
-    """
+    """Raise a PipelineError if a checkpoint cannot hold what the run starts with."""
     runtime = session.runtime
     if runtime.checkpoints.writer is not None:
         try:

@@ -21,14 +21,7 @@ class DdpReplica:
     """This rank's copy of the model under DDP, with the dispatcher as its communication hook.
 
     Backward passes through `ddp` average gradients over the ranks of `begin_stage`, bucket by bucket, by the
-    hooks of that stage.
-
-    Args:
-        model: its parameters and buffers are the same on all ranks already.
-        settings: `ddp` in the file.
-        device: of the model.
-        queue: where gradient buckets travel.
-        stack: the hooks to start with.
+    hooks of that stage. The model's parameters and buffers are the same on all ranks already.
     """
 
     def __init__(
@@ -84,10 +77,8 @@ class DdpReplica:
                 buffer.copy_(before)
 
     def begin_stage(self, stack: Stack, group: RankGroup) -> str:
-        """Average gradients by these hooks, and among these ranks, from now on.
-
-        Returns:
-            What all ranks must have alike: the buckets, the hooks, the ranks.
+        """Average gradients by these hooks, and among these ranks, from now on; gives what all ranks must
+        have alike: the buckets, the hooks, the ranks.
         """
         self.dispatcher.stack, self.dispatcher.group = stack, group
         return self.dispatcher.signature

@@ -37,13 +37,8 @@ class Finding:
 def audit(model: nn.Module, exchange: Exchange, groups: Sequence[Sequence[int]] | None = None) -> Finding:
     """Compare parameters between ranks, by hash; where they differ, by value. Called by all ranks together.
 
-    Args:
-        model: of this rank.
-        exchange: of the run; what is sent for the audit is in no record of training.
-        groups: ranks that have to be equal among each other; None: all of them.
-
-    Returns:
-        What differs inside the groups. The distance is over all ranks.
+    The ranks of each of `groups` have to be equal (None: all of them); the distance is over all ranks. What
+    is sent for it is in no record of training.
     """
     named = dict(model.named_parameters())
     hashes = [float(digest(param)) for param in named.values()]

@@ -61,12 +61,9 @@ def counters_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def probe(model: nn.Module, forward: Callable[[], Tensor]) -> BufferUse:
-    """Find out by value what training forward passes do with the buffers; leaves them as they were.
-
-    Args:
-        model: in training mode.
-        forward: runs the model on one and the same batch, with the same random numbers each time, and gives
-            the loss.
+    """Find out by value what training forward passes do with the buffers; leaves them as they were. `forward`
+    runs the model, which is in training mode, on one and the same batch with the same random numbers, and
+    gives the loss.
     """
     named = dict(model.named_buffers())
     if not named:
@@ -139,14 +136,7 @@ def split_by_transfer(
 
 
 class BufferSync:
-    """Sends buffers when the setting says so.
-
-    Args:
-        model: of this rank; all ranks hold the same buffers now.
-        exchanger: sends them.
-        use: on which all ranks agree.
-        setting: of the first stage.
-    """
+    """Sends buffers when the setting says so; all ranks hold the same ones now."""
 
     def __init__(
         self, model: nn.Module, exchanger: ParameterExchanger, use: BufferUse, setting: Buffers
@@ -173,10 +163,8 @@ class BufferSync:
     def before_reading(self) -> tuple[str, ...]:
         """Make all ranks' buffers equal, unless the setting is `never`: an evaluate or a save stage comes.
 
-        Only what has changed on some rank since ranks were last equal is sent.
-
-        Returns:
-            The names of those that were sent; under `never`, of those that differ from what they were.
+        Only what has changed on some rank since ranks were last equal is sent. Gives the names of those;
+        under `never`, of those that differ from what they were.
         """
         if not self._named:
             return ()

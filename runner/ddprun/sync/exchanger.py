@@ -35,12 +35,8 @@ class PendingExchange:
 
 
 class ParameterExchanger:
-    """What policies send with.
-
-    Args:
-        exchange: of the run.
-        recorder: takes the traces, and how long the training thread waited for them.
-        cap_bytes: largest size of a bucket.
+    """What policies send with. The recorder takes the traces, and how long the training thread waited for
+    them; `cap_bytes` is the largest size of a bucket.
     """
 
     def __init__(self, exchange: Exchange, recorder: StepRecorder, cap_bytes: float) -> None:
@@ -110,14 +106,9 @@ def average_state(
     """Overwrite the optimizer's state by its mean over ranks, and counters by those of the rank with most
     steps: one whose gradients were not finite has taken less, or none.
 
-    Args:
-        optimizer: of this rank.
-        exchanger: sends it, as it is.
-        group: the ranks, of the plain queue; None: all of them. Fewer than all leave counters alone, and do
-            not compare what they keep: they are not to wait for others.
-
-    Raises:
-        DisagreementError: the ranks' optimizers keep different state.
+    A group (of the plain queue) of fewer than all ranks leaves counters alone, and does not compare what they
+    keep: they are not to wait for others. Raises DisagreementError if the ranks' optimizers keep different
+    state.
     """
     complete_state(optimizer)
     named = floating_state(optimizer)
@@ -136,11 +127,9 @@ def average_state(
 
 
 def mean_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state for optimizers of another number of ranks, as `average_state` makes it between ranks.
-
-    Args:
-        states: `Optimizer.state_dict` of each rank, in rank order. A rank that has not stepped has no state
-            of a parameter; the others' is averaged.
+    """One state for optimizers of another number of ranks, as `average_state` makes it, from
+    `Optimizer.state_dict` of each rank. A rank that has not stepped has no state of a parameter; the others'
+    is averaged.
     """
     params: dict[Any, dict[str, Any]] = {}
     for param in dict.fromkeys(param for state in states for param in state["state"]):

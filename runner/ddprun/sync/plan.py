@@ -135,11 +135,7 @@ class SyncPlan:
         return 1 if self.gradients == "all" else max([0, *(t.every for t in self.transfers if t.equalizes)])
 
     def cycle(self, *more: int | None) -> int:
-        """After how many steps everything begins again.
-
-        Args:
-            more: further periods that count.
-        """
+        """After how many steps everything begins again, `more` periods included."""
         periods = [period for period in (*(one.every for one in self.transfers), *more) if period]
         return min(math.lcm(*periods), _LONGEST_CYCLE)
 
@@ -183,11 +179,8 @@ class PlanProgress:
         self.under_way: set[int] = set()  # indices of transfers that have set out and not landed
 
     def after_step(self, step: int) -> tuple[list[int], list[int], Effect]:
-        """The optimizer has taken a step.
-
-        Returns:
-            The indices of the transfers that land, then of those that set out (and land at once unless they
-            have a delay), and what all of that makes of the ranks.
+        """The optimizer has taken a step. Gives the indices of the transfers that land, then of those that
+        set out (and land at once unless they have a delay), and what all of that makes of the ranks.
         """
         transfers = self.plan.transfers
         self.since = [steps + 1 for steps in self.since]

@@ -37,15 +37,8 @@ class SyncContext:
 
 
 class Synchronizer:
-    """Exchanges after each step what the plan says.
-
-    Args:
-        plan: of the stage.
-        context: what it works with.
-        momentum: of earlier stages' outer optimizer, by parameter name; taken over, and updated at the end.
-
-    Raises:
-        ValueError: more fragments than parameters.
+    """Exchanges after each step what the plan says. `momentum` is that of earlier stages' outer optimizer, by
+    parameter name: taken over, and updated at the end. Raises ValueError for more fragments than parameters.
     """
 
     def __init__(self, plan: SyncPlan, context: SyncContext, momentum: dict[str, Tensor]) -> None:
@@ -133,11 +126,8 @@ class Synchronizer:
     ) -> None:
         """Land transfers, and send others; all by their index in the plan.
 
-        Args:
-            landing: those that land.
-            setting_out: those that set out.
-            unmoved: of those that land: this rank's weights have not changed since it set out.
-            at_end: training is over, so nothing overlaps with it, and all changes travel at once.
+        `unmoved`: of those that land, where this rank's weights have not changed since it set out. `at_end`:
+        training is over, so nothing overlaps with it, and all changes travel at once.
         """
         transfers = self.plan.transfers
         for index in landing:
@@ -214,14 +204,12 @@ class DeltaExchange:
             self._pending.append(self.exchanger.send(queue, payload, self.stack, self.group))
 
     def land(self, *, moved: bool = True) -> None:
-        """Wait for the exchange under way and apply it.
+        """Wait for the exchange under way and apply it; `moved`: this rank's weights have changed since it
+        began.
 
         Weights become the new common ones. If training went on meanwhile, they move by what the exchange has
         changed, and what this rank has learned since stays, as a change to be sent in the next round (delayed
         averaging: Zhou et al. 2020, arXiv:2006.00441).
-
-        Args:
-            moved: this rank's weights have changed since an overlapping exchange began.
         """
         means: list[Tensor | None] = [*self._means] or [None] * len(self._pending)
         for index, mean in enumerate(means):
@@ -302,10 +290,8 @@ class OuterSgd:
 
 
 def buckets_of(plan: SyncPlan, model: nn.Module, cap_bytes: float) -> dict[tuple[int, int], ParameterBuckets]:
-    """The parameters of each fragment that a plan sends, in flat buckets of at most `cap_bytes`.
-
-    Raises:
-        ValueError: more fragments than parameters.
+    """The parameters of each fragment that a plan sends, in flat buckets of at most `cap_bytes`; raises
+    ValueError for more fragments than parameters.
     """
     found: dict[tuple[int, int], ParameterBuckets] = {}
     for count in sorted({one.fragment[1] for one in plan.transfers if one.what != "optimizer"}):
@@ -317,10 +303,8 @@ def buckets_of(plan: SyncPlan, model: nn.Module, cap_bytes: float) -> dict[tuple
 
 
 def split_evenly(named: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
-    """Neighbouring parameters in `parts` groups of about equally many elements, none of them empty.
-
-    Raises:
-        ValueError: fewer parameters than parts.
+    """Neighbouring parameters in `parts` groups of about equally many elements, none of them empty; raises
+    ValueError for fewer parameters than parts.
     """
     if parts > max(1, len(named)):
         raise ValueError(f"{parts} fragments of {len(named)} parameters: each needs at least one")
