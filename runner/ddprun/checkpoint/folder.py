@@ -161,12 +161,12 @@ def commit(
     with open_file(folder, MANIFEST, "wb") as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
     _synced(folder / MANIFEST)
-    _sync_folder(folder)
+    sync_folder(folder)
     if target.exists():  # of an attempt that was undone, or damaged
         remove(replaced)
         target.rename(replaced)
     folder.rename(target)
-    _sync_folder(root)
+    sync_folder(root)
     remove(replaced)
     return Checkpoint(target, step, world_size, files, nonfinite=nonfinite)
 
@@ -305,7 +305,8 @@ def _synced(path: Path) -> dict[str, Any]:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -11,7 +11,7 @@ the next `batch_size` of each rank's own samples, and a rank that has none left 
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain, count, islice
 from typing import Any
 
@@ -55,41 +55,39 @@ def _value_error(problem: str, allowed: str | None) -> Exception:
     return ValueError(problem if allowed is None else f"{problem}; {allowed}")
 
 
+@dataclass(eq=False)
 class Feed:
-    """An endless stream of optimizer steps, epoch after epoch, that knows its position.
+    """An endless stream of optimizer steps, epoch after epoch, that knows its position."""
 
-    The dataset is the same on every rank, unless it is `sharded`. `pin` puts batches into page-locked memory,
-    for a GPU. `refuse` makes the error for data that cannot be trained on; `warn` is called if samples that
-    were read before step 1 are lost.
-    """
+    dataset: Any  # map-style, or iterable; the same on every rank, unless it is `sharded`
+    loader: Loader
+    _: KW_ONLY
+    seed: int
+    rank: int
+    ranks: int
+    pin: bool = False  # batches go into page-locked memory, for a GPU
+    refuse: Refuse = _value_error  # makes the error for data that cannot be trained on
+    warn: Callable[[str], None] = lambda text: None  # is called if samples that were read early are lost
 
-    def __init__(
-        self,
-        dataset: Any,
-        loader: Loader,
-        *,
-        seed: int,
-        rank: int,
-        ranks: int,
-        pin: bool = False,
-        refuse: Refuse = _value_error,
-        warn: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.dataset, self.iterable = dataset, is_iterable(dataset)
-        self.seed, self.rank, self.ranks, self.refuse, self.warn = seed, rank, ranks, refuse, warn
+    def __post_init__(self) -> None:
+        loader = self.loader
+        self.iterable = is_iterable(self.dataset)
         self.batch_size, self.shuffle, self.drop_last = loader.batch_size, loader.shuffle, loader.drop_last
         self.sharded, self._workers = loader.sharded, loader.workers
-        self._loading: dict[str, Any] = {"pin_memory": pin, **loading(loader.workers)}
+        self._loading: dict[str, Any] = {"pin_memory": self.pin, **loading(loader.workers)}
         self.epoch = 0  # an epoch that is used up is left when the next step is asked for
         self.odd_ranks: list[int] = []  # that read other first samples than rank 0, once compared
         self._warned = False
         self._used = 0  # samples of the epoch, of all ranks, as if every rank's batches were full
         self._first: tuple[list[Any], list[int]] | None = None  # this rank's first samples, and their numbers
-        self._stream = _Stream(dataset)
+        self._stream = _Stream(self.dataset)
         self._control: Control | None = None
-        self._lengths = [] if self.iterable else [len(dataset)] * ranks  # samples of each rank's dataset
+        # Samples of each rank's dataset.
+        self._lengths = [] if self.iterable else [len(self.dataset)] * self.ranks
         if self.iterable and loader.shuffle:
-            raise refuse("an iterable dataset has an order of its own: loader.shuffle must be false", None)
+            raise self.refuse(
+                "an iterable dataset has an order of its own: loader.shuffle must be false", None
+            )
         if not self.iterable:
             self._check_length()
 

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ddprun import __version__
 from ddprun.checkpoint.codec import DamagedError, EncodedState, UnstorableError, encode
@@ -206,36 +207,35 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     """Restore all but what belongs to the running stage (see `restore_stage`). Raises DamagedError, or
     StateError if the state does not fit the model.
     """
-    runtime, run_state, reported = session.runtime, session.state, state["reported"]
+    runtime, run_state, model = session.runtime, session.state, session.runtime.model
+
+    def load_reported(reported: Mapping[str, Any]) -> None:
+        run_state.loss, run_state.metrics = reported["loss"], reported["metrics"]
+        run_state.last_audit, runtime.finite.found = _findings(reported)
+        run_state.farthest_apart = reported["farthest_apart"]
+        session.reporter.apart_reported = reported["apart_reported"]
+
     run_state.step = state["step"]
-    with reading("parameters"):
-        _copy(dict(runtime.model.named_parameters()), state["parameters"], "parameter")
-    with reading("buffers"):
-        _copy(dict(runtime.model.named_buffers()), state["buffers"], "buffer")
-    with reading("extra"):
-        if state["extra"]:
-            runtime.model.load_state_dict(state["extra"], strict=False)
-    _load_optimizer(session, state)
+    run_state.outer_momentum.clear()
     parts: dict[str, Callable[[Any], object]] = {
+        "parameters": partial(_copy, dict(model.named_parameters()), "parameter"),
+        "buffers": partial(_copy, dict(model.named_buffers()), "buffer"),
+        "extra": lambda extra: extra and model.load_state_dict(extra, strict=False),
+        "optimizer": partial(_load_optimizer, runtime.optimizer),
         "position": run_state.cursor.load_state_dict,
         "precision": runtime.precision.load_state_dict,
         "feed": runtime.feed.load_state_dict,
         "hooks": runtime.stacks.load_state_dict,
         "replicas": run_state.replicas.load_state_list,
+        "outer_momentum": run_state.outer_momentum.update,
         "buffers_seen": runtime.buffers.load_state_dict,
         "telemetry": runtime.recorder.load_state_dict,
+        "reported": load_reported,
+        "generators": partial(seeding.restore_generators, device=runtime.device),
     }
     for part, load in parts.items():
         with reading(part):
             load(state[part])
-    run_state.outer_momentum.clear()
-    run_state.outer_momentum.update(state["outer_momentum"])
-    with reading("reported"):
-        run_state.loss, run_state.metrics = reported["loss"], reported["metrics"]
-        run_state.last_audit, runtime.finite.found = _findings(reported)
-        run_state.farthest_apart = reported["farthest_apart"]
-        session.reporter.apart_reported = reported["apart_reported"]
-    _restore_generators(session, state)
 
 
 def restore_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:
@@ -256,31 +256,26 @@ def restore_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool
                 _check_numbers(schedule.state_dict(), state["schedule"], "schedule", needed="last_epoch")
                 schedule.load_state_dict(state["schedule"])
         # The schedule, when it was built, has set the learning rates of a first step.
-        _load_optimizer(session, state)
+        with reading("optimizer"):
+            _load_optimizer(session.runtime.optimizer, state["optimizer"])
     elif schedule is not None:  # follow the new schedule from the stage's start to here
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
             for _ in range((state["schedule"] or {}).get("last_epoch", 0)):
                 schedule.step()
-    _restore_generators(session, state)
-
-
-def _restore_generators(session: Session, state: Mapping[str, Any]) -> None:
     with reading("generators"):
         seeding.restore_generators(state["generators"], session.runtime.device)
 
 
-def _load_optimizer(session: Session, state: Mapping[str, Any]) -> None:
+def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Optimizers take over whatever they are given, and fail in their next step: so check it first."""
-    optimizer, saved = session.runtime.optimizer, state["optimizer"]
-    with reading("optimizer"):
-        groups = zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True)
-        for index, (now, then) in enumerate(groups):
-            _check_numbers(now, then, f"param_groups[{index}]", needed="lr")
-        for of_param in saved["state"].values():
-            if not isinstance(of_param, dict):
-                raise TypeError(f"the state of a parameter is a {type(of_param).__name__}")
-        optimizer.load_state_dict(saved)
+    groups = zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True)
+    for index, (now, then) in enumerate(groups):
+        _check_numbers(now, then, f"param_groups[{index}]", needed="lr")
+    for of_param in saved["state"].values():
+        if not isinstance(of_param, dict):
+            raise TypeError(f"the state of a parameter is a {type(of_param).__name__}")
+    optimizer.load_state_dict(dict(saved))
 
 
 def _check_numbers(now: Mapping[str, Any], then: Mapping[str, Any], where: str, *, needed: str) -> None:
@@ -294,7 +289,7 @@ def _check_numbers(now: Mapping[str, Any], then: Mapping[str, Any], where: str, 
             raise TypeError(f"{where}.{key} is {was!r:.40}")
 
 
-def _copy(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], what: str) -> None:
+def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]) -> None:
     if targets.keys() != values.keys():
         odd = min(targets.keys() ^ values.keys())
         raise StateError(f'{what} "{odd}" is only in {"the model" if odd in targets else "the checkpoint"}')

@@ -40,9 +40,7 @@ class ParameterExchanger:
     """
 
     def __init__(self, exchange: Exchange, recorder: StepRecorder, cap_bytes: float) -> None:
-        self.exchange = exchange
-        self.cap_bytes = cap_bytes
-        self._recorder = recorder
+        self.exchange, self.cap_bytes, self._recorder = exchange, cap_bytes, recorder
         self._plain = all_reduce_stack()
 
     def send(self, queue: CommQueue, payload: Payload, stack: Stack, group: RankGroup) -> PendingExchange:
