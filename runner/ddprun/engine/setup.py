@@ -190,11 +190,9 @@ def _open_exchange(
             backend=place.backend,
             hosts=ranks.hosts,
             local_sizes=ranks.local_sizes,
-            gradients=needed.gradients,
-            deltas=needed.deltas,
-            plain=needed.plain,
             timeout=ranks.timeout,
             observer=ranks.watchdog,
+            **needed._asdict(),
         )
     except HookSetupError as error:
         by_hook = any(hook.name == "hierarchical" for _, settings in stages for hook in settings.hooks)

@@ -19,7 +19,7 @@ from ddprun.engine.state import restore_stage
 from ddprun.sync.audit import DriftError, audit
 from ddprun.sync.exchanger import average_state
 from ddprun.sync.plan import Effect
-from ddprun.sync.synchronizer import SyncContext, Synchronizer, averaged_parameters
+from ddprun.sync.synchronizer import Synchronizer, averaged_parameters
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.groups import Placement
 
@@ -125,9 +125,10 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
 
     runtime.stacks.enter(stage.index)
     stack, host_stack = runtime.stacks.all_ranks[stage.index], runtime.stacks.within_hosts[stage.index]
-    context = SyncContext(runtime.model, runtime.optimizer, runtime.exchanger, stack, host_stack)
     plan = settings.plan
-    synchronizer = state.synchronizer = Synchronizer(plan, context, state.outer_momentum)
+    synchronizer = state.synchronizer = Synchronizer(
+        plan, runtime.model, runtime.optimizer, runtime.exchanger, stack, host_stack, state.outer_momentum
+    )
     state.replicas.hosts = plan.hosts
     runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
     runtime.recorder.control_delay_steps = plan.control_delay_steps

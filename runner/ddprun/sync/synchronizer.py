@@ -19,47 +19,40 @@ from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements, RankGr
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.stack import Stack
 
+_ADDS = OuterOptimizer(lr=1.0, momentum=0.0)  # SGD that adds the mean change
+
 
 def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Parameters that have a mean, by name; whole numbers (quantised weights) have none, and do not train."""
     return {name: param for name, param in model.named_parameters() if has_mean(param)}
 
 
-@dataclass(frozen=True, slots=True)
-class SyncContext:
-    """What a plan is carried out with."""
+@dataclass(eq=False)
+class Synchronizer:
+    """Exchanges after each step what the plan says. Raises ValueError for more fragments than parameters."""
 
+    plan: SyncPlan
     model: nn.Module
     optimizer: Optimizer
     exchanger: ParameterExchanger
     stack: Stack  # the stage's hooks, among all ranks
     host_stack: Stack  # the stage's hooks among the ranks of one host
+    momentum: dict[str, Tensor]  # of outer optimizers, from stage to stage: by parameter name, (numel,)
 
-
-class Synchronizer:
-    """Exchanges after each step what the plan says. `momentum` is that of earlier stages' outer optimizer, by
-    parameter name: taken over, and updated at the end. Raises ValueError for more fragments than parameters.
-    """
-
-    def __init__(self, plan: SyncPlan, context: SyncContext, momentum: dict[str, Tensor]) -> None:
-        self.plan = plan
-        self._context, self._momentum = context, momentum
-        self._progress = PlanProgress(plan)
-        self._buckets = buckets_of(plan, context.model, context.exchanger.cap_bytes)
+    def __post_init__(self) -> None:
+        self._progress = PlanProgress(self.plan)
+        self._buckets = buckets_of(self.plan, self.model, self.exchanger.cap_bytes)
         self._deltas = {
-            index: self._delta(one) for index, one in enumerate(plan.transfers) if one.what == "change"
+            index: self._delta(one) for index, one in enumerate(self.plan.transfers) if one.what == "change"
         }
-        for delta in self._deltas.values():
-            if delta.outer is not None:
-                delta.outer.take_over(delta.buckets, momentum)
 
     def _delta(self, transfer: Transfer) -> "DeltaExchange":
-        context, world = self._context, self._context.exchanger.exchange.deltas.world
-        stack, group = context.stack, world
+        stack, group = self.stack, self.exchanger.exchange.deltas.world
         if transfer.among == "host":
-            stack, group = context.host_stack, world.splits[self.plan.hosts][0]
-        outer = None if transfer.outer is None else OuterSgd(transfer.outer)
-        return DeltaExchange(self._buckets[transfer.fragment], context.exchanger, stack, group, outer)
+            stack, group = self.host_stack, group.splits[self.plan.hosts][0]
+        buckets, outer = self._buckets[transfer.fragment], OuterSgd(transfer.outer or _ADDS)
+        outer.take_over(buckets, self.momentum)
+        return DeltaExchange(buckets, self.exchanger, stack, group, outer)
 
     def begin(self) -> None:
         """The stage begins, and all ranks have the same parameters: changes are counted from these."""
@@ -80,8 +73,7 @@ class Synchronizer:
         landing, setting_out, effect = self._progress.finish(reconcile=reconcile)
         self._carry_out(landing, setting_out, unmoved=unmoved, at_end=True)
         for delta in self._deltas.values():
-            if delta.outer is not None:
-                delta.outer.hand_over(delta.buckets, self._momentum)
+            delta.outer.hand_over(delta.buckets, self.momentum)
         return effect
 
     def describe(self) -> str:
@@ -151,15 +143,14 @@ class Synchronizer:
 
     def _send_as_is(self, transfer: Transfer) -> None:
         """Exchange the optimizer's state, or parameters, past all hooks."""
-        exchanger = self._context.exchanger
-        world = exchanger.exchange.plain.world
+        exchanger, world = self.exchanger, self.exchanger.exchange.plain.world
         group: RankGroup | None = None
         if transfer.among == "host":
             group = world.splits[self.plan.hosts][0]
         elif transfer.among != "all":
             group = world.parts[transfer.among.parts(world.size)]
         if transfer.what == "optimizer":
-            average_state(self._context.optimizer, exchanger, group)
+            average_state(self.optimizer, exchanger, group)
             return
         buckets = self._buckets[transfer.fragment]
         with torch.no_grad():
@@ -177,7 +168,7 @@ class DeltaExchange:
     exchanger: ParameterExchanger
     stack: Stack
     group: RankGroup  # of the exchanger's queue of deltas
-    outer: "OuterSgd | None"  # what becomes of the mean change; None: it is added to the common weights
+    outer: "OuterSgd"  # what becomes of the mean change
     _base: list[Tensor] = field(default_factory=list)  # common weights, (numel,) of each bucket
     _left: list[Tensor] = field(default_factory=list)  # this rank's weights when the exchange under way began
     _pending: list[PendingExchange] = field(default_factory=list)
@@ -215,7 +206,7 @@ class DeltaExchange:
         for index, mean in enumerate(means):
             mean = self.exchanger.land(self._pending[index]) if mean is None else mean
             base = self._base[index]
-            common = base + mean if self.outer is None else self.outer.step(index, base, mean)
+            common = self.outer.step(index, base, mean)
             if self._left and moved:
                 self.buckets.add(index, common - self._left[index])
             else:
@@ -231,14 +222,11 @@ class DeltaExchange:
             self._means = [self.exchanger.land(pending).clone() for pending in self._pending]
         found = {"base": self._base, "left": self._left, "means": self._means}
         state = {name: _numbered(dict(enumerate(tensors))) for name, tensors in found.items() if tensors}
-        if self.outer is not None:
-            state["momentum"] = _numbered(self.outer.momentum_of)
-        return state
+        return {**state, "momentum": _numbered(self.outer.momentum_of)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there; without common weights in it, from those of `begin`."""
-        if self.outer is not None:
-            self.outer.momentum_of = {int(index): one.clone() for index, one in state["momentum"].items()}
+        self.outer.momentum_of = {int(index): one.clone() for index, one in state["momentum"].items()}
         if "base" not in state:
             return
         self._base, self._left, self._means = (
@@ -279,7 +267,7 @@ class OuterSgd:
     def take_over(self, buckets: ParameterBuckets, momentum: Mapping[str, Tensor]) -> None:
         """Start with the momentum that an earlier stage left, by parameter name."""
         for index, layout in enumerate(buckets.layouts):
-            if all(param.name in momentum for param in layout.params):
+            if self.settings.momentum and all(param.name in momentum for param in layout.params):
                 self.momentum_of[index] = torch.cat([momentum[param.name] for param in layout.params])
 
     def hand_over(self, buckets: ParameterBuckets, momentum: dict[str, Tensor]) -> None:
