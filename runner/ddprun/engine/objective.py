@@ -237,5 +237,5 @@ def freeze_layout(
         replica.freeze_layout(
             loss,
             unused=lambda names: objective.unused(names, "the loss of a rank's first batch"),
-            meet=barrier,
+            barrier=barrier,
         )

@@ -265,7 +265,7 @@ def finish_run(session: Session, *, status: Status, seconds: float) -> list[str]
         elif status == "interrupted" and runtime.loaded.pipeline.checkpoint.keep:
             reporter.note(f"to resume: {resume_command(runtime.run_dir)}")
         screen.show(str(runtime.run_dir))
-    everywhere: list[str] = json.loads(ranks.tell_all("lost", lambda: json.dumps(lost)))
+    everywhere: list[str] = json.loads(ranks.from_rank_0("lost", lambda: json.dumps(lost)))
     return everywhere
 
 

@@ -128,7 +128,7 @@ def _newest_whole(session: Session) -> Checkpoint | None:
     for step in steps:
         problem = _check_share(session, root, step)
         judge = partial(_judge, session, root, step, problem)
-        why, reason, world_size, files = json.loads(ranks.tell_all(f"resume/{step}/found", judge))
+        why, reason, world_size, files = json.loads(ranks.from_rank_0(f"resume/{step}/found", judge))
         if not why:
             found = Checkpoint(root / folder.name_of(step), step, world_size, files)
             break
@@ -245,7 +245,7 @@ def _set_aside(session: Session, root: Path, step: int, why: str, reason: str) -
 def _read_state(session: Session, found: Checkpoint, scratch: Path) -> dict[str, Any]:
     """This rank's state: what all had alike, and its own."""
     runtime, rank, ranks = session.runtime, session.runtime.ranks.rank, session.runtime.ranks.size
-    layout = runtime.ranks.tell_all(
+    layout = runtime.ranks.from_rank_0(
         "resume/layout", lambda: str(folder.read_json(found, found.path / "shared.json")["layout"])
     )
     # With other ranks, buckets, hosts or hooks, the hooks' state moves between ranks.

@@ -71,7 +71,7 @@ def agree_on_folder(
             _make(folder, loaded)
         return json.dumps([str(folder), secrets.token_hex(4), before is not None or begun])
 
-    path, token, resumed = json.loads(ranks.tell_all("run_dir", make))
+    path, token, resumed = json.loads(ranks.from_rank_0("run_dir", make))
     return RunFolder(Path(path), token, resumed)
 
 

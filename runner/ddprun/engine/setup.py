@@ -87,7 +87,7 @@ def open_session(
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
     try:
-        records = RecordFiles(run_dir, control, ranks.tell_all)
+        records = RecordFiles(run_dir, control, ranks.from_rank_0)
     except OSError as error:
         raise RunFolderError(f"cannot write into the run folder {run_dir}: {error.strerror}") from None
     screen = screen_for(ranks.rank, loaded.secrets.redact)

@@ -48,7 +48,7 @@ class DdpReplica:
         loss: Callable[[], Tensor],
         *,
         unused: Callable[[Sequence[str]], Exception],
-        meet: Callable[[], None],
+        barrier: Callable[[], None],
     ) -> None:
         """Run backward passes that leave no trace until DDP's buckets are as they stay.
 
@@ -59,7 +59,7 @@ class DdpReplica:
         Args:
             loss: of a forward pass through `ddp` on one and the same batch, shape ().
             unused: the error for parameters that got no gradient, though DDP waits for all.
-            meet: waits for all ranks.
+            barrier: waits for all ranks.
         """
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         settings = self._settings
@@ -71,7 +71,7 @@ class DdpReplica:
                 if missing and not (settings.find_unused_parameters or settings.static_graph):
                     raise unused(missing)
                 self.model.zero_grad(set_to_none=True)
-                meet()  # the next pass begins with an exchange of DDP's own, which no watchdog sees
+                barrier()  # the next pass begins with an exchange of DDP's own, which no watchdog sees
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

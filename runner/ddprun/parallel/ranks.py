@@ -54,7 +54,7 @@ class Ranks:
 
     environment: Environment
     timeout: timedelta  # of a collective, and of joining
-    watchdog: Onlooker = UNWATCHED  # is told what this rank waits for
+    watchdog: Onlooker = UNWATCHED  # knows what this rank waits for
     page: str = ""  # path of this rank's status page, on this host
     host: str = field(default_factory=lambda: socket.gethostname())
     hosts: tuple[str, ...] = ()  # host name of each rank, once joined
@@ -143,7 +143,7 @@ class Ranks:
         self.hosts, self.local_sizes, pages, servers = zip(*everyone, strict=True)
         self._peers = dict(enumerate(map(Peer, self.hosts, pages, servers)))
 
-    def tell_all(self, key: str, make: Callable[[], str]) -> str:
+    def from_rank_0(self, key: str, make: Callable[[], str]) -> str:
         """What rank 0 makes, on every rank."""
         if self.rank == 0:
             self.store.set(key, make())

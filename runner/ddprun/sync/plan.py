@@ -89,14 +89,14 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """All that ranks exchange in a stage beside buffers and control messages."""
+    """All that ranks exchange in a stage besides buffers and control messages."""
 
     gradients: Gradients = None
     transfers: tuple[Transfer, ...] = ()  # in the order in which they set out after one step
     hosts: int | None = None  # into how many hosts `host` splits the ranks; None: as they were launched
     changes_weights: bool = True  # False: nothing in the stage does
     keeps_apart: bool = False
-    """Ranks are meant to differ: a stage before this one need not make them equal, and this one cannot go on
+    """Ranks are meant to differ: a stage before this one need not make them equal, and this one cannot resume
     with another number of ranks."""
 
     def synchronizes(self, step: int) -> bool:
@@ -126,7 +126,7 @@ class SyncPlan:
 
     @property
     def control_delay_steps(self) -> int:
-        """Steps that a control message may take, since a transfer beside training may hold it up."""
+        """Steps that a control message may take, since an overlapping transfer may hold it up."""
         return max([1, *(one.delay for one in self.transfers)])
 
     @property
