@@ -59,9 +59,7 @@ def agree_on_folder(
         )
         if before is not None:
             folder = Path(before)
-            # A network disk releases the lock of a host that is lost when its lease is over.
-            lease_s = min(_LEASE_S, 0.8 * loaded.pipeline.launch.timeout_s)
-            _take_over(folder, max(_WAIT_S, lease_s), restarted=True)
+            _take_over(folder, _wait_s(loaded), restarted=True)
         elif begun and wanted is not None:
             folder = wanted
             _take_over(folder, _WAIT_S)
@@ -97,6 +95,11 @@ def _make(folder: Path, loaded: Loaded) -> None:
                 file.write(text.encode())
     except OSError as error:
         raise RunFolderError(f"cannot make the run folder {folder}: {error.strerror}") from None
+
+
+def _wait_s(loaded: Loaded) -> float:
+    """How long a host that is lost may keep the lock: a network disk releases it when its lease is over."""
+    return max(_WAIT_S, min(_LEASE_S, 0.8 * loaded.pipeline.launch.timeout_s))
 
 
 def _take_over(folder: Path, wait_s: float, *, restarted: bool = False) -> None:

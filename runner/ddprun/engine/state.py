@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -92,17 +92,13 @@ _Count = Annotated[int, Field(ge=0)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Entry(_Part):
+class _Entry(BaseModel, strict=True):
     kind: str
     steps: _Count | None = None
     seconds: _Seconds | None = None
 
 
-class _Position(_Part):
+class _Position(BaseModel, strict=True):
     next: _Count
     stage: _Count | None
     first_step: _Count
@@ -113,12 +109,12 @@ class _Position(_Part):
     entries: list[_Entry]
 
 
-class _Feed(_Part):
+class _Feed(BaseModel, strict=True):
     epoch: _Count
     samples: _Count
 
 
-class _Reported(_Part):
+class _Reported(BaseModel, strict=True):
     loss: float | None
     metrics: dict[str, float | None] | None
     audit: dict[str, Any] | None
@@ -127,7 +123,7 @@ class _Reported(_Part):
     nonfinite: dict[str, Any] | None
 
 
-class _State(_Part):
+class _State(BaseModel, strict=True):
     step: int
     position: _Position
     schedule: dict[str, Any] | None
