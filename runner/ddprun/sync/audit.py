@@ -28,11 +28,6 @@ class Finding:
 
     farthest: str  # the parameter of that value; empty if all are equal
 
-    @property
-    def equal(self) -> bool:
-        """All ranks hold the same, bit for bit."""
-        return not self.differing
-
 
 def audit(model: nn.Module, exchange: Exchange, groups: Sequence[Sequence[int]] | None = None) -> Finding:
     """Compare parameters between ranks, by hash; where they differ, by value. Called by all ranks together.
