@@ -93,11 +93,10 @@ def open_session(
     screen = screen_for(ranks.rank, loaded.secrets.redact)
     event_writer = records.writer if ranks.rank == 0 else None
     events = event_log(event_writer, loaded.secrets.redact_all, rank=ranks.rank)
-    clock, timings, stragglers = clock_for(device), pipeline.timings, None
-    if control.rank == 0:
-        stragglers = Stragglers(timings.straggler_window, timings.straggler_over)
+    clock, timings = clock_for(device), pipeline.timings
+    late = Stragglers(timings.straggler_window, timings.straggler_over) if control.rank == 0 else None
     recorder = StepRecorder(
-        clock=clock, control=control, writer=records.writer, every=timings.every, stragglers=stragglers
+        clock=clock, control=control, writer=records.writer, every=timings.every, stragglers=late
     )
     reporter = Reporter(screen, events, recorder)
     exchanger = ParameterExchanger(exchange, recorder, pipeline.ddp.bucket_cap_mb * 2**20)

@@ -215,31 +215,25 @@ class DeltaExchange:
         self._pending, self._left, self._means = [], [], []
 
     def state_dict(self) -> dict[str, Any]:
-        """Common weights, what an exchange under way has brought, and the outer optimizer's momentum:
-        `{name: {bucket: (numel,)}}`.
+        """Common weights, what an exchange under way has brought, and the outer optimizer's momentum, each by
+        bucket: (numel,).
         """
         if self._pending and not self._means:
             self._means = [self.exchanger.land(pending).clone() for pending in self._pending]
-        found = {"base": self._base, "left": self._left, "means": self._means}
-        state = {name: _numbered(dict(enumerate(tensors))) for name, tensors in found.items() if tensors}
-        return {**state, "momentum": _numbered(self.outer.momentum_of)}
+        tensors = {"base": [*self._base], "left": [*self._left], "means": [*self._means]}
+        return {**tensors, "momentum": dict(self.outer.momentum_of)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there; without common weights in it, from those of `begin`."""
-        self.outer.momentum_of = {int(index): one.clone() for index, one in state["momentum"].items()}
-        if "base" not in state:
-            return
-        self._base, self._left, self._means = (
-            [state[name][str(index)].clone().to(base) for index, base in enumerate(self._base)]
-            if name in state
-            else []
-            for name in ("base", "left", "means")
-        )
-        self._pending = []
-
-
-def _numbered(tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    return {str(index): tensor.clone() for index, tensor in tensors.items()}
+        self.outer.momentum_of = {index: one.clone() for index, one in state["momentum"].items()}
+        if state.get("base"):
+            self._base, self._left, self._means = (
+                [one.clone().to(base) for one, base in zip(state[name], self._base, strict=True)]
+                if state[name]
+                else []
+                for name in ("base", "left", "means")
+            )
+            self._pending = []
 
 
 @dataclass
