@@ -11,6 +11,7 @@ the next `batch_size` of each rank's own samples, and a rank that has none left 
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain, count, islice
 from typing import Any
@@ -201,7 +202,6 @@ class Feed:
         order, world = self._order(), self.batch_size * self.ranks
         starts = [self._used + micro * world for micro in range(self._micro_batches(self._used))]
         shares = [self._share(order, start) for start in starts]
-        totals = [self._total(start) for start in starts]
         loaded = iter(
             DataLoader(
                 Batches(self.dataset, self._loading_seed() if self._workers else None),
@@ -213,7 +213,7 @@ class Feed:
         for first in range(0, len(shares), accumulate):
             group = shares[first : first + accumulate]
             end = min(starts[first] + len(group) * world, self._nominal)
-            total = sum(totals[first : first + accumulate])
+            total = sum(map(self._total, starts[first : first + accumulate]))
             yield StepBatches(self._take(loaded, group, end), len(group), total)
 
     def _take(self, loaded: Iterator[Any], shares: list[list[int]], end: int) -> Iterator[MicroBatch]:
@@ -407,8 +407,10 @@ class _Stream:
 
 
 def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
-    """What is left; the iterator's own `__iter__` is not called, which may begin again."""
-    return iter(iterator.__next__, object())
+    """What is left; `iter` is not called again, which may begin again."""
+    with suppress(StopIteration):
+        while True:
+            yield next(iterator)
 
 
 class _FromHere:
