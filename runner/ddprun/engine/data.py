@@ -266,13 +266,9 @@ class Feed:
 
     def _iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
         loaded = self._compared(self._load(self.rank, self.ranks, self._used))
-        while True:
-            group, total = [], 0
-            for content, samples, world_samples in islice(loaded, accumulate):
-                group.append(MicroBatch(self._whole(content), samples))
-                total += world_samples
-            if not group:
-                return
+        while read := list(islice(loaded, accumulate)):
+            group = [MicroBatch(self._whole(content), samples) for content, samples, _ in read]
+            total = sum(of_all_ranks for *_, of_all_ranks in read)
             self._used += total
             yield StepBatches(group, len(group), total)
 

@@ -229,9 +229,7 @@ def _set_aside(session: Session, root: Path, step: int, why: str, reason: str) -
     """On rank 0: report that a checkpoint is not used, and rename it so that it does not count any more."""
     reporter = session.reporter
     reporter.events.warning("checkpoint_passed_by", step=step, why=why, reason=reason)
-    which = {"damaged": ", which is damaged", "nonfinite": "", "unused": ", which not all ranks can read"}[
-        why
-    ]
+    which = {"damaged": ", which is damaged", "unused": ", which not all ranks can read"}.get(why, "")
     try:
         now = f"renamed to {root.name}/{folder.set_aside(root, step, why).name}"
     except OSError as error:
