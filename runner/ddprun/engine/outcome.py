@@ -80,8 +80,7 @@ def finish_run(session: Session, *, status: Status, seconds: float) -> list[str]
         elif status == "interrupted" and runtime.loaded.pipeline.checkpoint.keep:
             reporter.note(f"to resume: {resume_command(runtime.run_dir)}")
         screen.show(str(runtime.run_dir))
-    everywhere: list[str] = json.loads(ranks.from_rank_0("lost", lambda: json.dumps(lost)))
-    return everywhere
+    return list(json.loads(ranks.from_rank_0("lost", lambda: json.dumps(lost))))
 
 
 def _lost_weights(session: Session) -> str:
@@ -92,14 +91,14 @@ def _lost_weights(session: Session) -> str:
     lines = [f"{finite_check.lost_parameter} is not finite any more, and on_nan is stop"]
     if first.value is not None:
         lines.append(f"  first     the loss of rank {first.rank} was {first.value} at step {first.step}")
-    if step is None:
-        lines.append("  next      no finite checkpoint is left: start again with a smaller learning rate,")
-    else:
-        lines.append(
-            f"  next      {resume_command(run_dir)} --set …, from step {step}, with a smaller learning rate,"
-        )
-    lines.append("            clip_norm or warmup_steps, or with bf16 in place of fp16; or, if it should")
-    lines.append("            continue as it is, with on_nan: continue")
+    again = "no finite checkpoint is left: start again"
+    if step is not None:
+        again = f"{resume_command(run_dir)} --set …, from step {step},"
+    lines += [
+        f"  next      {again} with a smaller learning rate,",
+        "            clip_norm or warmup_steps, or with bf16 in place of fp16; or, if it should",
+        "            continue as it is, with on_nan: continue",
+    ]
     return "\n".join(lines)
 
 
@@ -114,7 +113,6 @@ def summarize(
     def mean_s(*parts: str) -> float:
         return sum(total.parts_us[part] for total in totals for part in parts) / len(totals) / 1e6
 
-    seconds_in_steps = mean_s("step_us")
     train_s = sum(stage["seconds"] for stage in stages if stage["kind"] in ("train", "forward"))
     return {
         "v": VERSION,
@@ -125,32 +123,25 @@ def summarize(
         "metrics": state.metrics or {},
         "nonfinite": None if runtime.finite.found is None else asdict(runtime.finite.found),
         "seconds": seconds,
-        "seconds_in_steps": seconds_in_steps,
+        "seconds_in_steps": mean_s("step_us"),
         "steps_per_s": state.step / train_s if train_s else 0.0,
         "data_s": mean_s("data_us"),
         "compute_s": mean_s("forward_us", "backward_us", "optimizer_us"),
         "communication_s": sum(total.communication_us for total in totals) / len(totals) / 1e6,
         "exposed_communication_s": mean_s("exposed_hook_us", "exposed_wait_us", "exposed_wire_us"),
         "straggler_wait_s": [total.parts_us["exposed_wait_us"] / 1e6 for total in totals],
-        "trackers_dropped": {
-            name: count for name, count in session.reporter.trackers.dropped.items() if count
-        },
+        "trackers_dropped": {name: n for name, n in session.reporter.trackers.dropped.items() if n},
         "stragglers": [] if runtime.recorder.stragglers is None else runtime.recorder.stragglers.state_dict(),
         "wire_bytes": sum(total.wire_bytes for total in totals),
         "world_size": runtime.ranks.size,
         "backend": runtime.backend,
         "device": runtime.device.type,
-        "versions": {
-            "ddprun": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
+        "versions": {"ddprun": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "records_dropped": runtime.records.writer.dropped,
         "records_failure": runtime.records.writer.failure,
         "run_dir": str(runtime.run_dir),
-        "audit": None
-        if audit is None
-        else {
+        "audit": audit
+        and {
             "equal": not audit.farthest,
             "largest_distance": audit.largest_distance,
             "largest_distance_ever": state.farthest_apart,
