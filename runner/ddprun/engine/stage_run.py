@@ -178,7 +178,7 @@ def end_stage(run: StageRun) -> None:
     if run.mutate is not None and replicas.mutated_at == state.step:
         replicas.parameters = "apart"  # the stage's length was not known, and no step has come after
     if reconcile and replicas.parameters != "common":
-        average_parameters(session)
+        make_parameters_equal(session)
         session.reporter.events.info("reconciled", stage=stage.index, step=state.step, how="average")
         session.reporter.note(
             f"{stage.name}: the ranks' parameters differ; averaging them at the stage's end"
@@ -205,38 +205,32 @@ def _wants_ranks_apart(session: Session, stage: Stage) -> bool:
 # Making ranks equal, and the audit.
 
 
-def average(session: Session, stage: AverageStage) -> dict[str, Any]:
-    """Run an average stage; gives its entry in the summary."""
-    average_parameters(session)
-    return _entry(session, stage, "every rank holds the mean of all ranks' parameters")
-
-
-def broadcast(session: Session, stage: BroadcastStage) -> dict[str, Any]:
-    """Run a broadcast stage; gives its entry in the summary."""
-    runtime = session.runtime
-    buckets = ParameterBuckets(dict(runtime.model.named_parameters()), runtime.exchanger.cap_bytes)
-    with torch.no_grad():
-        runtime.exchanger.broadcast(buckets, "parameters", stage.source)
-    session.state.replicas.parameters = "common"
-    return _entry(session, stage, f"every rank holds the parameters of rank {stage.source}")
-
-
-def _entry(session: Session, stage: AverageStage | BroadcastStage, result: str) -> dict[str, Any]:
+def equalize(session: Session, stage: AverageStage | BroadcastStage) -> dict[str, Any]:
+    """Run an average or a broadcast stage; gives its entry in the summary."""
     runtime, step, reporter = session.runtime, session.state.step, session.reporter
+    source = stage.source if isinstance(stage, BroadcastStage) else None
+    make_parameters_equal(session, source)
     runtime.recorder.write_between_steps(stage.index, step)
     reporter.events.info(stage.name, stage=stage.index, step=step)
-    reporter.note(f"{stage.name}: {result}")
+    what = "the mean of all ranks' parameters" if source is None else f"the parameters of rank {source}"
+    reporter.note(f"{stage.name}: every rank holds {what}")
     if runtime.loaded.pipeline.audit.every:
         audit_parameters(session, f"after {stage.path}", step, at_end=True)
     return {"step": step}
 
 
-def average_parameters(session: Session) -> None:
-    """Every rank's parameters become their mean, exactly: there is no common base, and no hook is used."""
-    runtime = session.runtime
-    buckets = ParameterBuckets(averaged_parameters(runtime.model), runtime.exchanger.cap_bytes)
+def make_parameters_equal(session: Session, source: int | None = None) -> None:
+    """Every rank's parameters become those of rank `source`, or their mean, exactly: there is no common base,
+    and no hook is used.
+    """
+    model, exchanger = session.runtime.model, session.runtime.exchanger
+    named = averaged_parameters(model) if source is None else dict(model.named_parameters())
+    buckets = ParameterBuckets(named, exchanger.cap_bytes)
     with torch.no_grad():
-        runtime.exchanger.average(buckets, "parameters")
+        if source is None:
+            exchanger.average(buckets, "parameters")
+        else:
+            exchanger.broadcast(buckets, "parameters", source)
     session.state.replicas.parameters = "common"
 
 

@@ -29,7 +29,7 @@ from ddprun.engine.run_folder import agree_on_folder
 from ddprun.engine.save import save
 from ddprun.engine.session import Session
 from ddprun.engine.setup import open_session
-from ddprun.engine.stage_run import average, broadcast
+from ddprun.engine.stage_run import equalize
 from ddprun.engine.state import close_checkpoints, take_checkpoint
 from ddprun.host import rank_files
 from ddprun.host.device import place_of
@@ -44,8 +44,8 @@ _CODES: dict[Status, int] = {"done": DONE, "failed": FAILED, "interrupted": INTE
 _STAGES: dict[type[Stage], Callable[[Session, Any], dict[str, Any]]] = {
     Train: train,
     Forward: forward,
-    AverageStage: average,
-    BroadcastStage: broadcast,
+    AverageStage: equalize,
+    BroadcastStage: equalize,
     Evaluate: evaluate,
     Save: save,
 }
