@@ -70,12 +70,8 @@ class StageRun:
     def stops_alone(self) -> bool:
         """Whether this rank is to stop, or another one that exchanges nothing with it is known to."""
         runtime = self.session.runtime
-
-        def lost_weights() -> bool:
-            lost = self.settings.on_nan == "stop" and runtime.recorder.nonfinite is not None
-            return lost and runtime.finite.first_lost() > 0
-
-        return runtime.stop.known_to_all(runtime.ranks, lost_weights)
+        suspect = self.settings.on_nan == "stop" and runtime.recorder.nonfinite is not None
+        return runtime.stop.known_to_all(runtime.ranks, lambda: suspect and runtime.finite.first_lost() > 0)
 
     def note_effect(self, effect: Effect) -> None:
         """Note which ranks hold the same after a step, or at the stage's end."""
@@ -97,7 +93,7 @@ class StageRun:
 def begin_stage(session: Session, stage: StepStage) -> StageRun:
     """Begin a stage, or resume in the middle of one: settings, hooks and policy, on which all ranks agree."""
     runtime, state = session.runtime, session.state
-    loaded, cursor, replica = runtime.loaded, state.cursor, runtime.replica
+    loaded, cursor = runtime.loaded, state.cursor
     settings = stage.effective(loaded.pipeline)
     saved, state.mid_stage = state.mid_stage, None
     if saved is None:
@@ -126,21 +122,21 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     runtime.stacks.enter(stage.index)
     stack, host_stack = runtime.stacks.all_ranks[stage.index], runtime.stacks.within_hosts[stage.index]
     plan = settings.plan
+    replica = runtime.replica if plan.gradients else None
     synchronizer = state.synchronizer = Synchronizer(
         plan, runtime.model, runtime.optimizer, runtime.exchanger, stack, host_stack, state.outer_momentum
     )
     state.replicas.hosts = plan.hosts
     runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
     runtime.recorder.control_delay_steps = plan.control_delay_steps
-    exchanged = replica.layout if plan.gradients and replica is not None else ()
+    exchanged = () if replica is None else replica.layout
     runtime.recorder.begin_stage([tuple(param.name for param in bucket.params) for bucket in exchanged])
     signature = f"{synchronizer.describe()}; {stack.described}"
-    if plan.gradients and replica is not None:
-        world = runtime.exchange.gradients.world
+    if replica is not None:
+        hooks, group = stack, runtime.exchange.gradients.world
         if plan.gradients == "host":
-            signature += replica.begin_stage(host_stack, world.splits[plan.hosts][0])
-        else:
-            signature += replica.begin_stage(stack, world)
+            hooks, group = host_stack, group.splits[plan.hosts][0]
+        signature += replica.begin_stage(hooks, group)
     runtime.exchange.control.agree("the buckets, the hooks and the sync policy", signature)
     session.reporter.events.info(
         "stage_started",
