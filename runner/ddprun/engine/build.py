@@ -325,28 +325,25 @@ class Stacks:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring it back. Hooks of a stack that is described otherwise now take over what is of their name."""
-        for described, kept in self._assigned(state).items():
-            self.used[described].load_state_dict(kept)
+        for described, own in self._assigned(state).items():
+            self.used[described].load_state_dict(own)
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One state from those of all ranks, for ranks of another world or with other buckets."""
         assigned = [self._assigned(state) for state in states]
         return {
-            described: stack.merge([kept[described] for kept in assigned])
+            described: stack.merge([hooks[described] for hooks in assigned])
             for described, stack in self.used.items()
         }
 
     def _assigned(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The state of each stack; no hook's state goes to two of them."""
         found = {described: dict(state.get(described, {})) for described in self.used}
-        for described, hooks in state.items():
-            if described not in self.used:
-                for name, kept in hooks.items():
-                    heirs = [
-                        d for d, stack in self.used.items() if name in stack.names and name not in found[d]
-                    ]
-                    if heirs:
-                        found[heirs[0]][name] = kept
+        for hooks in [hooks for described, hooks in state.items() if described not in self.used]:
+            for name, own in hooks.items():
+                heirs = (d for d, stack in self.used.items() if name in stack.names and name not in found[d])
+                if heir := next(heirs, None):
+                    found[heir][name] = own
         return found
 
 
