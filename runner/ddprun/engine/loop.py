@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ddprun.config import Forward, StepStage, Train
+from ddprun.config import Forward, StepStage
 from ddprun.engine import build, seeding
 from ddprun.engine.data import StepBatches
 from ddprun.engine.session import Session
@@ -42,27 +42,19 @@ Update = Callable[[nn.Module, Callable[[], Tensor]], Any]
 """What a forward stage does in a step: a function of the model and of its score."""
 
 
-def train(session: Session, stage: Train) -> dict[str, Any]:
-    """Run a train stage; gives its entry in the summary."""
-    return run_stage(session, stage, train_step)
-
-
-def forward(session: Session, stage: Forward) -> dict[str, Any]:
-    """Run a forward stage, whose `update` changes the weights, if anything does; gives its entry."""
-    update: Update | None = None
-    if stage.update is not None:
-        update = build.build_function(session.runtime.loaded, f"{stage.path}.update", stage.update)
-    return run_stage(session, stage, partial(forward_step, update))
-
-
-def run_stage(session: Session, stage: StepStage, step_function: StepFunction) -> dict[str, Any]:
-    """Run a stage that takes steps; gives its entry in the summary.
+def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
+    """Run a train stage, or a forward stage with its `update`; gives its entry in the summary.
 
     If any rank was asked to stop, all stop after the same step, and the entry's `interrupted` is true. They
     also stop where weights are not finite any more; then the run has failed. Ranks that never synchronise
     stop each for itself.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
+    step_function: StepFunction = train_step
+    if isinstance(stage, Forward):
+        path, choice = f"{stage.path}.update", stage.update
+        update = None if choice is None else build.build_function(runtime.loaded, path, choice)
+        step_function = partial(forward_step, update)
     run = begin_stage(session, stage)
     reporter.begin_stage(stage.name, run.steps, first=state.cursor.first_step, step=state.step)
     runtime.model.train()

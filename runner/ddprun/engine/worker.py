@@ -13,7 +13,7 @@ from ddprun import LAUNCHED, __version__, screen
 from ddprun.config import AverageStage, BroadcastStage, Evaluate, Forward, Loaded, Save, Stage, Train
 from ddprun.engine.evaluate import evaluate
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
-from ddprun.engine.loop import forward, train
+from ddprun.engine.loop import run_stage
 from ddprun.engine.outcome import BAD_INPUT as BAD_INPUT
 from ddprun.engine.outcome import (
     FAILED,
@@ -42,8 +42,8 @@ DONE, INTERRUPTED = 0, 130
 _CODES: dict[Status, int] = {"done": DONE, "failed": FAILED, "interrupted": INTERRUPTED}
 
 _STAGES: dict[type[Stage], Callable[[Session, Any], dict[str, Any]]] = {
-    Train: train,
-    Forward: forward,
+    Train: run_stage,
+    Forward: run_stage,
     AverageStage: equalize,
     BroadcastStage: equalize,
     Evaluate: evaluate,
