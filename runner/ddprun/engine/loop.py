@@ -58,7 +58,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     run = begin_stage(session, stage)
     reporter.begin_stage(stage.name, run.steps, first=state.cursor.first_step, step=state.step)
     runtime.model.train()
-    state.cursor.stage_time.start()
+    state.cursor.tick(in_stage=False)
     try:
         interrupted = run_steps(run, step_function)
     finally:
@@ -73,9 +73,10 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
         end_stage(run)
     runtime.recorder.write_between_steps(stage.index, state.step)
     state.synchronizer = None
+    state.cursor.tick(in_stage=True)
     return {
         "steps": state.step - state.cursor.first_step,
-        "seconds": state.cursor.stage_time.read(),
+        "seconds": state.cursor.seconds,
         "sync": run.settings.sync.plain(),
         "hooks": list(runtime.stacks.all_ranks[stage.index].names),
         "loss": state.loss,

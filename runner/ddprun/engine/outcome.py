@@ -5,7 +5,7 @@ import os
 import platform
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,7 +40,7 @@ class LostError(Exception):
     """Something that a run leaves behind could not be written."""
 
 
-def finish_run(session: Session, *, status: Status, seconds: float) -> list[str]:
+def finish_run(session: Session, status: Status) -> list[str]:
     """Write the summary, end the records and the trackers, and show the closing table; called by all ranks.
 
     Gives what is lost of the run's purpose, the same on all ranks: the last checkpoint, the summary. Records
@@ -54,7 +54,7 @@ def finish_run(session: Session, *, status: Status, seconds: float) -> list[str]
         (rank, why), *others = incomplete
         more = f" (and of {len(others)} more)" if others else ""
         reporter.note(f"the records of rank {rank}{more} are incomplete: {why}")
-    found = summarize(session, status=status, seconds=seconds, stages=state.cursor.entries)
+    found = summarize(session, status)
     if status == "failed":
         assert finite_check.found is not None
         message = _lost_weights(session) if ranks.rank == 0 else ""
@@ -102,9 +102,7 @@ def _lost_weights(session: Session) -> str:
     return "\n".join(lines)
 
 
-def summarize(
-    session: Session, *, status: Status, seconds: float, stages: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def summarize(session: Session, status: Status) -> dict[str, Any]:
     """Add up all ranks; called by all of them. Times are means over ranks, in seconds."""
     runtime, state, audit = session.runtime, session.state, session.state.last_audit
     rows = runtime.exchange.control.all_gather(runtime.recorder.totals.numbers(), "totals for the summary")
@@ -113,6 +111,7 @@ def summarize(
     def mean_s(*parts: str) -> float:
         return sum(total.parts_us[part] for total in totals for part in parts) / len(totals) / 1e6
 
+    stages = state.cursor.entries
     train_s = sum(stage["seconds"] for stage in stages if stage["kind"] in ("train", "forward"))
     return {
         "v": VERSION,
@@ -122,7 +121,7 @@ def summarize(
         "loss": state.loss,
         "metrics": state.metrics or {},
         "nonfinite": None if runtime.finite.found is None else asdict(runtime.finite.found),
-        "seconds": seconds,
+        "seconds": state.cursor.run_seconds,
         "seconds_in_steps": mean_s("step_us"),
         "steps_per_s": state.step / train_s if train_s else 0.0,
         "data_s": mean_s("data_us"),

@@ -111,24 +111,6 @@ class Runtime:
 
 
 @dataclass(slots=True)
-class Stopwatch:
-    """Time spent in something, in all attempts at the run; of a broken one, up to its last checkpoint."""
-
-    seconds: float = 0.0
-    read_at: float = 0.0  # when it was read last, on this process's monotonic clock
-
-    def start(self) -> None:
-        """Begin, or resume."""
-        self.read_at = time.monotonic()
-
-    def read(self) -> float:
-        """Seconds so far."""
-        now = time.monotonic()
-        self.seconds, self.read_at = self.seconds + now - self.read_at, now
-        return self.seconds
-
-
-@dataclass(slots=True)
 class Cursor:
     """Where in its pipeline the run is: which stage runs or comes next, and where its steps began."""
 
@@ -137,9 +119,10 @@ class Cursor:
     first_step: int = 0  # steps of the run when that stage began
     first_epoch: int = 0  # the epoch in which it began
     steps: int | None = None  # how many it has; None where nobody can know
-    stage_time: Stopwatch = field(default_factory=Stopwatch)  # of that stage
-    run_time: Stopwatch = field(default_factory=Stopwatch)  # of all stages
+    seconds: float = 0.0  # in that stage, in all attempts; of a broken one, up to its last checkpoint
+    run_seconds: float = 0.0  # in all stages
     entries: list[dict[str, Any]] = field(default_factory=list)  # the summary's, of stages that are done
+    ticked_at: float = 0.0  # when time was counted last, on this process's monotonic clock
 
     @property
     def mid_stage(self) -> bool:
@@ -148,26 +131,31 @@ class Cursor:
 
     def begin(self, stage: int, step: int, epoch: int) -> None:
         """A stage that takes steps begins."""
-        self.stage, self.first_step, self.first_epoch = stage, step, epoch
-        self.stage_time.seconds = 0.0
+        self.stage, self.first_step, self.first_epoch, self.seconds = stage, step, epoch, 0.0
 
     def end(self, entry: dict[str, Any]) -> None:
         """A stage is done."""
         self.entries.append(entry)
         self.next += 1
 
+    def tick(self, *, in_stage: bool) -> None:
+        """Count the time since the last call as the run's and, if it was spent `in_stage`, the stage's."""
+        now = time.monotonic()
+        spent, self.ticked_at = now - self.ticked_at, now
+        self.run_seconds += spent
+        if in_stage:
+            self.seconds += spent
+
     def state_dict(self) -> dict[str, Any]:
         """All of it."""
-        state = {**asdict(self), "seconds": self.stage_time.seconds, "run_seconds": self.run_time.seconds}
-        del state["stage_time"], state["run_time"]
+        state = asdict(self)
+        del state["ticked_at"]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring it back."""
-        for name in ("next", "stage", "first_step", "first_epoch", "steps"):
-            setattr(self, name, state[name])
-        self.entries = list(state["entries"])
-        self.stage_time.seconds, self.run_time.seconds = state["seconds"], state["run_seconds"]
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 @dataclass(slots=True)

@@ -86,7 +86,7 @@ class StageRun:
 
     def skip(self, seconds: float) -> None:
         """Time that does not count as the stage's."""
-        self.session.state.cursor.stage_time.read_at += seconds
+        self.session.state.cursor.seconds -= seconds
         self.session.reporter.skip(seconds)
 
 

@@ -370,9 +370,7 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
     if writer is None:
         return
     started = time.monotonic()
-    if state.cursor.mid_stage:
-        state.cursor.stage_time.read()
-    state.cursor.run_time.read()
+    state.cursor.tick(in_stage=state.cursor.mid_stage)
     if at_end:  # ranks that exchange nothing have stopped each after a step of its own
         known = runtime.exchange.control.all_gather([float(step), float(writer.count)])
         step = int(known[:, 0].max())

@@ -115,11 +115,12 @@ def _run(
         resume(session)
     session.runtime.time_slices = TimeSliceClient.of(ranks.rank, ranks.size)
     gc.collect()  # now, and not in the middle of a step
-    session.state.cursor.run_time.start()
+    cursor = session.state.cursor
+    cursor.ticked_at = time.monotonic()
     status = _run_stages(session)
-    seconds = session.state.cursor.run_time.read()
+    cursor.tick(in_stage=False)
     close_checkpoints(session)
-    lost = finish_run(session, status=status, seconds=seconds)
+    lost = finish_run(session, status)
     session.runtime.exchange.control.barrier("the end of the run")
     return FAILED if lost and status == "done" else _CODES[status]
 
