@@ -306,7 +306,7 @@ def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
     known = runtime.recorder.end(
         stop=runtime.stop.wanted,
         checkpoint=synchronized and runtime.stop.take_checkpoint_request(),
-        compare_clocks=runtime.clock_offsets.are_old,
+        compare_clocks=run.session.clocks_are_old,
         synchronised=synchronized,
     )
     pauses = _profiler_turns(run) or _slice_is_over(run) or runtime.checkpoints.due(state.step)
@@ -337,7 +337,7 @@ def between_steps(
         take_checkpoint(session, requested=requested)
     report_checkpoints(session)
     if any(one.compare_clocks for one in known):
-        runtime.clock_offsets.measure()
+        session.measure_clocks()
     if run.never_synchronizes and run.stops_alone():
         return "stop alone"
     return "continue"

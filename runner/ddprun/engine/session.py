@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from structlog.typing import FilteringBoundLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -33,40 +32,9 @@ from ddprun.telemetry.clock import Clock, GradientTimes, StreamClock
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.recorder import GlobalStep, StepRecorder
 from ddprun.telemetry.writer import RecordFiles
-from ddprun_hooks.comm.control import Control
 from ddprun_hooks.comm.exchange import Exchange
 
-_EVERY_S = 60.0
-
-
-@dataclass(slots=True)
-class ClockOffsets:
-    """Measures each rank's clock against rank 0's, by messages over `control`."""
-
-    clock: Clock
-    control: Control
-    recorder: StepRecorder
-    events: FilteringBoundLogger
-    measured_s: float = 0.0  # when that was done last, on this process's clock
-
-    @property
-    def are_old(self) -> bool:
-        """The offsets were measured a while ago."""
-        return time.monotonic() - self.measured_s > _EVERY_S
-
-    def measure(self) -> None:
-        """Called by all ranks at the same moment."""
-        if isinstance(self.clock, StreamClock):
-            self.clock.tie()
-        offset, bound = self.control.clock_offset()
-        self.recorder.offset_us = offset
-        measured = self.control.all_gather([offset, bound], "clock offsets")
-        self.events.info(
-            "clock_offsets",
-            offset_us=[round(value, 1) for value in measured[:, 0].tolist()],
-            error_us=[round(value, 1) for value in measured[:, 1].tolist()],
-        )
-        self.measured_s = time.monotonic()
+_CLOCKS_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -91,7 +59,6 @@ class Runtime:
     exchanger: ParameterExchanger
     records: RecordFiles
     clock: Clock
-    clock_offsets: ClockOffsets
     recorder: StepRecorder
     model: nn.Module  # the bare model
     replica: DdpReplica | None  # the model under DDP; None if no stage exchanges gradients
@@ -184,9 +151,30 @@ class Session:
     runtime: Runtime
     state: RunState
     reporter: Reporter
+    clocks_measured_s: float = 0.0  # when that was done last, on this process's monotonic clock
 
     def learn(self, known: Sequence[GlobalStep]) -> None:
         """Take up what all ranks newly know, oldest first, and show it."""
         if known:
             self.state.loss = known[-1].mean_losses[-1]
         self.reporter.progress(known, self.state.step)
+
+    @property
+    def clocks_are_old(self) -> bool:
+        """The offsets between the ranks' clocks were measured a while ago; no clock runs like another."""
+        return time.monotonic() - self.clocks_measured_s > _CLOCKS_EVERY_S
+
+    def measure_clocks(self) -> None:
+        """Measure each rank's clock against rank 0's; called by all ranks at the same moment."""
+        clock, control = self.runtime.clock, self.runtime.exchange.control
+        if isinstance(clock, StreamClock):
+            clock.tie()
+        offset, bound = control.clock_offset()
+        self.runtime.recorder.offset_us = offset
+        measured = control.all_gather([offset, bound], "clock offsets")
+        self.reporter.events.info(
+            "clock_offsets",
+            offset_us=[round(value, 1) for value in measured[:, 0].tolist()],
+            error_us=[round(value, 1) for value in measured[:, 1].tolist()],
+        )
+        self.clocks_measured_s = time.monotonic()

@@ -15,7 +15,7 @@ from ddprun.engine.objective import Objective, Precision, find_buffer_use, freez
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import differing, shards_itself
-from ddprun.engine.session import ClockOffsets, HeldOut, RunState, Runtime, Session
+from ddprun.engine.session import HeldOut, RunState, Runtime, Session
 from ddprun.engine.state import check_state, open_checkpoints
 from ddprun.host import shared_memory
 from ddprun.host.device import Place
@@ -116,7 +116,6 @@ def open_session(
     _check_room(loaded, feed, ranks, place.backend)
     seeding.seed_everything(pipeline.seed + ranks.rank)
     finite = FiniteCheck(model, control, recorder, reporter.nonfinite)
-    clock_offsets = ClockOffsets(clock, control, recorder, events)
     runtime = Runtime(
         loaded=loaded,
         run_dir=run_dir,
@@ -128,7 +127,6 @@ def open_session(
         exchanger=exchanger,
         records=records,
         clock=clock,
-        clock_offsets=clock_offsets,
         recorder=recorder,
         model=model,
         replica=replica,
@@ -147,7 +145,7 @@ def open_session(
     )
     session = Session(runtime, RunState(), reporter)
     check_state(session)
-    clock_offsets.measure()
+    session.measure_clocks()
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
         open_trackers(loaded, run_dir, reporter, recorder)
     return session
