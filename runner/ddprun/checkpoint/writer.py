@@ -56,6 +56,7 @@ class CheckpointWriter:
     token: str  # of this attempt at the run; the same on all ranks
     rank: int
     ranks: int
+    every: int = 0  # steps from one to the next; 0: only at the end
     keep: int  # how many checkpoints are kept
     remote: Sequence[int]  # ranks that do not see the run's folder
     control: Control | None  # for these threads alone; None if no rank is remote
@@ -69,6 +70,9 @@ class CheckpointWriter:
     def __post_init__(self) -> None:
         self.outcomes = queue.SimpleQueue[Outcome]()  # of checkpoints that are over, on rank 0
         self.count = 0  # of checkpoints that were put
+        self.failed: str | None = None  # why the last one was not written; None: it was, or is being
+        # On rank 0: why there is no checkpoint of the run's end; None: there is, or none is due.
+        self.lost: str | None = None
         self.store = dist.PrefixStore(f"checkpoints/{self.token}", self.store)
         self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-") if self.rank in self.remote else None
         if self._scratch is not None:
@@ -230,18 +234,3 @@ def _wait_until(condition: Callable[[], bool], until: float = math.inf) -> bool:
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
     return True
-
-
-@dataclass(slots=True)
-class Checkpoints:
-    """The checkpoints of one run; `checkpoint` in the file."""
-
-    writer: CheckpointWriter | None  # None: none are taken (`keep: 0`)
-    every: int  # steps from one to the next; 0: only at the end
-    failed: str | None = None  # why the last one was not written; None: it was, or is being
-    lost: str | None = None
-    """On rank 0: why there is no checkpoint of the run's end; None: there is, or none is due."""
-
-    def due(self, step: int) -> bool:
-        """Whether one is taken after so many steps of the run; the same on all ranks."""
-        return self.writer is not None and self.every > 0 and step % self.every == 0

@@ -302,14 +302,14 @@ def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
     """End the step's time and post this rank's control message about it; gives what all ranks newly know of
     earlier steps. Waits for all messages where something before the next step needs them.
     """
-    runtime, state = run.session.runtime, run.session.state
+    session, runtime = run.session, run.session.runtime
     known = runtime.recorder.end(
         stop=runtime.stop.wanted,
         checkpoint=synchronized and runtime.stop.take_checkpoint_request(),
-        compare_clocks=run.session.clocks_are_old,
+        compare_clocks=session.clocks_are_old,
         synchronised=synchronized,
     )
-    pauses = _profiler_turns(run) or _slice_is_over(run) or runtime.checkpoints.due(state.step)
+    pauses = _profiler_turns(run) or _slice_is_over(run) or session.checkpoint_is_due
     if pauses or any(one.checkpoint or one.compare_clocks for one in known):
         known += runtime.recorder.drain()
     return known
@@ -333,7 +333,7 @@ def between_steps(
     if any(one.stop for one in known):
         session.learn(runtime.recorder.drain())  # a checkpoint holds what was added up since
         return "interrupted"
-    if requested or runtime.checkpoints.due(number):
+    if requested or session.checkpoint_is_due:
         take_checkpoint(session, requested=requested)
     report_checkpoints(session)
     if any(one.compare_clocks for one in known):

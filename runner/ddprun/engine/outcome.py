@@ -60,7 +60,8 @@ def finish_run(session: Session, status: Status) -> list[str]:
         message = _lost_weights(session) if ranks.rank == 0 else ""
         found["error"] = {"rank": finite_check.found.rank, "message": message}
     summary = {**runtime.loaded.secrets.redact_all(found), "run_dir": found["run_dir"]}
-    lost = [runtime.checkpoints.lost] if runtime.checkpoints.lost is not None else []
+    writer = runtime.checkpoints
+    lost = [writer.lost] if writer is not None and writer.lost is not None else []
     if ranks.rank == 0:
         reporter.events.info("finished", status=status, step=state.step)
         try:

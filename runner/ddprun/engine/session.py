@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddprun.checkpoint.writer import Checkpoints
+from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import Loaded
 from ddprun.engine.build import Stacks
 from ddprun.engine.data import Feed
@@ -70,7 +70,7 @@ class Runtime:
     objective: Objective
     feed: Feed
     held_out: HeldOut
-    checkpoints: Checkpoints
+    checkpoints: CheckpointWriter | None  # None: none are taken (`keep: 0`)
     finite: FiniteCheck
     gradients: GradientTimes | None  # None: the pipeline does not ask for them (`timings.gradients`)
     profiler: Profiler | None  # torch's; None: the pipeline does not ask for it (`timings.profile`)
@@ -158,6 +158,12 @@ class Session:
         if known:
             self.state.loss = known[-1].mean_losses[-1]
         self.reporter.progress(known, self.state.step)
+
+    @property
+    def checkpoint_is_due(self) -> bool:
+        """Whether one is taken after this step of the run; the same on all ranks."""
+        every = 0 if self.runtime.checkpoints is None else self.runtime.checkpoints.every
+        return every > 0 and self.state.step % every == 0
 
     @property
     def clocks_are_old(self) -> bool:

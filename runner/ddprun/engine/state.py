@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ddprun import __version__
 from ddprun.checkpoint.codec import DamagedError, EncodedState, UnstorableError, encode
 from ddprun.checkpoint.folder import FOLDER, LOSS, rank_name
-from ddprun.checkpoint.writer import Checkpoints, CheckpointWriter
+from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import Loaded, PipelineError
 from ddprun.engine import seeding
 from ddprun.engine.nonfinite import FiniteCheck, Nonfinite
@@ -311,17 +311,18 @@ def _findings(reported: Mapping[str, Any]) -> tuple[Finding | None, Nonfinite | 
 
 def open_checkpoints(
     loaded: Loaded, run_dir: Path, ranks: Ranks, records: RecordFiles, token: str, finite: FiniteCheck
-) -> Checkpoints:
-    """The checkpoints of a run; `token` is that of this attempt, the same on all ranks."""
+) -> CheckpointWriter | None:
+    """What writes a run's checkpoints, if any are taken; `token` is of this attempt, the same on all ranks."""
     wanted, timeout_s = loaded.pipeline.checkpoint, loaded.pipeline.launch.timeout_s
     if not wanted.keep:
-        return Checkpoints(None, 0)
-    writer = CheckpointWriter(
+        return None
+    return CheckpointWriter(
         run_dir / FOLDER,
         ranks.store,
         token=token,
         rank=ranks.rank,
         ranks=ranks.size,
+        every=wanted.every,
         keep=wanted.keep,
         remote=records.away,
         control=open_control(timedelta(seconds=timeout_s)) if records.away else None,
@@ -330,7 +331,6 @@ def open_checkpoints(
         after=keep_checkpoint,
         not_finite=partial(_not_finite, infinite_at_first=finite.infinite_at_first),
     )
-    return Checkpoints(writer, wanted.every)
 
 
 def _not_finite(state: EncodedState, infinite_at_first: frozenset[str]) -> str | None:
@@ -349,7 +349,7 @@ def _not_finite(state: EncodedState, infinite_at_first: frozenset[str]) -> str |
 def check_state(session: Session) -> None:
     """Raise a PipelineError if a checkpoint cannot hold what the run starts with."""
     runtime = session.runtime
-    if runtime.checkpoints.writer is not None:
+    if runtime.checkpoints is not None:
         try:
             encode(state_of(session), copy=False)
         except UnstorableError as error:
@@ -363,7 +363,7 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
     At the run's end it waits until it is written. One that a signal has requested is answered on the screen.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
-    checkpoints, writer, step = runtime.checkpoints, runtime.checkpoints.writer, session.state.step
+    writer, step = runtime.checkpoints, state.step
     if requested:
         answer = "no checkpoint is taken, because of checkpoint.keep: 0"
         reporter.note(f"SIGUSR1: {answer if writer is None else f'checkpoint of step {step}'}")
@@ -391,19 +391,19 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
     reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
     writer.put(step, parts, wait=at_end)
     report_checkpoints(session)
-    if at_end and checkpoints.failed is not None:
-        checkpoints.lost = f"the checkpoint of step {step}, the last one: {checkpoints.failed}"
+    if at_end and writer.failed is not None:
+        writer.lost = f"the checkpoint of step {step}, the last one: {writer.failed}"
 
 
 def report_checkpoints(session: Session) -> None:
     """Report what became of those that were taken."""
-    checkpoints, reporter = session.runtime.checkpoints, session.reporter
-    while checkpoints.writer is not None and not checkpoints.writer.outcomes.empty():
-        outcome = checkpoints.writer.outcomes.get()
+    writer, reporter = session.runtime.checkpoints, session.reporter
+    while writer is not None and not writer.outcomes.empty():
+        outcome = writer.outcomes.get()
         step, seconds, written = outcome.step, round(outcome.seconds, 3), outcome.written
         if written is None:
             reporter.events.warning("checkpoint_left_out", step=step, seconds=seconds, reason=outcome.problem)
-            if checkpoints.failed is None:  # once, until one is written again
+            if writer.failed is None:  # once, until one is written again
                 reporter.note(f"no checkpoint at step {step}: {outcome.problem} (older ones are kept)")
         else:
             reporter.events.info(
@@ -414,12 +414,12 @@ def report_checkpoints(session: Session) -> None:
                 folder=str(written.path),
                 nonfinite=written.nonfinite,
             )
-        checkpoints.failed = outcome.problem
+        writer.failed = outcome.problem
 
 
 def close_checkpoints(session: Session) -> None:
     """Finish writing."""
-    if (writer := session.runtime.checkpoints.writer) is not None:
+    if (writer := session.runtime.checkpoints) is not None:
         writer.close()
         report_checkpoints(session)
 
