@@ -312,7 +312,7 @@ def _findings(reported: Mapping[str, Any]) -> tuple[Finding | None, Nonfinite | 
 def open_checkpoints(
     loaded: Loaded, run_dir: Path, ranks: Ranks, records: RecordFiles, token: str, finite: FiniteCheck
 ) -> CheckpointWriter | None:
-    """What writes a run's checkpoints, if any are taken; `token` is of this attempt, the same on all ranks."""
+    """What writes a run's checkpoints, if it takes any; `token` is of this attempt, alike on all ranks."""
     wanted, timeout_s = loaded.pipeline.checkpoint, loaded.pipeline.launch.timeout_s
     if not wanted.keep:
         return None
