@@ -81,7 +81,7 @@ def finish_run(session: Session, status: Status) -> list[str]:
         elif status == "interrupted" and runtime.loaded.pipeline.checkpoint.keep:
             reporter.note(f"to resume: {resume_command(runtime.run_dir)}")
         screen.show(str(runtime.run_dir))
-    return list(json.loads(ranks.from_rank_0("lost", lambda: json.dumps(lost))))
+    return list(ranks.from_rank_0("lost", lambda: lost))
 
 
 def _lost_weights(session: Session) -> str:

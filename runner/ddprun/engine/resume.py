@@ -5,7 +5,6 @@ damaged, or whose weights are not finite, is named and left alone, and the one b
 do not see the run's folder get their files from rank 0.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import DamagedError, UnreadableError
-from ddprun.checkpoint.folder import FOLDER, Checkpoint, rank_name
+from ddprun.checkpoint.folder import FOLDER, Checkpoint, Files, rank_name
 from ddprun.config import AverageStage, BroadcastStage, PipelineError, StepStage
 from ddprun.config.changes import changes, schedule_changed
 from ddprun.engine import seeding
@@ -87,7 +86,7 @@ def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
         kind, problem = "unfit", str(error)
     except DamagedError as error:
         kind, problem = "damaged", str(error)
-    of_ranks = map(json.loads, runtime.ranks.gather(f"resume/{part}", json.dumps([kind, problem])))
+    of_ranks = runtime.ranks.gather(f"resume/{part}", [kind, problem])
     kind, problem = next((one for one in of_ranks if one[0]), ("", ""))
     if kind == "unfit":
         raise PipelineError([runtime.loaded.fault("model", f"{problem} ({found.path})")])
@@ -128,7 +127,7 @@ def _newest_whole(session: Session) -> Checkpoint | None:
     for step in steps:
         problem = _check_share(session, root, step)
         judge = partial(_judge, session, root, step, problem)
-        why, reason, world_size, files = json.loads(ranks.from_rank_0(f"resume/{step}/found", judge))
+        why, reason, world_size, files = ranks.from_rank_0(f"resume/{step}/found", judge)
         if not why:
             found = Checkpoint(root / folder.name_of(step), step, world_size, files)
             break
@@ -147,7 +146,7 @@ def _list_steps(session: Session, root: Path) -> list[int]:
     ranks = session.runtime.ranks
     if ranks.rank == 0:
         folder.clear_unfinished(root)
-    seen = [json.loads(text) for text in ranks.gather("resume/steps", json.dumps(folder.steps_in(root)))]
+    seen = ranks.gather("resume/steps", folder.steps_in(root))
     steps: list[int] = seen[0]
     for rank, others in enumerate(seen):
         if others and not steps:
@@ -192,7 +191,7 @@ def _outline(found: Checkpoint, rank: int) -> dict[str, Any]:
     return {**shared, **own}
 
 
-def _judge(session: Session, root: Path, step: int, problem: str | None) -> str:
+def _judge(session: Session, root: Path, step: int, problem: str | None) -> tuple[str, str, int, Files]:
     """On rank 0: why a checkpoint is not used, in a word and a sentence (empty: it is); its ranks, its files.
 
     With a `problem` of some rank it is `damaged`, or else `unused`: that rank does not see it as it is.
@@ -205,14 +204,14 @@ def _judge(session: Session, root: Path, step: int, problem: str | None) -> str:
             unreadable = isinstance(error, UnreadableError)
             if not unreadable or isinstance(error.__context__, FileNotFoundError):
                 why = "damaged"
-        return json.dumps([why, problem, 0, {}])
+        return why, problem, 0, {}
     found = folder.opened(root, step)
     lost = None if found.nonfinite == folder.LOSS else found.nonfinite
     if lost is not None and _on_nan(session, _outline(found, 0)["position"]) == "continue":
         session.reporter.note(f"using the checkpoint of step {step}, though {lost} is not finite in it")
         lost = None
     why, reason = ("nonfinite", f"{lost} is not finite in it") if lost else ("", "")
-    return json.dumps([why, reason, found.world_size, found.files])
+    return why, reason, found.world_size, found.files
 
 
 def _on_nan(session: Session, cursor: Mapping[str, Any]) -> str:
