@@ -50,9 +50,10 @@ class Synchronizer:
         stack, group = self.stack, self.exchanger.exchange.deltas.world
         if transfer.among == "host":
             stack, group = self.host_stack, group.splits[self.plan.hosts][0]
-        buckets, outer = self._buckets[transfer.fragment], OuterSgd(transfer.outer or _ADDS)
-        outer.take_over(buckets, self.momentum)
-        return DeltaExchange(buckets, self.exchanger, stack, group, outer)
+        buckets, outer = self._buckets[transfer.fragment], transfer.outer or _ADDS
+        delta = DeltaExchange(buckets, self.exchanger, stack, group, outer)
+        delta.take_over(self.momentum)
+        return delta
 
     def begin(self) -> None:
         """The stage begins, and all ranks have the same parameters: changes are counted from these."""
@@ -73,7 +74,7 @@ class Synchronizer:
         landing, setting_out, effect = self._progress.finish(reconcile=reconcile)
         self._carry_out(landing, setting_out, unmoved=unmoved, at_end=True)
         for delta in self._deltas.values():
-            delta.outer.hand_over(delta.buckets, self.momentum)
+            delta.hand_over(self.momentum)
         return effect
 
     def describe(self) -> str:
@@ -168,11 +169,12 @@ class DeltaExchange:
     exchanger: ParameterExchanger
     stack: Stack
     group: RankGroup  # of the exchanger's queue of deltas
-    outer: "OuterSgd"  # what becomes of the mean change
+    outer: OuterOptimizer  # what becomes of the mean change
     _base: list[Tensor] = field(default_factory=list)  # common weights, (numel,) of each bucket
     _left: list[Tensor] = field(default_factory=list)  # this rank's weights when the exchange under way began
     _pending: list[PendingExchange] = field(default_factory=list)
     _means: list[Tensor] = field(default_factory=list)  # of an exchange that has landed, not yet applied
+    _momentum: dict[int, Tensor] = field(default_factory=dict)  # of each bucket, (numel,), at least fp32
 
     @property
     def under_way(self) -> bool:
@@ -205,8 +207,7 @@ class DeltaExchange:
         means: list[Tensor | None] = [*self._means] or [None] * len(self._pending)
         for index, mean in enumerate(means):
             mean = self.exchanger.land(self._pending[index]) if mean is None else mean
-            base = self._base[index]
-            common = self.outer.step(index, base, mean)
+            common = self._outer_step(index, mean)
             if self._left and moved:
                 self.buckets.add(index, common - self._left[index])
             else:
@@ -221,11 +222,11 @@ class DeltaExchange:
         if self._pending and not self._means:
             self._means = [self.exchanger.land(pending).clone() for pending in self._pending]
         tensors = {"base": [*self._base], "left": [*self._left], "means": [*self._means]}
-        return {**tensors, "momentum": dict(self.outer.momentum_of)}
+        return {**tensors, "momentum": dict(self._momentum)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there; without common weights in it, from those of `begin`."""
-        self.outer.momentum_of = {index: one.clone() for index, one in state["momentum"].items()}
+        self._momentum = {index: one.clone() for index, one in state["momentum"].items()}
         if state.get("base"):
             self._base, self._left, self._means = (
                 [one.clone().to(base) for one, base in zip(state[name], self._base, strict=True)]
@@ -235,39 +236,30 @@ class DeltaExchange:
             )
             self._pending = []
 
+    def _outer_step(self, index: int, mean: Tensor) -> Tensor:
+        """A bucket's new common weights: a step of SGD whose gradient is the ranks' mean change, negated.
 
-@dataclass
-class OuterSgd:
-    """SGD with Nesterov momentum on the common weights, its gradient the ranks' mean change, negated.
-
-    As torch.optim.SGD(lr, momentum, nesterov=True): with momentum = 0 and lr = 1 it adds the mean change.
-    """
-
-    settings: OuterOptimizer
-    momentum_of: dict[int, Tensor] = field(default_factory=dict)
-    """Momentum of each bucket, by its index; shape (numel,), at least fp32."""
-
-    def step(self, index: int, base: Tensor, mean: Tensor) -> Tensor:
-        """The new common weights."""
-        step, momentum = mean, self.settings.momentum
+        As torch.optim.SGD(lr, momentum, nesterov=True): with momentum = 0 and lr = 1 it adds the mean change.
+        """
+        step, momentum = mean, self.outer.momentum
         if momentum:
             wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
-            known = self.momentum_of.get(index)
+            known = self._momentum.get(index)
             buffer = wide.clone() if known is None else known.mul_(momentum).add_(wide)
-            self.momentum_of[index] = buffer
+            self._momentum[index] = buffer
             step = torch.add(wide, buffer, alpha=momentum).to(mean.dtype)
-        return torch.add(base, step, alpha=self.settings.lr)
+        return torch.add(self._base[index], step, alpha=self.outer.lr)
 
-    def take_over(self, buckets: ParameterBuckets, momentum: Mapping[str, Tensor]) -> None:
+    def take_over(self, momentum: Mapping[str, Tensor]) -> None:
         """Start with the momentum that an earlier stage left, by parameter name."""
-        for index, layout in enumerate(buckets.layouts):
-            if self.settings.momentum and all(param.name in momentum for param in layout.params):
-                self.momentum_of[index] = torch.cat([momentum[param.name] for param in layout.params])
+        for index, layout in enumerate(self.buckets.layouts):
+            if self.outer.momentum and all(param.name in momentum for param in layout.params):
+                self._momentum[index] = torch.cat([momentum[param.name] for param in layout.params])
 
-    def hand_over(self, buckets: ParameterBuckets, momentum: dict[str, Tensor]) -> None:
+    def hand_over(self, momentum: dict[str, Tensor]) -> None:
         """Hand the momentum to a later stage, by parameter name."""
-        for index, buffer in self.momentum_of.items():
-            for param in buckets.layouts[index].params:
+        for index, buffer in self._momentum.items():
+            for param in self.buckets.layouts[index].params:
                 momentum[param.name] = buffer[param.offset : param.offset + param.numel].clone()
 
 
