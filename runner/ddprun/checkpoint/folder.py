@@ -4,7 +4,7 @@
 checkpoints/
   step-00000500/
     manifest.json                       written last: what is in it, with sizes and SHA-256
-    shared.json, shared.safetensors     what all ranks have alike
+    shared.json, shared.safetensors     what is the same on all ranks
     rank-00000.json, rank-00000.safetensors ...   what each rank has for itself
   .step-00001000.1f0c/                  being written, or what was left of that
 ```

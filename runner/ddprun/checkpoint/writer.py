@@ -163,7 +163,7 @@ class CheckpointWriter:
             self.after(job.put_ns, over[0] == job.number and over[1])
 
     def _write(self, job: _Job) -> None:
-        """Write this rank's files, and tell rank 0."""
+        """Write this rank's files, and notify rank 0."""
         self.before()
         try:
             files: Files = {}

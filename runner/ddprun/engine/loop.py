@@ -299,8 +299,8 @@ def synchronize(run: StageRun, step: int) -> bool:
 
 
 def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
-    """End the step's time and post this rank's control message about it; gives what all ranks newly know of
-    earlier steps. Waits for all messages where something before the next step needs them.
+    """End the step's time and post this rank's control message about it; gives what all ranks have just
+    learned of earlier steps. Waits for all messages where something before the next step needs them.
     """
     session, runtime = run.session, run.session.runtime
     known = runtime.recorder.end(
@@ -318,7 +318,7 @@ def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
 def between_steps(
     run: StageRun, known: Sequence[GlobalStep], step: int, synchronized: bool
 ) -> Literal["continue", "interrupted", "stop alone"]:
-    """Do what all ranks agree on by what they newly know, at the same moment: this is the one place for it.
+    """Do what all ranks agree on by what they have just learned, at the same moment: the one place for it.
 
     Returns:
         `interrupted`: all ranks stop here. `stop alone`: they never exchange anything, and this one stops.

@@ -62,7 +62,7 @@ class Reporter:
         self._started += seconds
 
     def progress(self, known: Sequence[GlobalStep], step: int) -> None:
-        """Show what all ranks newly know, oldest first, after `step` steps of the run."""
+        """Show what all ranks have just learned, oldest first, after `step` steps of the run."""
         self._report_uncounted()
         for one in known:
             for at, found in sorted([*one.overflows, *one.straggler_changes], key=itemgetter(0)):

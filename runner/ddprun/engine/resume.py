@@ -240,7 +240,7 @@ def _set_aside(session: Session, root: Path, step: int, why: str, reason: str) -
 
 
 def _read_state(session: Session, found: Checkpoint, scratch: Path) -> dict[str, Any]:
-    """This rank's state: what all had alike, and its own."""
+    """This rank's state: what all ranks share, and its own."""
     runtime, rank, ranks = session.runtime, session.runtime.ranks.rank, session.runtime.ranks.size
     layout = runtime.ranks.from_rank_0(
         "resume/layout", lambda: str(folder.read_json(found, found.path / "shared.json")["layout"])

@@ -154,7 +154,7 @@ class Session:
     clocks_measured_s: float = 0.0  # when that was done last, on this process's monotonic clock
 
     def learn(self, known: Sequence[GlobalStep]) -> None:
-        """Take up what all ranks newly know, oldest first, and show it."""
+        """Record and show what all ranks have just learned, oldest first."""
         if known:
             self.state.loss = known[-1].mean_losses[-1]
         self.reporter.progress(known, self.state.step)

@@ -1,6 +1,6 @@
 """Everything that decides the next step: what a checkpoint holds and a resumed run continues from.
 
-`shared` is what all ranks have alike, so rank 0 writes it once; the rest each rank writes for itself. Which
+`shared` is the same on all ranks, so rank 0 writes it once; the rest each rank writes for itself. Which
 is which depends on the sync policy: under plain DDP parameters and optimizer state are shared, between two
 averages of local SGD each rank has its own. Further down: when a checkpoint is taken, and what became of it.
 """
@@ -79,7 +79,7 @@ def state_of(session: Session) -> dict[str, Any]:
 
 
 def shared_keys(session: Session) -> frozenset[str]:
-    """What all ranks have alike at this moment."""
+    """What is the same on all ranks at this moment."""
     replicas = session.state.replicas
     if replicas.parameters != "common":
         return frozenset()
@@ -312,7 +312,7 @@ def _findings(reported: Mapping[str, Any]) -> tuple[Finding | None, Nonfinite | 
 def open_checkpoints(
     loaded: Loaded, run_dir: Path, ranks: Ranks, records: RecordFiles, token: str, finite: FiniteCheck
 ) -> CheckpointWriter | None:
-    """What writes a run's checkpoints, if it takes any; `token` is of this attempt, alike on all ranks."""
+    """What writes a run's checkpoints, if it takes any; `token` is of this attempt, equal on all ranks."""
     wanted, timeout_s = loaded.pipeline.checkpoint, loaded.pipeline.launch.timeout_s
     if not wanted.keep:
         return None

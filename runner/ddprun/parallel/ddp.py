@@ -77,8 +77,8 @@ class DdpReplica:
                 buffer.copy_(before)
 
     def begin_stage(self, stack: Stack, group: RankGroup) -> str:
-        """Average gradients by these hooks, and among these ranks, from now on; gives what all ranks must
-        have alike: the buckets, the hooks, the ranks.
+        """Average gradients by these hooks, and among these ranks, from now on; gives what must be
+        the same on all ranks: the buckets, the hooks, the ranks.
         """
         self.dispatcher.stack, self.dispatcher.group = stack, group
         return self.dispatcher.signature

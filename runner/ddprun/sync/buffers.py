@@ -22,7 +22,7 @@ class BufferUse:
     changing: tuple[str, ...] = ()  # those that a training forward pass changes, counters aside
     constant: tuple[str, ...] = ()  # those that it leaves as they are
     counters: tuple[str, ...] = ()
-    """Whole numbers of one element: every rank counts alike, so they are not sent."""
+    """Whole numbers of one element: every rank counts the same, so they are not sent."""
 
     read: bool = False  # a training forward pass comes out differently when the changing ones have changed
     bytes: int = 0  # size of the changing ones

@@ -78,7 +78,7 @@ class Synchronizer:
         return effect
 
     def describe(self) -> str:
-        """What all ranks must have alike."""
+        """What must be the same on all ranks."""
         return repr((self.plan, [buckets.layouts for buckets in self._buckets.values()]))
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Synchronizer:
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The state of a round that begins, of the states of all ranks of another world, whose weights have
-        become equal: the outer momentum, which all ranks have alike.
+        become equal: the outer momentum, which is the same on all ranks.
         """
         first = states[0] if states else {}
         return {
