@@ -65,7 +65,9 @@ class Reporter:
         """Show what all ranks have just learned, oldest first, after `step` steps of the run."""
         self._report_uncounted()
         for one in known:
-            for at, found in sorted([*one.overflows, *one.straggler_changes], key=itemgetter(0)):
+            reports: list[tuple[int, Overflow | Straggler | None]]
+            reports = [*one.overflows, *one.straggler_changes]
+            for at, found in sorted(reports, key=itemgetter(0)):
                 if isinstance(found, Overflow):
                     self._report_overflow(at, found)
                 else:
