@@ -133,10 +133,10 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     runtime.recorder.begin_stage([tuple(param.name for param in bucket.params) for bucket in exchanged])
     signature = f"{synchronizer.describe()}; {stack.described}"
     if replica is not None:
-        hooks, group = stack, runtime.exchange.gradients.world
+        hooks, ranks = stack, runtime.exchange.gradients.world
         if plan.gradients == "host":
-            hooks, group = host_stack, group.splits[plan.hosts][0]
-        signature += replica.begin_stage(hooks, group)
+            hooks, ranks = host_stack, ranks.splits[plan.hosts][0]
+        signature += replica.begin_stage(hooks, ranks)
     runtime.exchange.control.agree("the buckets, the hooks and the sync policy", signature)
     session.reporter.events.info(
         "stage_started",
