@@ -136,6 +136,6 @@ def _is_derived(found: Any, base: type) -> bool:
 
 # Whoever makes one of these objects knows its base class; no file of a kind is imported here.
 HOOKS = Plugins("hook", ENTRY_POINT_GROUP, taken=frozenset(BUILT_IN))
-SYNC = Plugins("sync policy", "ddprun.sync", "ddprun.sync.policy.SyncPolicy", "ddprun.sync.policies")
+SYNC = Plugins("sync policy", "ddprun.sync", "ddprun.sync.plan.SyncPolicy", "ddprun.sync.policies")
 TRACKERS = Plugins("tracker", "ddprun.trackers", "ddprun.track.Tracker", "ddprun.track.backends")
 CLUSTERS = Plugins("cluster", "ddprun.clusters", "ddprun.cluster.Cluster", "ddprun.cluster.backends")

@@ -15,8 +15,7 @@ from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.codec import DamagedError, write_tensors
 from ddprun.cli import main
 from ddprun.config import load
-from ddprun.engine.failure import log_of, note_failure
-from ddprun.engine.finish import write_summary
+from ddprun.engine.outcome import log_of, note_failure, write_summary
 from ddprun.engine.state import check_fields
 from ddprun.run_files import NotPlainError, check_folder, names_in, open_file, parse, replacing
 from ddprun.telemetry.writer import Writer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddprun.config import load
-from ddprun.engine.evolution import evolution_strategies
+from ddprun.engine.build import evolution_strategies
 from ddprun.engine.worker import work
 from tests.engine.running import events, lines, summary
 from tests.ranks import as_processes

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddprun.sync.optimizer_state import complete_state, floating_state, mean_state
+from ddprun.sync.exchanger import complete_state, floating_state, mean_state
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,8 @@ class EncodedState:
 
 
 def encode(state: Mapping[str, Any], *, copy: bool = True) -> EncodedState:
-    """Encode nested mappings, lists, tuples, numbers, text, None and tensors.
-
-    Args:
-        state: nested.
-        copy: False only checks that the state can be encoded, and gives no tensors.
-
-    Raises:
-        UnstorableError: anything else is in it.
+    """Encode nested mappings, lists, tuples, numbers, text, None and tensors; raises UnstorableError for
+    anything else. `copy=False` only checks, and gives no tensors.
     """
     tensors: dict[str, Tensor] = {}
     into = tensors if copy else None
@@ -60,11 +54,7 @@ def encode(state: Mapping[str, Any], *, copy: bool = True) -> EncodedState:
 
 
 def decode(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Invert `encode`.
-
-    Raises:
-        ValueError: a tensor is missing or does not fit, or a tag is unknown.
-    """
+    """Invert `encode`; raises ValueError if a tensor is missing or does not fit, or a tag is unknown."""
     try:
         return {key: _decode(value, tensors) for key, value in tree.items()}
     except (KeyError, TypeError, ValueError, RuntimeError) as error:  # RuntimeError: torch's, of a tensor
@@ -135,10 +125,8 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a safetensors file. The same tensors make the same file, in whatever order.
-
-    Raises:
-        OSError: it cannot be written.
+    """Write tensors to a safetensors file, or raise OSError. The same tensors make the same file, in whatever
+    order.
     """
     try:
         save_file(dict(tensors), path)
@@ -149,14 +137,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def read_tensors(path: Path, below: Path, *, outline: bool = False) -> dict[str, Tensor]:
     """Read every tensor of a safetensors file, which may be hostile, into memory of its own on the CPU.
 
-    Args:
-        path: the file.
-        below: the folder in which no link is followed.
-        outline: read the header alone; the tensors are on torch's `meta` device and have no data.
-
-    Raises:
-        UnreadableError: the file cannot be opened or read.
-        DamagedError: it is truncated, or its header contradicts itself or the file's size.
+    No link is followed in the folder `below`. `outline` reads the header alone: the tensors are on torch's
+    `meta` device. Raises UnreadableError if the file cannot be read, DamagedError if it is truncated or
+    contradicts itself.
     """
     with located(path):
         with open_file(below, path.relative_to(below)) as file:
@@ -175,11 +158,8 @@ def read_tensors(path: Path, below: Path, *, outline: bool = False) -> dict[str,
 
 @contextmanager
 def located(path: Path) -> Iterator[None]:
-    """Around what reads a file, which may be hostile: errors name it.
-
-    Raises:
-        UnreadableError: the file cannot be read.
-        DamagedError: what is in it is invalid.
+    """Around what reads a file, which may be hostile: errors name it. UnreadableError: the file cannot be
+    read; DamagedError: what is in it is invalid.
     """
     try:
         yield

@@ -4,7 +4,7 @@
 checkpoints/
   step-00000500/
     manifest.json                       written last: what is in it, with sizes and SHA-256
-    shared.json, shared.safetensors     what all ranks have alike
+    shared.json, shared.safetensors     what is the same on all ranks
     rank-00000.json, rank-00000.safetensors ...   what each rank has for itself
   .step-00001000.1f0c/                  being written, or what was left of that
 ```
@@ -27,18 +27,16 @@ from pydantic import BaseModel, Field, PositiveInt
 
 from ddprun.checkpoint.codec import DamagedError, EncodedState, decode, located, read_tensors, write_tensors
 from ddprun.run_files import open_file, read_object
+from ddprun_hooks.comm.control import Control
 
-FOLDER = "checkpoints"
-"""In the folder of a run."""
-
+FOLDER = "checkpoints"  # in the folder of a run
 VERSION = 5
+_CHUNK_BYTES = 64 << 20
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 256 * 1024 * 1024
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 
-Files = dict[str, dict[str, Any]]
-"""By name: bytes, and sha256 in hexadecimal."""
-
+Files = dict[str, dict[str, Any]]  # by name: bytes, and sha256 in hexadecimal
 LOSS = "loss"
 
 _KINDS = ("json", "safetensors")
@@ -62,14 +60,10 @@ class Checkpoint:
     """A checkpoint whose manifest could be read."""
 
     path: Path
-    step: int
-    """Optimizer steps of the run when it was taken."""
-
+    step: int  # optimizer steps of the run when it was taken
     world_size: int
     files: Files
-    own: bool = False
-    """It lies in a folder that this process has made, and not in that of a run."""
-
+    own: bool = False  # it lies in a folder that this process has made, and not in that of a run
     nonfinite: str | None = None
     """What in it is not finite: a parameter, optimizer state, or `LOSS` alone; None: all of these are."""
 
@@ -110,10 +104,8 @@ def unfinished(root: Path, step: int, token: str) -> Path:
 
 
 def write(folder: Path, name: str, state: EncodedState) -> Files:
-    """Write state as the two files of a part, and bring them to disk; makes the folder if it does not exist.
-
-    Raises:
-        OSError: it cannot be written.
+    """Write state as the two files of a part, and bring them to disk, or raise OSError; makes the folder if
+    it does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text, weights = paths(folder, name)
@@ -123,12 +115,32 @@ def write(folder: Path, name: str, state: EncodedState) -> Files:
     return {path.name: _synced(path) for path in (text, weights)}
 
 
-def check_received(folder: Path, files: Files) -> None:
-    """Bring files to disk that have come from another host.
+def send(control: Control, to: int, folder: Path, names: Iterable[str], below: Path | None = None) -> None:
+    """Send files to a rank that does not see the folder; links are followed nowhere `below`, or in it."""
+    below = below or folder
+    for name in names:
+        with open_file(below, (folder / name).relative_to(below)) as file:
+            while data := file.read(_CHUNK_BYTES):
+                control.send_bytes(data, to)
 
-    Raises:
-        OSError: they are not what was sent.
+
+def receive(control: Control, source: int, folder: Path, files: Files) -> None:
+    """Write the files that another rank sends, and bring them to disk; takes all of them, even if the disk is
+    full after the first. Raises OSError if they cannot be written, or are not what the sender described.
     """
+    problem: OSError | None = None
+    for name, described in files.items():
+        left = described["bytes"]
+        while left:
+            data = control.receive_bytes(source)
+            left -= len(data)
+            try:
+                with open_file(folder, name, "ab") as file:
+                    file.write(data)
+            except OSError as error:
+                problem = error
+    if problem is not None:
+        raise problem
     for name, sent in files.items():
         if _synced(folder / name) != sent:
             raise OSError(None, f"{name} has not arrived whole")
@@ -137,10 +149,8 @@ def check_received(folder: Path, files: Files) -> None:
 def commit(
     folder: Path, step: int, world_size: int, files: Files, nonfinite: str | None = None
 ) -> Checkpoint:
-    """Give a checkpoint whose files are all written its name: from here on it exists.
-
-    Raises:
-        OSError: it cannot be written, or a file that a rank has written is not seen here.
+    """Give a checkpoint whose files are all written its name: from here on it exists. Raises OSError if it
+    cannot be written, or a file that a rank has written is not seen here.
     """
     root = folder.parent
     target, replaced = root / name_of(step), root / f".{name_of(step)}.{_REPLACED}"
@@ -151,12 +161,12 @@ def commit(
     with open_file(folder, MANIFEST, "wb") as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
     _synced(folder / MANIFEST)
-    _sync_folder(folder)
+    sync_folder(folder)
     if target.exists():  # of an attempt that was undone, or damaged
         remove(replaced)
         target.rename(replaced)
     folder.rename(target)
-    _sync_folder(root)
+    sync_folder(root)
     remove(replaced)
     return Checkpoint(target, step, world_size, files, nonfinite=nonfinite)
 
@@ -172,10 +182,8 @@ def steps_in(root: Path) -> list[int]:
 
 
 def opened(root: Path, step: int) -> Checkpoint:
-    """A checkpoint by its manifest.
-
-    Raises:
-        DamagedError: the manifest does not exist, or says what no manifest says.
+    """A checkpoint by its manifest; raises DamagedError if that does not exist, or says what no manifest
+    says.
     """
     path = root / name_of(step) / MANIFEST
     with located(path):
@@ -196,10 +204,8 @@ def opened(root: Path, step: int) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
-    """Make sure that these parts, or all, are what the manifest says, and can be decoded.
-
-    Raises:
-        DamagedError: names the file.
+    """Make sure that these parts, or all, are what the manifest says, and can be decoded; a DamagedError
+    names the file.
     """
     for name in part_names(checkpoint.world_size) if names is None else names:
         for path in paths(checkpoint.path, name):
@@ -216,10 +222,7 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
 
 def read(checkpoint: Checkpoint, name: str, *, outline: bool = False) -> dict[str, Any]:
     """The state of a part whose files `verify` has found whole; `outline`: with tensors on torch's `meta`
-    device, which have no data.
-
-    Raises:
-        DamagedError: it is inconsistent.
+    device, which have no data. Raises DamagedError if it is inconsistent.
     """
     text, weights = paths(checkpoint.path, name)
     tree = read_json(checkpoint, text)
@@ -229,10 +232,8 @@ def read(checkpoint: Checkpoint, name: str, *, outline: bool = False) -> dict[st
 
 
 def read_json(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint, which may be damaged.
-
-    Raises:
-        DamagedError: it does not exist, is too long, nested too deeply, or not a JSON object.
+    """A JSON object from a file of a checkpoint; raises DamagedError if the file does not exist, is too long,
+    nested too deeply, or not a JSON object.
     """
     with located(path):
         return read_object(checkpoint.below, path.relative_to(checkpoint.below), MAX_JSON_BYTES)
@@ -304,7 +305,8 @@ def _synced(path: Path) -> dict[str, Any]:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,12 +22,9 @@ import torch.distributed as dist
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState
 from ddprun.checkpoint.folder import Checkpoint, Files
-from ddprun.run_files import open_file
 from ddprun_hooks.comm.control import Control
 
-_CHUNK_BYTES = 64 << 20
-_OVER = "over"
-"""In the store: the number of the checkpoint that was over last, and whether it was written."""
+_OVER = "over"  # in the store: the number of the checkpoint that was over last, and whether it was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,70 +34,50 @@ class Outcome:
     step: int
     seconds: float
     written: Checkpoint | None = None
-    problem: str | None = None
-    """Why it was not written."""
+    problem: str | None = None  # why it was not written
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    number: int
-    """Of all that are put; two may be of one step."""
-
+    number: int  # of all that are put; two may be of one step
     step: int
     unfinished: Path
-    parts: Mapping[str, EncodedState]
-    """By the name of the files."""
-
+    parts: Mapping[str, EncodedState]  # by the name of the files
     put_ns: int = field(default_factory=time.monotonic_ns)
 
 
+@dataclass(eq=False)
 class CheckpointWriter:
-    """The checkpoints of one run, on one rank.
+    """The checkpoints of one run, on one rank."""
 
-    Args:
-        root: the folder of all checkpoints, as rank 0 sees it.
-        store: small values that all ranks share.
-        token: of this attempt at the run; the same on all ranks.
-        rank, ranks: this rank, and how many there are.
-        keep: how many checkpoints are kept.
-        remote: ranks that do not see the run's folder.
-        control: for these threads alone; None if no rank is remote.
-        limit_s: how long rank 0 waits for the other ranks' parts.
-        before: is called before each checkpoint, on the writing thread.
-        after: is called with when each checkpoint that is over was put (ns of the monotonic clock), and if it
-            was written.
-        not_finite: names what in a part is not finite; is called on the writing thread.
-    """
+    root: Path  # the folder of all checkpoints, as rank 0 sees it
+    store: dist.Store  # small values that all ranks share
+    _: KW_ONLY
+    token: str  # of this attempt at the run; the same on all ranks
+    rank: int
+    ranks: int
+    every: int = 0  # steps from one to the next; 0: only at the end
+    keep: int  # how many checkpoints are kept
+    remote: Sequence[int]  # ranks that do not see the run's folder
+    control: Control | None  # for these threads alone; None if no rank is remote
+    limit_s: float  # how long rank 0 waits for the other ranks' parts
+    # On the writing thread: before each checkpoint; with when each that is over was put (ns of the monotonic
+    # clock), and if it was written; to name what in a part is not finite.
+    before: Callable[[], None] = lambda: None
+    after: Callable[[int, bool], None] = lambda _, __: None
+    not_finite: Callable[[EncodedState], str | None] = lambda _: None
 
-    def __init__(
-        self,
-        root: Path,
-        store: dist.Store,
-        *,
-        token: str,
-        rank: int,
-        ranks: int,
-        keep: int,
-        remote: Sequence[int],
-        control: Control | None,
-        limit_s: float,
-        before: Callable[[], None] = lambda: None,
-        after: Callable[[int, bool], None] = lambda _, __: None,
-        not_finite: Callable[[EncodedState], str | None] = lambda _: None,
-    ) -> None:
-        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        """Of checkpoints that are over, on rank 0."""
-
-        self._store = dist.PrefixStore(f"checkpoints/{token}", store)
-        self._token, self._rank, self._ranks, self._keep = token, rank, ranks, keep
-        self._remote, self._control, self._limit_s = remote, control, limit_s
-        self._before, self._after, self._not_finite = before, after, not_finite
-        self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-") if rank in remote else None
-        self._root = root if self._scratch is None else Path(self._scratch.name)
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
-        self.count = 0
-        """Of checkpoints that were put."""
-
+    def __post_init__(self) -> None:
+        self.outcomes = queue.SimpleQueue[Outcome]()  # of checkpoints that are over, on rank 0
+        self.count = 0  # of checkpoints that were put
+        self.failed: str | None = None  # why the last one was not written; None: it was, or is being
+        # On rank 0: why there is no checkpoint of the run's end; None: there is, or none is due.
+        self.lost: str | None = None
+        self.store = dist.PrefixStore(f"checkpoints/{self.token}", self.store)
+        self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-") if self.rank in self.remote else None
+        if self._scratch is not None:
+            self.root = Path(self._scratch.name)
+        self._jobs = queue.Queue[_Job | None]()
         self._under_way: _Job | None = None
         self._thread = threading.Thread(target=self._work, name="ddprun-checkpoints", daemon=True)
         self._thread.start()
@@ -116,14 +93,14 @@ class CheckpointWriter:
             self._under_way = job
             self._jobs.put(job)
         else:
-            self._post(job, f"rank {self._rank} was still writing the checkpoint of step {before.step}")
-            self._after(job.put_ns, False)
-            if self._rank == 0:
+            self._post(job, f"rank {self.rank} was still writing the checkpoint of step {before.step}")
+            self.after(job.put_ns, False)
+            if self.rank == 0:
                 self._jobs.put(replace(job, parts={}))
         if wait:
             self._jobs.join()
-            if self._rank == 0:  # all ranks have written their parts: what is unfinished stays so
-                folder.clear_unfinished(self._root)
+            if self.rank == 0:  # all ranks have written their parts: what is unfinished stays so
+                folder.clear_unfinished(self.root)
 
     def skip_to(self, count: int) -> None:
         """Give up those that this rank did not come to, where each rank has stopped after a step of its own;
@@ -131,13 +108,13 @@ class CheckpointWriter:
         """
         while self.count < count:
             job = self._job(0, {})
-            self._post(job, f"rank {self._rank} had stopped before")
-            if self._rank == 0:
+            self._post(job, f"rank {self.rank} had stopped before")
+            if self.rank == 0:
                 self._jobs.put(job)
 
     def _job(self, step: int, parts: Mapping[str, EncodedState]) -> _Job:
         number, self.count = self.count, self.count + 1
-        return _Job(number, step, folder.unfinished(self._root, step, f"{self._token}-{number}"), parts)
+        return _Job(number, step, folder.unfinished(self.root, step, f"{self.token}-{number}"), parts)
 
     def close(self) -> None:
         """Finish what is being written, and end the thread."""
@@ -152,7 +129,7 @@ class CheckpointWriter:
             try:
                 if job.parts:
                     self._write(job)
-                if self._rank == 0:
+                if self.rank == 0:
                     written, problem = self._finish(job)
                     outcome = Outcome(job.step, time.monotonic() - started, written, problem)
                 elif job.parts and self._scratch is not None:
@@ -173,61 +150,62 @@ class CheckpointWriter:
 
         def is_over() -> bool:
             nonlocal over
-            if self._store.check([_OVER]):
-                over = json.loads(self._store.get(_OVER))
+            if self.store.check([_OVER]):
+                over = json.loads(self.store.get(_OVER))
             return over[0] >= job.number
 
         with suppress(RuntimeError):  # the store is gone: the run is about to end
-            if self._rank == 0:
+            if self.rank == 0:
                 written = outcome is not None and outcome.written is not None
-                self._store.set(_OVER, json.dumps([job.number, written]))
+                self.store.set(_OVER, json.dumps([job.number, written]))
             _wait_until(lambda: is_over() or not self._jobs.empty())
         if over[0] >= job.number and job.parts:
-            self._after(job.put_ns, over[0] == job.number and over[1])
+            self.after(job.put_ns, over[0] == job.number and over[1])
 
     def _write(self, job: _Job) -> None:
-        """Write this rank's files, and tell rank 0."""
-        self._before()
+        """Write this rank's files, and notify rank 0."""
+        self.before()
         try:
             files: Files = {}
             for name, state in job.parts.items():
                 files |= folder.write(job.unfinished, name, state)
         except OSError as error:
-            self._post(job, f"rank {self._rank} cannot write it: {error.strerror or error}")
+            self._post(job, f"rank {self.rank} cannot write it: {error.strerror or error}")
         else:
-            found = [self._not_finite(state) for state in job.parts.values()]
+            found = [self.not_finite(state) for state in job.parts.values()]
             self._post(job, None, files, folder.worst(found))
 
     def _post(
         self, job: _Job, problem: str | None, files: Files | None = None, nonfinite: str | None = None
     ) -> None:
-        self._store.set(f"{job.number}/{self._rank}", json.dumps([problem, files or {}, nonfinite]))
+        self.store.set(f"{job.number}/{self.rank}", json.dumps([problem, files or {}, nonfinite]))
 
     def _finish(self, job: _Job) -> tuple[Checkpoint | None, str | None]:
         """On rank 0: wait for all parts, and make them a checkpoint; or say why there is none."""
         problems: list[str] = []
         sizes: dict[int, Files] = {}
         nonfinite: list[str | None] = []
-        until = time.monotonic() + self._limit_s
-        for rank in range(self._ranks):
+        until = time.monotonic() + self.limit_s
+        for rank in range(self.ranks):
             key = f"{job.number}/{rank}"
-            if not _wait_until(partial(self._store.check, [key]), until):
-                problems.append(f"rank {rank} has not written its part within {self._limit_s:g} s")
+            if not _wait_until(partial(self.store.check, [key]), until):
+                problems.append(f"rank {rank} has not written its part within {self.limit_s:g} s")
                 continue
-            problem, sizes[rank], not_finite = json.loads(self._store.get(key))
-            self._store.delete_key(key)
+            problem, sizes[rank], not_finite = json.loads(self.store.get(key))
+            self.store.delete_key(key)
             nonfinite.append(not_finite)
             problems += [problem] if problem else []
-        if self._remote:
-            self._store.set(f"{job.number}/verdict", "drop" if problems else "send")
+        if self.remote:
+            self.store.set(f"{job.number}/verdict", "drop" if problems else "send")
         if not problems:
             try:
-                for rank in self._remote:
-                    self._receive(rank, job, sizes[rank])
+                for rank in self.remote:
+                    assert self.control is not None
+                    folder.receive(self.control, rank, job.unfinished, sizes[rank])
                 files = {name: described for part in sizes.values() for name, described in part.items()}
                 worst = folder.worst(nonfinite)
-                written = folder.commit(job.unfinished, job.step, self._ranks, files, worst)
-                folder.prune(self._root, self._keep)
+                written = folder.commit(job.unfinished, job.step, self.ranks, files, worst)
+                folder.prune(self.root, self.keep)
                 return written, None
             except OSError as error:
                 problems.append(f"rank 0 cannot write it: {error.strerror or error}")
@@ -238,34 +216,13 @@ class CheckpointWriter:
 
     def _send(self, job: _Job) -> None:
         """Give this rank's files to rank 0, if it wants them."""
-        assert self._control is not None
+        assert self.control is not None
         verdict = f"{job.number}/verdict"
-        decided = _wait_until(lambda: self._store.check([verdict]), time.monotonic() + 2 * self._limit_s)
-        if decided and self._store.get(verdict) == b"send":
-            for name in job.parts:
-                for path in folder.paths(job.unfinished, name):
-                    with open_file(path.parent, path.name) as file:
-                        while data := file.read(_CHUNK_BYTES):
-                            self._control.send_bytes(data, 0)
+        decided = _wait_until(lambda: self.store.check([verdict]), time.monotonic() + 2 * self.limit_s)
+        if decided and self.store.get(verdict) == b"send":
+            names = [path.name for part in job.parts for path in folder.paths(job.unfinished, part)]
+            folder.send(self.control, 0, job.unfinished, names)
         folder.remove(job.unfinished)
-
-    def _receive(self, rank: int, job: _Job, files: Files) -> None:
-        """Take the files of another host's rank; all of them, even if the disk is full after the first."""
-        assert self._control is not None
-        problem: OSError | None = None
-        for name, described in files.items():
-            left = described["bytes"]
-            while left:
-                data = self._control.receive_bytes(rank)
-                left -= len(data)
-                try:
-                    with open_file(job.unfinished, name, "ab") as file:
-                        file.write(data)
-                except OSError as error:
-                    problem = error
-        if problem is not None:
-            raise problem
-        folder.check_received(job.unfinished, files)
 
 
 def _wait_until(condition: Callable[[], bool], until: float = math.inf) -> bool:
@@ -277,24 +234,3 @@ def _wait_until(condition: Callable[[], bool], until: float = math.inf) -> bool:
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
     return True
-
-
-@dataclass(slots=True)
-class Checkpoints:
-    """The checkpoints of one run; `checkpoint` in the file."""
-
-    writer: CheckpointWriter | None
-    """None: none are taken (`keep: 0`)."""
-
-    every: int
-    """Steps from one to the next; 0: only at the end."""
-
-    failed: str | None = None
-    """Why the last one was not written; None: it was, or is being."""
-
-    lost: str | None = None
-    """On rank 0: why there is no checkpoint of the run's end; None: there is, or none is due."""
-
-    def due(self, step: int) -> bool:
-        """Whether one is taken after so many steps of the run; the same on all ranks."""
-        return self.writer is not None and self.every > 0 and step % self.every == 0

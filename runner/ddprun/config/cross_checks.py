@@ -24,8 +24,7 @@ from ddprun.config.schema import (
     Train,
 )
 from ddprun.config.tree import KeyPath
-from ddprun.sync.plan import SyncPlan
-from ddprun.sync.policy import SyncPolicy
+from ddprun.sync.plan import SyncPlan, SyncPolicy
 from ddprun_hooks.config import grammar
 
 _OF_UPDATES = ("optimizer", "schedule", "warmup_steps", "clip_norm")

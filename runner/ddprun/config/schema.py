@@ -35,8 +35,7 @@ from ddprun.options import (
     unknown,
 )
 from ddprun.plugins import CLUSTERS, options_of
-from ddprun.sync.plan import Buffers, Gradients, Reduce, StageFacts, SyncPlan
-from ddprun.sync.policy import SyncPolicy
+from ddprun.sync.plan import Buffers, Gradients, Reduce, StageFacts, SyncPlan, SyncPolicy
 
 _HOSTS = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 _STEM = matching(r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", 'letters, digits, ".", "_" and "-" only, not "." first')

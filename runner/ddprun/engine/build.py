@@ -23,8 +23,7 @@ from ddprun.config import (
     tensor_options,
 )
 from ddprun.engine.data import is_iterable
-from ddprun.engine.evolution import evolution_strategies
-from ddprun.sync.synchronizer import averaged_parameters, noise
+from ddprun.sync.synchronizer import averaged_parameters
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS
 from ddprun_hooks.config.import_path import import_dotted
@@ -35,6 +34,47 @@ from ddprun_hooks.registry import make_hook
 from ddprun_hooks.stack import Stack
 
 _T = TypeVar("_T")
+
+
+def noise(model: nn.Module, *, std: float) -> None:
+    """Mutation: add Gaussian noise, drawn from this rank's own generator, to every parameter that has a mean;
+    `std` is in units of the weights.
+    """
+    with torch.no_grad():
+        for param in averaged_parameters(model).values():
+            param.add_(torch.randn_like(param), alpha=std)
+
+
+def evolution_strategies(
+    model: nn.Module, score: Callable[[], Tensor], *, std: float, population: int
+) -> None:
+    """Leave an estimate of the gradient in the parameters' `grad`, for the optimizer to step on.
+
+    Each of `population` random directions ε is tried forwards and backwards (antithetic sampling), and the
+    estimate is the mean of ε (L(w + std ε) - L(w - std ε)) / (2 std)
+    (Salimans et al. 2017, arXiv:1703.03864, section 2).
+    `score` gives the loss of the model as it is, shape (); `std` is in units of the weights, which end as
+    they were.
+    """
+    params = [param for param in model.parameters() if param.requires_grad]
+    own = [param.detach().clone() for param in params]
+    estimate = [torch.zeros_like(param) for param in params]
+    with torch.no_grad():
+        for _ in range(population):
+            direction = [torch.randn_like(param) for param in params]
+            losses = []
+            for sign in (1.0, -1.0):
+                for param, value, change in zip(params, own, direction, strict=True):
+                    torch.add(value, change, alpha=sign * std, out=param)
+                losses.append(score())
+            slope = (losses[0] - losses[1]) / (2 * std * population)
+            for total, change in zip(estimate, direction, strict=True):
+                total.add_(change * slope.to(change.dtype))
+        for param, value in zip(params, own, strict=True):
+            param.copy_(value)
+    for param, total in zip(params, estimate, strict=True):
+        param.grad = total
+
 
 _FUNCTIONS: dict[str, Callable[..., None]] = {"noise": noise, "evolution_strategies": evolution_strategies}
 
@@ -60,8 +100,7 @@ _WANTED = {
         Wanted("a function of (model, score) is wanted", kind="update"),
         Wanted("a metric is a function of (output, target)", kind="metric"),
     )
-}
-"""By the kind of a choice."""
+}  # by the kind of a choice
 
 
 class _Chosen:
@@ -286,37 +325,30 @@ class Stacks:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring it back. Hooks of a stack that is described otherwise now take over what is of their name."""
-        for described, kept in self._assigned(state).items():
-            self.used[described].load_state_dict(kept)
+        for described, own in self._assigned(state).items():
+            self.used[described].load_state_dict(own)
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One state from those of all ranks, for ranks of another world or with other buckets."""
         assigned = [self._assigned(state) for state in states]
         return {
-            described: stack.merge([kept[described] for kept in assigned])
+            described: stack.merge([hooks[described] for hooks in assigned])
             for described, stack in self.used.items()
         }
 
     def _assigned(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The state of each stack; no hook's state goes to two of them."""
         found = {described: dict(state.get(described, {})) for described in self.used}
-        for described, hooks in state.items():
-            if described not in self.used:
-                for name, kept in hooks.items():
-                    heirs = [
-                        d for d, stack in self.used.items() if name in stack.names and name not in found[d]
-                    ]
-                    if heirs:
-                        found[heirs[0]][name] = kept
+        for hooks in [hooks for described, hooks in state.items() if described not in self.used]:
+            for name, own in hooks.items():
+                heirs = (d for d, stack in self.used.items() if name in stack.names and name not in found[d])
+                if heir := next(heirs, None):
+                    found[heir][name] = own
         return found
 
 
 def open_stacks(loaded: Loaded) -> Stacks:
-    """Make the hooks of every stage that takes steps.
-
-    Raises:
-        PipelineError: a hook that cannot be made.
-    """
+    """Make the hooks of every stage that takes steps; a PipelineError names one that cannot be made."""
     found = Stacks()
     names: dict[tuple[str, bool], str] = {}
     for stage in loaded.pipeline.step_stages():
@@ -347,10 +379,8 @@ def build_function(loaded: Loaded, path: str, choice: Choice) -> Callable[..., A
 
 
 def check_sync(loaded: Loaded, model: nn.Module, ranks: int) -> None:
-    """Refuse what only a run can see of sync policies and hooks, with so many ranks.
-
-    Raises:
-        PipelineError: a source that is no rank, more fragments than parameters, hooks on complex gradients.
+    """Refuse, by a PipelineError, what only a run of so many ranks can see of sync policies and hooks: a
+    source that is no rank, more fragments than parameters, hooks on complex gradients.
     """
     faults = []
     count = len(averaged_parameters(model))

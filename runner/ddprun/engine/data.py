@@ -12,7 +12,7 @@ the next `batch_size` of each rank's own samples, and a rank that has none left 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain, count, islice
 from typing import Any
 
@@ -44,8 +44,7 @@ class StepBatches:
     total: int  # samples of all ranks and micro-batches
 
 
-Refuse = Callable[[str, str | None], Exception]
-"""Makes an error of what is wrong and what is allowed."""
+Refuse = Callable[[str, str | None], Exception]  # makes an error of what is wrong and what is allowed
 
 
 def is_iterable(dataset: Any) -> bool:
@@ -57,58 +56,45 @@ def _value_error(problem: str, allowed: str | None) -> Exception:
     return ValueError(problem if allowed is None else f"{problem}; {allowed}")
 
 
+@dataclass(eq=False)
 class Feed:
-    """An endless stream of optimizer steps, epoch after epoch, that knows its position.
+    """An endless stream of optimizer steps, epoch after epoch, that knows its position."""
 
-    Args:
-        dataset: map-style, or iterable; the same on every rank, unless it is `sharded`.
-        loader: of the file.
-        seed, rank, ranks: as in the module's text.
-        pin: put batches into page-locked memory, for a GPU.
-        refuse: makes the error for data that cannot be trained on; a ValueError by default.
-        warn: is called if samples that were read before step 1 are lost.
-    """
+    dataset: Any  # map-style, or iterable; the same on every rank, unless it is `sharded`
+    loader: Loader
+    _: KW_ONLY
+    seed: int
+    rank: int
+    ranks: int
+    pin: bool = False  # batches go into page-locked memory, for a GPU
+    refuse: Refuse = _value_error  # makes the error for data that cannot be trained on
+    warn: Callable[[str], None] = lambda text: None  # is called if samples that were read early are lost
 
-    def __init__(
-        self,
-        dataset: Any,
-        loader: Loader,
-        *,
-        seed: int,
-        rank: int,
-        ranks: int,
-        pin: bool = False,
-        refuse: Refuse = _value_error,
-        warn: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.dataset, self.iterable = dataset, is_iterable(dataset)
-        self.seed, self.rank, self.ranks, self.refuse, self.warn = seed, rank, ranks, refuse, warn
+    def __post_init__(self) -> None:
+        loader = self.loader
+        self.iterable = is_iterable(self.dataset)
         self.batch_size, self.shuffle, self.drop_last = loader.batch_size, loader.shuffle, loader.drop_last
         self.sharded, self._workers = loader.sharded, loader.workers
-        self._loading: dict[str, Any] = {"pin_memory": pin, **loading(loader.workers)}
+        self._loading: dict[str, Any] = {"pin_memory": self.pin, **loading(loader.workers)}
         self.epoch = 0  # an epoch that is used up is left when the next step is asked for
         self.odd_ranks: list[int] = []  # that read other first samples than rank 0, once compared
         self._warned = False
         self._used = 0  # samples of the epoch, of all ranks, as if every rank's batches were full
         self._first: tuple[list[Any], list[int]] | None = None  # this rank's first samples, and their numbers
-        self._stream = _Stream(dataset)
+        self._stream = _Stream(self.dataset)
         self._control: Control | None = None
-        self._lengths = [] if self.iterable else [len(dataset)] * ranks  # samples of each rank's dataset
+        # Samples of each rank's dataset.
+        self._lengths = [] if self.iterable else [len(self.dataset)] * self.ranks
         if self.iterable and loader.shuffle:
-            raise refuse("an iterable dataset has an order of its own: loader.shuffle must be false", None)
+            raise self.refuse(
+                "an iterable dataset has an order of its own: loader.shuffle must be false", None
+            )
         if not self.iterable:
             self._check_length()
 
     def compare_ranks(self, control: Control) -> list[int]:
-        """Compare with the other ranks what the dataset gives; called by all ranks before step 1.
-
-        Under equal random generators every rank reads the same samples, or its first ones if it is `sharded`.
-
-        Returns:
-            The ranks that read other samples than rank 0.
-
-        Raises:
-            Exception: as `refuse` makes it: map-style datasets of different lengths that are not `sharded`.
+        """The ranks that read other samples than rank 0 does, under equal random generators; refuses
+        map-style data of different lengths that is not `sharded`. Called by all ranks before step 1.
         """
         self._control = control
         with generators_kept(torch.device("cpu")):
@@ -216,7 +202,6 @@ class Feed:
         order, world = self._order(), self.batch_size * self.ranks
         starts = [self._used + micro * world for micro in range(self._micro_batches(self._used))]
         shares = [self._share(order, start) for start in starts]
-        totals = [self._total(start) for start in starts]
         loaded = iter(
             DataLoader(
                 Batches(self.dataset, self._loading_seed() if self._workers else None),
@@ -228,7 +213,7 @@ class Feed:
         for first in range(0, len(shares), accumulate):
             group = shares[first : first + accumulate]
             end = min(starts[first] + len(group) * world, self._nominal)
-            total = sum(totals[first : first + accumulate])
+            total = sum(map(self._total, starts[first : first + accumulate]))
             yield StepBatches(self._take(loaded, group, end), len(group), total)
 
     def _take(self, loaded: Iterator[Any], shares: list[list[int]], end: int) -> Iterator[MicroBatch]:
@@ -281,13 +266,9 @@ class Feed:
 
     def _iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
         loaded = self._compared(self._load(self.rank, self.ranks, self._used))
-        while True:
-            group, total = [], 0
-            for content, samples, world_samples in islice(loaded, accumulate):
-                group.append(MicroBatch(self._whole(content), samples))
-                total += world_samples
-            if not group:
-                return
+        while read := list(islice(loaded, accumulate)):
+            group = [MicroBatch(self._whole(content), samples) for content, samples, _ in read]
+            total = sum(of_all_ranks for *_, of_all_ranks in read)
             self._used += total
             yield StepBatches(group, len(group), total)
 
@@ -521,11 +502,7 @@ def of_all(control: Control, number: int, what: str) -> list[int]:
 
 
 def refuse_odd_lengths(lengths: Sequence[int], refuse: Refuse) -> None:
-    """Refuse data that ranks share and that is not equally long on all of them.
-
-    Raises:
-        Exception: as `refuse` makes it.
-    """
+    """Refuse data that ranks share and that is not equally long on all of them."""
     odd = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
     if odd is not None:
         raise refuse(

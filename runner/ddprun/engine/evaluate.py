@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,20 +16,17 @@ from ddprun.config import Choice, DataPair, Evaluate
 from ddprun.engine import build, seeding
 from ddprun.engine.data import Batches, Refuse, is_iterable, loading, of_all, refuse_odd_lengths
 from ddprun.engine.objective import Objective, Outcome
-from ddprun.engine.replicas import make_buffers_equal
 from ddprun.engine.samples import BatchError, collate, differing, digest_of, shards_itself
 from ddprun.engine.session import Session
+from ddprun.engine.stage_run import make_buffers_equal
+
+_T = TypeVar("_T")
 
 _FIELDS = frozenset(
     ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")
-)
-"""What the event `evaluated` has besides metrics, and the names of structlog's own arguments."""
-
-Sums = tuple[Tensor | float, Tensor | float]
-"""Sum of values, number of values."""
-
-Measure = Callable[[Outcome, int], Sums]
-"""From an outcome and its number of samples."""
+)  # what the event `evaluated` has besides metrics, and the names of structlog's own arguments
+Sums = tuple[Tensor | float, Tensor | float]  # sum of values, number of values
+Measure = Callable[[Outcome, int], Sums]  # from an outcome and its number of samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,18 +158,14 @@ def _from_map(session: Session) -> Iterator[tuple[Any, int]]:
     else:
         held = [len(range(one, lengths[0], ranks)) for one in range(ranks)]
         mine = mine[rank::ranks]
-    taken = 0
-    calls, counts = list[list[int]](), list[int]()
-    spare = mine or range(len(dataset))
-    for size in call_sizes(held, loader.batch_size):
-        own = list(mine[taken : taken + size])
-        taken += len(own)
-        calls.append(own or [spare[index % len(spare)] for index in range(size)])
-        counts.append(len(own))
+    calls = list(_calls(mine, held, loader.batch_size, spare=mine or range(len(dataset))))
     batches = DataLoader(
-        Batches(dataset, None), sampler=calls, generator=torch.Generator(), **loading(loader.workers)
+        Batches(dataset, None),
+        sampler=[list(part) for part, _ in calls],
+        generator=torch.Generator(),
+        **loading(loader.workers),
     )
-    yield from zip(batches, counts, strict=True)
+    yield from zip(batches, [count for _, count in calls], strict=True)
 
 
 def _from_iterable(session: Session) -> Iterator[tuple[Any, int]]:
@@ -180,32 +173,36 @@ def _from_iterable(session: Session) -> Iterator[tuple[Any, int]]:
     runtime = session.runtime
     control, rank, ranks = runtime.exchange.control, runtime.ranks.rank, runtime.ranks.size
     size = runtime.loaded.pipeline.loader.batch_size
-    samples, at = iter(runtime.held_out.dataset), 0
+    samples = iter(runtime.held_out.dataset)
     first = list(islice(samples, size * ranks))
     # Before ranks compare what they read, since all have to take part in that.
     _refuse_empty(session, of_all(control, len(first), "samples to evaluate on"))
     sharded = _sharded(session, lambda: first)
-    samples = chain(first, samples)
-    spare: list[Any] = []
+    numbered = enumerate(chain(first, samples))
+    spare: list[tuple[int, Any]] = []
     while True:
-        items = list(islice(samples, size if sharded else size * ranks))
+        read = list(islice(numbered, size if sharded else size * ranks))
         if sharded:
-            own, numbers = items, range(at, at + len(items))
-            held = of_all(control, len(items), "samples to evaluate on")
+            own, held = read, of_all(control, len(read), "samples to evaluate on")
         else:
-            own, numbers = items[rank::ranks], range(at + rank, at + len(items), ranks)
-            held = [len(range(one, len(items), ranks)) for one in range(ranks)]
+            own, held = read[rank::ranks], [len(range(one, len(read), ranks)) for one in range(ranks)]
         if not any(held):
             return
-        spare = spare or own or items
-        at, taken = at + len(items), 0
-        for count in call_sizes(held, size):
-            if part := own[taken : taken + count]:
-                yield collate(part, numbers[taken : taken + count]), len(part)
-            else:
-                again = [spare[index % len(spare)] for index in range(count)]
-                yield collate(again, [0] * count), 0
-            taken += len(part)
+        spare = spare or own or read
+        for part, count in _calls(own, held, size, spare):
+            numbers, items = zip(*part, strict=True)
+            yield collate(items, numbers), count
+
+
+def _calls(
+    own: Sequence[_T], held: Sequence[int], most: int, spare: Sequence[_T]
+) -> Iterator[tuple[Sequence[_T], int]]:
+    """What this rank takes in each call, and how much of it counts: its own, or else what is to spare."""
+    taken = 0
+    for size in call_sizes(held, most):
+        part = own[taken : taken + size]
+        taken += len(part)
+        yield part or [spare[index % len(spare)] for index in range(size)], len(part)
 
 
 def call_sizes(held: Sequence[int], most: int) -> list[int]:

@@ -76,10 +76,8 @@ class TimeSliceClient:
 
     @classmethod
     def of(cls, rank: int, ranks: int) -> "TimeSliceClient | None":
-        """As the environment says; None if this run is not one of several.
-
-        Raises:
-            OSError: the comparison has ended.
+        """As the environment says; None if this run is not one of several. An OSError: the comparison has
+        ended.
         """
         text = os.environ.get(COMPARED)
         if text is None:
@@ -96,10 +94,8 @@ class TimeSliceClient:
         return step % self.every == 0 and step != self._taken_at
 
     def wait(self, step: int) -> float:
-        """End this time slice, and wait for the next one; gives the seconds that took.
-
-        Raises:
-            ConnectionError: the comparison has ended.
+        """End this time slice, and wait for the next one; gives the seconds that took. A ConnectionError: the
+        comparison has ended.
         """
         started = time.monotonic()
         self._taken_at = step

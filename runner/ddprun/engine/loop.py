@@ -27,13 +27,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ddprun.config import Forward, StepStage, Train
+from ddprun.config import Forward, StepStage
 from ddprun.engine import build, seeding
-from ddprun.engine.checkpoints import report_checkpoints, take_checkpoint
 from ddprun.engine.data import StepBatches
-from ddprun.engine.replicas import audit_parameters
 from ddprun.engine.session import Session
-from ddprun.engine.stage_run import StageRun, begin_stage, end_stage
+from ddprun.engine.stage_run import StageRun, audit_parameters, begin_stage, end_stage
+from ddprun.engine.state import report_checkpoints, take_checkpoint
 from ddprun.telemetry.recorder import GlobalStep
 
 StepFunction = Callable[[StageRun, StepBatches, int], None]
@@ -43,31 +42,23 @@ Update = Callable[[nn.Module, Callable[[], Tensor]], Any]
 """What a forward stage does in a step: a function of the model and of its score."""
 
 
-def train(session: Session, stage: Train) -> dict[str, Any]:
-    """Run a train stage; gives its entry in the summary."""
-    return run_stage(session, stage, train_step)
-
-
-def forward(session: Session, stage: Forward) -> dict[str, Any]:
-    """Run a forward stage, whose `update` changes the weights, if anything does; gives its entry."""
-    update: Update | None = None
-    if stage.update is not None:
-        update = build.build_function(session.runtime.loaded, f"{stage.path}.update", stage.update)
-    return run_stage(session, stage, partial(forward_step, update))
-
-
-def run_stage(session: Session, stage: StepStage, step_function: StepFunction) -> dict[str, Any]:
-    """Run a stage that takes steps; gives its entry in the summary.
+def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
+    """Run a train stage, or a forward stage with its `update`; gives its entry in the summary.
 
     If any rank was asked to stop, all stop after the same step, and the entry's `interrupted` is true. They
     also stop where weights are not finite any more; then the run has failed. Ranks that never synchronise
     stop each for itself.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
+    step_function: StepFunction = train_step
+    if isinstance(stage, Forward):
+        path, choice = f"{stage.path}.update", stage.update
+        update = None if choice is None else build.build_function(runtime.loaded, path, choice)
+        step_function = partial(forward_step, update)
     run = begin_stage(session, stage)
     reporter.begin_stage(stage.name, run.steps, first=state.cursor.first_step, step=state.step)
     runtime.model.train()
-    state.cursor.stage_time.start()
+    state.cursor.tick(in_stage=False)
     try:
         interrupted = run_steps(run, step_function)
     finally:
@@ -82,9 +73,10 @@ def run_stage(session: Session, stage: StepStage, step_function: StepFunction) -
         end_stage(run)
     runtime.recorder.write_between_steps(stage.index, state.step)
     state.synchronizer = None
+    state.cursor.tick(in_stage=True)
     return {
         "steps": state.step - state.cursor.first_step,
-        "seconds": state.cursor.stage_time.read(),
+        "seconds": state.cursor.seconds,
         "sync": run.settings.sync.plain(),
         "hooks": list(runtime.stacks.all_ranks[stage.index].names),
         "loss": state.loss,
@@ -307,17 +299,17 @@ def synchronize(run: StageRun, step: int) -> bool:
 
 
 def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
-    """End the step's time and post this rank's control message about it; gives what all ranks newly know of
-    earlier steps. Waits for all messages where something before the next step needs them.
+    """End the step's time and post this rank's control message about it; gives what all ranks have just
+    learned of earlier steps. Waits for all messages where something before the next step needs them.
     """
-    runtime, state = run.session.runtime, run.session.state
+    session, runtime = run.session, run.session.runtime
     known = runtime.recorder.end(
         stop=runtime.stop.wanted,
         checkpoint=synchronized and runtime.stop.take_checkpoint_request(),
-        compare_clocks=runtime.clock_offsets.are_old,
+        compare_clocks=session.clocks_are_old,
         synchronised=synchronized,
     )
-    pauses = _profiler_turns(run) or _slice_is_over(run) or runtime.checkpoints.due(state.step)
+    pauses = _profiler_turns(run) or _slice_is_over(run) or session.checkpoint_is_due
     if pauses or any(one.checkpoint or one.compare_clocks for one in known):
         known += runtime.recorder.drain()
     return known
@@ -326,7 +318,7 @@ def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
 def between_steps(
     run: StageRun, known: Sequence[GlobalStep], step: int, synchronized: bool
 ) -> Literal["continue", "interrupted", "stop alone"]:
-    """Do what all ranks agree on by what they newly know, at the same moment: this is the one place for it.
+    """Do what all ranks agree on by what they have just learned, at the same moment: the one place for it.
 
     Returns:
         `interrupted`: all ranks stop here. `stop alone`: they never exchange anything, and this one stops.
@@ -341,11 +333,11 @@ def between_steps(
     if any(one.stop for one in known):
         session.learn(runtime.recorder.drain())  # a checkpoint holds what was added up since
         return "interrupted"
-    if requested or runtime.checkpoints.due(number):
+    if requested or session.checkpoint_is_due:
         take_checkpoint(session, requested=requested)
     report_checkpoints(session)
     if any(one.compare_clocks for one in known):
-        runtime.clock_offsets.measure()
+        session.measure_clocks()
     if run.never_synchronizes and run.stops_alone():
         return "stop alone"
     return "continue"

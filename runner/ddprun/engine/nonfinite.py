@@ -46,11 +46,7 @@ class FiniteCheck:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        control: Control,
-        recorder: StepRecorder,
-        report: Callable[[Nonfinite], None],
+        self, model: nn.Module, control: Control, recorder: StepRecorder, report: Callable[[Nonfinite], None]
     ) -> None:
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.infinite_at_first = frozenset(_not_finite(named))

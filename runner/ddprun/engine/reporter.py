@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
@@ -62,18 +62,19 @@ class Reporter:
         self._started += seconds
 
     def progress(self, known: Sequence[GlobalStep], step: int) -> None:
-        """Show what all ranks newly know, oldest first, after `step` steps of the run."""
+        """Show what all ranks have just learned, oldest first, after `step` steps of the run."""
         self._report_uncounted()
         for one in known:
-            self._newest = one
-            reports: list[tuple[int, Callable[[], None]]] = [
-                *((at, partial(self._report_overflow, at, found)) for at, found in one.overflows),
-                *((at, partial(self._report_straggler, at, late)) for at, late in one.straggler_changes),
-            ]
-            for _, report in sorted(reports, key=itemgetter(0)):
-                report()
+            reports: list[tuple[int, Overflow | Straggler | None]]
+            reports = [*one.overflows, *one.straggler_changes]
+            for at, found in sorted(reports, key=itemgetter(0)):
+                if isinstance(found, Overflow):
+                    self._report_overflow(at, found)
+                else:
+                    self._report_straggler(at, found)
         if known:
-            self._show(known[-1].steps[-1] - self._first, step)
+            self._newest = known[-1]
+            self._show(self._newest.steps[-1] - self._first, step)
 
     def progress_alone(self, done: int, step: int) -> None:
         """Show a step, after `done` of the stage and `step` of the run, in which ranks exchanged nothing."""
@@ -140,11 +141,7 @@ class Reporter:
 
 
 def check_trackers(loaded: Loaded) -> None:
-    """Check that the packages which the trackers of a pipeline need are installed.
-
-    Raises:
-        PipelineError: names those that are not.
-    """
+    """Raise a PipelineError that names the packages which trackers need and which are not installed."""
     faults = []
     for index, choice in enumerate(loaded.pipeline.track):
         tracker: type[Tracker] = TRACKERS.load(choice.name)

@@ -5,7 +5,6 @@ damaged, or whose weights are not finite, is named and left alone, and the one b
 do not see the run's folder get their files from rank 0.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,21 +14,17 @@ from typing import Any
 
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import DamagedError, UnreadableError
-from ddprun.checkpoint.folder import FOLDER, Checkpoint, rank_name
+from ddprun.checkpoint.folder import FOLDER, Checkpoint, Files, rank_name
 from ddprun.config import AverageStage, BroadcastStage, PipelineError, StepStage
 from ddprun.config.changes import changes, schedule_changed
 from ddprun.engine import seeding
-from ddprun.engine.checkpoints import layout_of
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
-from ddprun.engine.state import StateError, check_fields, reading, restore
-from ddprun.run_files import open_file
-from ddprun.sync.optimizer_state import has_mean, mean_of, mean_state
+from ddprun.engine.state import StateError, check_fields, layout_of, reading, restore
+from ddprun.sync.exchanger import has_mean, mean_of, mean_state
 from ddprun.telemetry.control_message import NOTHING_ADDED
 from ddprun.telemetry.steps import Totals
 from ddprun.telemetry.writer import truncate_records
-
-_CHUNK_BYTES = 64 << 20
 
 
 def resume(session: Session) -> None:
@@ -80,11 +75,8 @@ def resume(session: Session) -> None:
 
 @contextmanager
 def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
-    """Around what reads a part of a checkpoint, another one each time: all fail with the first error.
-
-    Raises:
-        PipelineError: the state does not fit the model.
-        RunFolderError: it is no state.
+    """Around what reads a part of a checkpoint, another one each time: all ranks fail with the first error of
+    one, a PipelineError if the state does not fit the model, a RunFolderError if it is damaged.
     """
     runtime = session.runtime
     kind = problem = ""
@@ -94,7 +86,7 @@ def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
         kind, problem = "unfit", str(error)
     except DamagedError as error:
         kind, problem = "damaged", str(error)
-    of_ranks = map(json.loads, runtime.ranks.gather(f"resume/{part}", json.dumps([kind, problem])))
+    of_ranks = runtime.ranks.gather(f"resume/{part}", [kind, problem])
     kind, problem = next((one for one in of_ranks if one[0]), ("", ""))
     if kind == "unfit":
         raise PipelineError([runtime.loaded.fault("model", f"{problem} ({found.path})")])
@@ -125,28 +117,21 @@ def _reopen(session: Session, before: Mapping[str, Any], cursor: dict[str, Any])
 
 def _newest_whole(session: Session) -> Checkpoint | None:
     """The newest checkpoint that every rank finds whole, and whose weights and optimizer state are finite
-    unless `on_nan` of the stage is `continue`.
-
-    Raises:
-        RunFolderError: there are some, but they cannot be read here or now.
+    unless `on_nan` of the stage is `continue`. A RunFolderError: there are some, but they cannot be read here
+    or now.
     """
     ranks, root = session.runtime.ranks, session.runtime.run_dir / FOLDER
     steps = _list_steps(session, root)
     skipped: list[tuple[int, str, str]] = []
     found = None
     for step in steps:
-        reason = _check_share(session, root, step)
-        if reason is not None:
-            skipped.append((step, ranks.tell_all(f"resume/{step}/why", partial(_why, root, step)), reason))
-            continue
-        manifest = json.loads(
-            ranks.tell_all(f"resume/{step}/manifest", partial(_manifest, session, root, step))
-        )
-        lost, world_size, files = manifest
-        if not lost:
+        problem = _check_share(session, root, step)
+        judge = partial(_judge, session, root, step, problem)
+        why, reason, world_size, files = ranks.from_rank_0(f"resume/{step}/found", judge)
+        if not why:
             found = Checkpoint(root / folder.name_of(step), step, world_size, files)
             break
-        skipped.append((step, "nonfinite", f"{lost} is not finite in it"))
+        skipped.append((step, why, reason))
     unreadable = [reason for _, why, reason in skipped if why == "unused"]
     if unreadable and found is None:
         raise RunFolderError(f"no checkpoint in {root} can be read by all ranks: {unreadable[0]}")
@@ -161,7 +146,7 @@ def _list_steps(session: Session, root: Path) -> list[int]:
     ranks = session.runtime.ranks
     if ranks.rank == 0:
         folder.clear_unfinished(root)
-    seen = [json.loads(text) for text in ranks.gather("resume/steps", json.dumps(folder.steps_in(root)))]
+    seen = ranks.gather("resume/steps", folder.steps_in(root))
     steps: list[int] = seen[0]
     for rank, others in enumerate(seen):
         if others and not steps:
@@ -186,13 +171,10 @@ def _check_share(session: Session, root: Path, step: int) -> str | None:
 
 
 def _check(found: Checkpoint, share: int = 0, shares: int = 1) -> None:
-    """Make sure that one of several shares of a checkpoint's files is whole and holds the state of a run.
-
-    Raises:
-        DamagedError: it does not.
+    """Make sure that one of several shares of a checkpoint's files is whole and holds the state of a run, or
+    raise a DamagedError.
     """
-    names = ["shared", *map(rank_name, range(found.world_size))]
-    folder.verify(found, names[share::shares])
+    folder.verify(found, folder.part_names(found.world_size)[share::shares])
     for rank in range(found.world_size)[share::shares]:
         state = _outline(found, rank)
         try:
@@ -209,25 +191,27 @@ def _outline(found: Checkpoint, rank: int) -> dict[str, Any]:
     return {**shared, **own}
 
 
-def _why(root: Path, step: int) -> str:
-    """On rank 0: whether a checkpoint itself is damaged, or some rank does not see it as it is."""
-    try:
-        _check(folder.opened(root, step))
-    except UnreadableError as error:
-        return "damaged" if isinstance(error.__context__, FileNotFoundError) else "unused"
-    except DamagedError:
-        return "damaged"
-    return "unused"
+def _judge(session: Session, root: Path, step: int, problem: str | None) -> tuple[str, str, int, Files]:
+    """On rank 0: why a checkpoint is not used, in a word and a sentence (empty: it is); its ranks, its files.
 
-
-def _manifest(session: Session, root: Path, step: int) -> str:
-    """On rank 0: what in a whole checkpoint is not finite and cannot become so, its world size, its files."""
+    With a `problem` of some rank it is `damaged`, or else `unused`: that rank does not see it as it is.
+    """
+    if problem is not None:
+        why = "unused"
+        try:
+            _check(folder.opened(root, step))
+        except DamagedError as error:
+            unreadable = isinstance(error, UnreadableError)
+            if not unreadable or isinstance(error.__context__, FileNotFoundError):
+                why = "damaged"
+        return why, problem, 0, {}
     found = folder.opened(root, step)
     lost = None if found.nonfinite == folder.LOSS else found.nonfinite
     if lost is not None and _on_nan(session, _outline(found, 0)["position"]) == "continue":
         session.reporter.note(f"using the checkpoint of step {step}, though {lost} is not finite in it")
         lost = None
-    return json.dumps([lost, found.world_size, found.files])
+    why, reason = ("nonfinite", f"{lost} is not finite in it") if lost else ("", "")
+    return why, reason, found.world_size, found.files
 
 
 def _on_nan(session: Session, cursor: Mapping[str, Any]) -> str:
@@ -244,9 +228,7 @@ def _set_aside(session: Session, root: Path, step: int, why: str, reason: str) -
     """On rank 0: report that a checkpoint is not used, and rename it so that it does not count any more."""
     reporter = session.reporter
     reporter.events.warning("checkpoint_passed_by", step=step, why=why, reason=reason)
-    which = {"damaged": ", which is damaged", "nonfinite": "", "unused": ", which not all ranks can read"}[
-        why
-    ]
+    which = {"damaged": ", which is damaged", "unused": ", which not all ranks can read"}.get(why, "")
     try:
         now = f"renamed to {root.name}/{folder.set_aside(root, step, why).name}"
     except OSError as error:
@@ -258,52 +240,32 @@ def _set_aside(session: Session, root: Path, step: int, why: str, reason: str) -
 
 
 def _read_state(session: Session, found: Checkpoint, scratch: Path) -> dict[str, Any]:
-    """This rank's state: what all had alike, and its own."""
+    """This rank's state: what all ranks share, and its own."""
     runtime, rank, ranks = session.runtime, session.runtime.ranks.rank, session.runtime.ranks.size
-    layout = runtime.ranks.tell_all(
+    layout = runtime.ranks.from_rank_0(
         "resume/layout", lambda: str(folder.read_json(found, found.path / "shared.json")["layout"])
     )
     # With other ranks, buckets, hosts or hooks, the hooks' state moves between ranks.
     merging = found.world_size != ranks or layout != layout_of(session)
-    everybody = range(found.world_size)
-    wanted = {
-        reader: ["shared", *map(rank_name, everybody if merging else [reader])]
-        for reader in [*runtime.records.away, rank]
-    }
-    source = _fetch(session, found, wanted, scratch)
+    source = found
+    for reader in runtime.records.away:  # these do not see the run's folder
+        parts = folder.part_names(found.world_size) if merging else ["shared", rank_name(reader)]
+        names = [path.name for part in parts for path in folder.paths(found.path, part)]
+        if rank == 0:
+            folder.send(runtime.exchange.control, reader, found.path, names, found.below)
+        elif rank == reader:
+            files = {name: found.files[name] for name in names}
+            folder.receive(runtime.exchange.control, 0, scratch, files)
+            source = Checkpoint(scratch, found.step, found.world_size, found.files, own=True)
     shared = folder.read(source, "shared")
     if not merging:
         return {**shared, **folder.read(source, rank_name(rank))}
-    own = [folder.read(source, rank_name(old)) for old in everybody]
+    own = [folder.read(source, rank_name(old)) for old in range(found.world_size)]
     if found.world_size != ranks:
         with reading("state of other ranks"):
             return _for_another_world(session, shared, own)
     with reading("hooks"):
         return {**shared, **own[rank], "hooks": runtime.stacks.merge([one["hooks"] for one in own])}
-
-
-def _fetch(
-    session: Session, found: Checkpoint, wanted: Mapping[int, Sequence[str]], scratch: Path
-) -> Checkpoint:
-    """Where this rank can read its files: from rank 0 if it does not see the run's folder."""
-    runtime = session.runtime
-    control, rank = runtime.exchange.control, runtime.ranks.rank
-    for reader in runtime.records.away:
-        names = [path.name for name in wanted.get(reader, ()) for path in folder.paths(found.path, name)]
-        if rank == 0:
-            for name in names:
-                with open_file(found.below, (found.path / name).relative_to(found.below)) as file:
-                    while data := file.read(_CHUNK_BYTES):
-                        control.send_bytes(data, reader)
-        elif rank == reader:
-            for name in names:
-                left = found.files[name]["bytes"]
-                with open_file(scratch, name, "xb") as file:
-                    while left:
-                        left -= file.write(control.receive_bytes(0))
-    if rank not in runtime.records.away:
-        return found
-    return Checkpoint(scratch, found.step, found.world_size, found.files, own=True)
 
 
 def _for_another_world(

@@ -52,7 +52,7 @@ def agree_on_folder(
     """
     before = next(filter(None, ranks.gather("known_run_dir", str(known or ""))), None)
 
-    def make() -> str:
+    def make() -> tuple[str, str, bool]:
         # Others may see that the run was begun as soon as rank 0 begins it: so rank 0 decides.
         begun = resuming == "yes" or (
             resuming == "if begun" and wanted is not None and (wanted / ABOUT).exists()
@@ -67,9 +67,9 @@ def agree_on_folder(
             now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
             folder = wanted or Path("runs") / loaded.pipeline.name / f"{now}-{secrets.token_hex(2)}"
             _make(folder, loaded)
-        return json.dumps([str(folder), secrets.token_hex(4), before is not None or begun])
+        return str(folder), secrets.token_hex(4), before is not None or begun
 
-    path, token, resumed = json.loads(ranks.tell_all("run_dir", make))
+    path, token, resumed = ranks.from_rank_0("run_dir", make)
     return RunFolder(Path(path), token, resumed)
 
 
@@ -131,11 +131,7 @@ def _take_over(folder: Path, wait_s: float, *, restarted: bool = False) -> None:
 
 
 def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
-    """Keep every other run out of the folder, however this process ends: the lock is its open file.
-
-    Raises:
-        FolderInUseError: another run is in it.
-    """
+    """Keep every other run out of the folder, however this process ends: the lock is its open file."""
     with open_file(folder, _LOCK, "a+b") as file:
         handle = os.dup(file.fileno())  # stays open as long as this process lives
     until = time.monotonic() + wait_s

@@ -14,10 +14,11 @@ from safetensors.torch import save_model
 
 from ddprun import __version__
 from ddprun.checkpoint.codec import order_metadata
+from ddprun.checkpoint.folder import sync_folder
 from ddprun.config import PipelineError, Save
-from ddprun.engine.finish import LostError
-from ddprun.engine.replicas import make_buffers_equal
+from ddprun.engine.outcome import LostError
 from ddprun.engine.session import Session
+from ddprun.engine.stage_run import make_buffers_equal
 from ddprun.run_files import as_path
 
 MADE = "# Written by ddprun next to weights: the pipeline that made them.\n"
@@ -104,8 +105,4 @@ def _replacing(target: Path) -> Iterator[Path]:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(target.parent)

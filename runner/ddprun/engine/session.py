@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddprun.checkpoint.writer import Checkpoints
+from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import Loaded
 from ddprun.engine.build import Stacks
-from ddprun.engine.clocks import ClockOffsets
 from ddprun.engine.data import Feed
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
 from ddprun.engine.nonfinite import FiniteCheck
-from ddprun.engine.objective import Objective
-from ddprun.engine.precision import Precision
+from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.reporter import Reporter
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
@@ -30,11 +28,13 @@ from ddprun.sync.buffers import BufferSync
 from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.plan import ReplicaConsistency
 from ddprun.sync.synchronizer import Synchronizer
-from ddprun.telemetry.clock import Clock, GradientTimes
+from ddprun.telemetry.clock import Clock, GradientTimes, StreamClock
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.recorder import GlobalStep, StepRecorder
 from ddprun.telemetry.writer import RecordFiles
 from ddprun_hooks.comm.exchange import Exchange
+
+_CLOCKS_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -59,7 +59,6 @@ class Runtime:
     exchanger: ParameterExchanger
     records: RecordFiles
     clock: Clock
-    clock_offsets: ClockOffsets
     recorder: StepRecorder
     model: nn.Module  # the bare model
     replica: DdpReplica | None  # the model under DDP; None if no stage exchanges gradients
@@ -71,29 +70,11 @@ class Runtime:
     objective: Objective
     feed: Feed
     held_out: HeldOut
-    checkpoints: Checkpoints
+    checkpoints: CheckpointWriter | None  # None: none are taken (`keep: 0`)
     finite: FiniteCheck
     gradients: GradientTimes | None  # None: the pipeline does not ask for them (`timings.gradients`)
     profiler: Profiler | None  # torch's; None: the pipeline does not ask for it (`timings.profile`)
     time_slices: TimeSliceClient | None = None  # None: not one of several runs of `ddprun compare`
-
-
-@dataclass(slots=True)
-class Stopwatch:
-    """Time spent in something, in all attempts at the run; of a broken one, up to its last checkpoint."""
-
-    seconds: float = 0.0
-    read_at: float = 0.0  # when it was read last, on this process's monotonic clock
-
-    def start(self) -> None:
-        """Begin, or resume."""
-        self.read_at = time.monotonic()
-
-    def read(self) -> float:
-        """Seconds so far."""
-        now = time.monotonic()
-        self.seconds, self.read_at = self.seconds + now - self.read_at, now
-        return self.seconds
 
 
 @dataclass(slots=True)
@@ -105,9 +86,10 @@ class Cursor:
     first_step: int = 0  # steps of the run when that stage began
     first_epoch: int = 0  # the epoch in which it began
     steps: int | None = None  # how many it has; None where nobody can know
-    stage_time: Stopwatch = field(default_factory=Stopwatch)  # of that stage
-    run_time: Stopwatch = field(default_factory=Stopwatch)  # of all stages
+    seconds: float = 0.0  # in that stage, in all attempts; of a broken one, up to its last checkpoint
+    run_seconds: float = 0.0  # in all stages
     entries: list[dict[str, Any]] = field(default_factory=list)  # the summary's, of stages that are done
+    ticked_at: float = 0.0  # when time was counted last, on this process's monotonic clock
 
     @property
     def mid_stage(self) -> bool:
@@ -116,26 +98,31 @@ class Cursor:
 
     def begin(self, stage: int, step: int, epoch: int) -> None:
         """A stage that takes steps begins."""
-        self.stage, self.first_step, self.first_epoch = stage, step, epoch
-        self.stage_time.seconds = 0.0
+        self.stage, self.first_step, self.first_epoch, self.seconds = stage, step, epoch, 0.0
 
     def end(self, entry: dict[str, Any]) -> None:
         """A stage is done."""
         self.entries.append(entry)
         self.next += 1
 
+    def tick(self, *, in_stage: bool) -> None:
+        """Count the time since the last call as the run's and, if it was spent `in_stage`, the stage's."""
+        now = time.monotonic()
+        spent, self.ticked_at = now - self.ticked_at, now
+        self.run_seconds += spent
+        if in_stage:
+            self.seconds += spent
+
     def state_dict(self) -> dict[str, Any]:
         """All of it."""
-        state = {**asdict(self), "seconds": self.stage_time.seconds, "run_seconds": self.run_time.seconds}
-        del state["stage_time"], state["run_time"]
+        state = asdict(self)
+        del state["ticked_at"]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring it back."""
-        for name in ("next", "stage", "first_step", "first_epoch", "steps"):
-            setattr(self, name, state[name])
-        self.entries = list(state["entries"])
-        self.stage_time.seconds, self.run_time.seconds = state["seconds"], state["run_seconds"]
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 @dataclass(slots=True)
@@ -164,9 +151,36 @@ class Session:
     runtime: Runtime
     state: RunState
     reporter: Reporter
+    clocks_measured_s: float = 0.0  # when that was done last, on this process's monotonic clock
 
     def learn(self, known: Sequence[GlobalStep]) -> None:
-        """Take up what all ranks newly know, oldest first, and show it."""
+        """Record and show what all ranks have just learned, oldest first."""
         if known:
             self.state.loss = known[-1].mean_losses[-1]
         self.reporter.progress(known, self.state.step)
+
+    @property
+    def checkpoint_is_due(self) -> bool:
+        """Whether one is taken after this step of the run; the same on all ranks."""
+        every = 0 if self.runtime.checkpoints is None else self.runtime.checkpoints.every
+        return every > 0 and self.state.step % every == 0
+
+    @property
+    def clocks_are_old(self) -> bool:
+        """The offsets between the ranks' clocks were measured a while ago; no clock runs like another."""
+        return time.monotonic() - self.clocks_measured_s > _CLOCKS_EVERY_S
+
+    def measure_clocks(self) -> None:
+        """Measure each rank's clock against rank 0's; called by all ranks at the same moment."""
+        clock, control = self.runtime.clock, self.runtime.exchange.control
+        if isinstance(clock, StreamClock):
+            clock.tie()
+        offset, bound = control.clock_offset()
+        self.runtime.recorder.offset_us = offset
+        measured = control.all_gather([offset, bound], "clock offsets")
+        self.reporter.events.info(
+            "clock_offsets",
+            offset_us=[round(value, 1) for value in measured[:, 0].tolist()],
+            error_us=[round(value, 1) for value in measured[:, 1].tolist()],
+        )
+        self.clocks_measured_s = time.monotonic()

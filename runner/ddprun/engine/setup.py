@@ -8,17 +8,15 @@ from torch.utils._pytree import tree_leaves
 
 from ddprun.config import Loaded, PipelineError
 from ddprun.engine import build, seeding
-from ddprun.engine.checkpoints import check_state, open_checkpoints
-from ddprun.engine.clocks import ClockOffsets
 from ddprun.engine.data import Feed
 from ddprun.engine.interrupts import StopRequest
 from ddprun.engine.nonfinite import FiniteCheck
-from ddprun.engine.objective import Objective, find_buffer_use, freeze_layout
-from ddprun.engine.precision import Precision
+from ddprun.engine.objective import Objective, Precision, find_buffer_use, freeze_layout
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import differing, shards_itself
 from ddprun.engine.session import HeldOut, RunState, Runtime, Session
+from ddprun.engine.state import check_state, open_checkpoints
 from ddprun.host import shared_memory
 from ddprun.host.device import Place
 from ddprun.host.import_path import make_folder_importable
@@ -89,17 +87,16 @@ def open_session(
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
     try:
-        records = RecordFiles(run_dir, control, ranks.tell_all)
+        records = RecordFiles(run_dir, control, ranks.from_rank_0)
     except OSError as error:
         raise RunFolderError(f"cannot write into the run folder {run_dir}: {error.strerror}") from None
     screen = screen_for(ranks.rank, loaded.secrets.redact)
     event_writer = records.writer if ranks.rank == 0 else None
     events = event_log(event_writer, loaded.secrets.redact_all, rank=ranks.rank)
-    clock, timings, stragglers = clock_for(device), pipeline.timings, None
-    if control.rank == 0:
-        stragglers = Stragglers(timings.straggler_window, timings.straggler_over)
+    clock, timings = clock_for(device), pipeline.timings
+    late = Stragglers(timings.straggler_window, timings.straggler_over) if control.rank == 0 else None
     recorder = StepRecorder(
-        clock=clock, control=control, writer=records.writer, every=timings.every, stragglers=stragglers
+        clock=clock, control=control, writer=records.writer, every=timings.every, stragglers=late
     )
     reporter = Reporter(screen, events, recorder)
     exchanger = ParameterExchanger(exchange, recorder, pipeline.ddp.bucket_cap_mb * 2**20)
@@ -119,7 +116,6 @@ def open_session(
     _check_room(loaded, feed, ranks, place.backend)
     seeding.seed_everything(pipeline.seed + ranks.rank)
     finite = FiniteCheck(model, control, recorder, reporter.nonfinite)
-    clock_offsets = ClockOffsets(clock, control, recorder, events)
     runtime = Runtime(
         loaded=loaded,
         run_dir=run_dir,
@@ -131,7 +127,6 @@ def open_session(
         exchanger=exchanger,
         records=records,
         clock=clock,
-        clock_offsets=clock_offsets,
         recorder=recorder,
         model=model,
         replica=replica,
@@ -150,17 +145,15 @@ def open_session(
     )
     session = Session(runtime, RunState(), reporter)
     check_state(session)
-    clock_offsets.measure()
+    session.measure_clocks()
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
         open_trackers(loaded, run_dir, reporter, recorder)
     return session
 
 
 def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks, backend: str) -> None:
-    """Check whether `/dev/shm` has room for what loading processes and NCCL put there.
-
-    Raises:
-        PipelineError: loading processes cannot even be started.
+    """Check whether `/dev/shm` has room for what loading processes and NCCL put there; a PipelineError if
+    loading processes cannot even be started.
     """
     workers, here, room = loaded.pipeline.loader.workers, ranks.environment, shared_memory.room()
     shortage = shared_memory.nccl_shortage(here.local_world_size, room) if backend == "nccl" else None
@@ -194,11 +187,9 @@ def _open_exchange(
             backend=place.backend,
             hosts=ranks.hosts,
             local_sizes=ranks.local_sizes,
-            gradients=needed.gradients,
-            deltas=needed.deltas,
-            plain=needed.plain,
             timeout=ranks.timeout,
             observer=ranks.watchdog,
+            **needed._asdict(),
         )
     except HookSetupError as error:
         by_hook = any(hook.name == "hierarchical" for _, settings in stages for hook in settings.hooks)

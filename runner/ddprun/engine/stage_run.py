@@ -1,22 +1,27 @@
-"""A stage that takes steps: what begins it, what it works with, what ends it. Its loop is in `loop.py`."""
+"""A stage that takes steps: what begins it, what it works with, what ends it (its loop is in `loop.py`). And
+what makes ranks equal outside of a sync policy, and audits whether they are.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 
-from ddprun.config import AverageStage, BroadcastStage, Stage, StepStage, TrainSettings
+from ddprun.config import AverageStage, BroadcastStage, Evaluate, Save, Stage, StepStage, TrainSettings
 from ddprun.engine import build
 from ddprun.engine.data import StepBatches
-from ddprun.engine.replicas import audit_parameters, average_parameters
 from ddprun.engine.resume import agreed
 from ddprun.engine.session import Session
 from ddprun.engine.state import restore_stage
-from ddprun.sync.optimizer_state import average_state
+from ddprun.sync.audit import DriftError, audit
+from ddprun.sync.exchanger import average_state
 from ddprun.sync.plan import Effect
-from ddprun.sync.synchronizer import SyncContext, Synchronizer
+from ddprun.sync.synchronizer import Synchronizer, averaged_parameters
+from ddprun_hooks.buckets import ParameterBuckets
+from ddprun_hooks.comm.groups import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +70,8 @@ class StageRun:
     def stops_alone(self) -> bool:
         """Whether this rank is to stop, or another one that exchanges nothing with it is known to."""
         runtime = self.session.runtime
-
-        def lost_weights() -> bool:
-            lost = self.settings.on_nan == "stop" and runtime.recorder.nonfinite is not None
-            return lost and runtime.finite.first_lost() > 0
-
-        return runtime.stop.known_to_all(runtime.ranks, lost_weights)
+        suspect = self.settings.on_nan == "stop" and runtime.recorder.nonfinite is not None
+        return runtime.stop.known_to_all(runtime.ranks, lambda: suspect and runtime.finite.first_lost() > 0)
 
     def note_effect(self, effect: Effect) -> None:
         """Note which ranks hold the same after a step, or at the stage's end."""
@@ -85,14 +86,14 @@ class StageRun:
 
     def skip(self, seconds: float) -> None:
         """Time that does not count as the stage's."""
-        self.session.state.cursor.stage_time.read_at += seconds
+        self.session.state.cursor.seconds -= seconds
         self.session.reporter.skip(seconds)
 
 
 def begin_stage(session: Session, stage: StepStage) -> StageRun:
     """Begin a stage, or resume in the middle of one: settings, hooks and policy, on which all ranks agree."""
     runtime, state = session.runtime, session.state
-    loaded, cursor, replica = runtime.loaded, state.cursor, runtime.replica
+    loaded, cursor = runtime.loaded, state.cursor
     settings = stage.effective(loaded.pipeline)
     saved, state.mid_stage = state.mid_stage, None
     if saved is None:
@@ -120,21 +121,22 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
 
     runtime.stacks.enter(stage.index)
     stack, host_stack = runtime.stacks.all_ranks[stage.index], runtime.stacks.within_hosts[stage.index]
-    context = SyncContext(runtime.model, runtime.optimizer, runtime.exchanger, stack, host_stack)
     plan = settings.plan
-    synchronizer = state.synchronizer = Synchronizer(plan, context, state.outer_momentum)
+    replica = runtime.replica if plan.gradients else None
+    synchronizer = state.synchronizer = Synchronizer(
+        plan, runtime.model, runtime.optimizer, runtime.exchanger, stack, host_stack, state.outer_momentum
+    )
     state.replicas.hosts = plan.hosts
     runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
     runtime.recorder.control_delay_steps = plan.control_delay_steps
-    exchanged = replica.layout if plan.gradients and replica is not None else ()
+    exchanged = () if replica is None else replica.layout
     runtime.recorder.begin_stage([tuple(param.name for param in bucket.params) for bucket in exchanged])
     signature = f"{synchronizer.describe()}; {stack.described}"
-    if plan.gradients and replica is not None:
-        world = runtime.exchange.gradients.world
+    if replica is not None:
+        hooks, ranks = stack, runtime.exchange.gradients.world
         if plan.gradients == "host":
-            signature += replica.begin_stage(host_stack, world.splits[plan.hosts][0])
-        else:
-            signature += replica.begin_stage(stack, world)
+            hooks, ranks = host_stack, ranks.splits[plan.hosts][0]
+        signature += replica.begin_stage(hooks, ranks)
     runtime.exchange.control.agree("the buckets, the hooks and the sync policy", signature)
     session.reporter.events.info(
         "stage_started",
@@ -172,7 +174,7 @@ def end_stage(run: StageRun) -> None:
     if run.mutate is not None and replicas.mutated_at == state.step:
         replicas.parameters = "apart"  # the stage's length was not known, and no step has come after
     if reconcile and replicas.parameters != "common":
-        average_parameters(session)
+        make_parameters_equal(session)
         session.reporter.events.info("reconciled", stage=stage.index, step=state.step, how="average")
         session.reporter.note(
             f"{stage.name}: the ranks' parameters differ; averaging them at the stage's end"
@@ -194,3 +196,82 @@ def _wants_ranks_apart(session: Session, stage: Stage) -> bool:
     if isinstance(following, StepStage):
         return following.effective(pipeline).plan.keeps_apart
     return isinstance(following, AverageStage | BroadcastStage)
+
+
+# Making ranks equal, and the audit.
+
+
+def equalize(session: Session, stage: AverageStage | BroadcastStage) -> dict[str, Any]:
+    """Run an average or a broadcast stage; gives its entry in the summary."""
+    runtime, step, reporter = session.runtime, session.state.step, session.reporter
+    source = stage.source if isinstance(stage, BroadcastStage) else None
+    make_parameters_equal(session, source)
+    runtime.recorder.write_between_steps(stage.index, step)
+    reporter.events.info(stage.name, stage=stage.index, step=step)
+    what = "the mean of all ranks' parameters" if source is None else f"the parameters of rank {source}"
+    reporter.note(f"{stage.name}: every rank holds {what}")
+    if runtime.loaded.pipeline.audit.every:
+        audit_parameters(session, f"after {stage.path}", step, at_end=True)
+    return {"step": step}
+
+
+def make_parameters_equal(session: Session, source: int | None = None) -> None:
+    """Every rank's parameters become those of rank `source`, or their mean, exactly: there is no common base,
+    and no hook is used.
+    """
+    model, exchanger = session.runtime.model, session.runtime.exchanger
+    named = averaged_parameters(model) if source is None else dict(model.named_parameters())
+    buckets = ParameterBuckets(named, exchanger.cap_bytes)
+    with torch.no_grad():
+        if source is None:
+            exchanger.average(buckets, "parameters")
+        else:
+            exchanger.broadcast(buckets, "parameters", source)
+    session.state.replicas.parameters = "common"
+
+
+def make_buffers_equal(session: Session, stage: Evaluate | Save) -> None:
+    """What the stage reads or writes is to be the same on all ranks, unless the file says `never`."""
+    runtime, state, reporter = session.runtime, session.state, session.reporter
+    names = runtime.buffers.before_reading()
+    runtime.recorder.write_between_steps(stage.index, state.step)
+    if not names:
+        return
+    if runtime.buffers.plan.setting.when == "never":
+        whose = "each rank measures with its own" if isinstance(stage, Evaluate) else "rank 0's are saved"
+        reporter.note(f"{stage.name}: buffers differ between ranks (buffers: never): {whose}")
+    else:
+        reporter.events.info("buffers_sent", stage=stage.index, step=state.step, names=list(names))
+
+
+def audit_parameters(session: Session, where: str, step: int, *, at_end: bool = False) -> None:
+    """Compare the ranks' parameters, and report; `at_end` of a stage that has made them equal, if they are.
+    Raises DriftError if ranks differ that have to be equal.
+    """
+    runtime, state, reporter = session.runtime, session.state, session.reporter
+    ranks, groups = runtime.ranks, None
+    if state.replicas.parameters == "host":
+        groups = Placement(ranks.rank, ranks.hosts, ranks.local_sizes).blocks(state.replicas.hosts)
+    finding = audit(runtime.model, runtime.exchange, groups)
+    reporter.events.info(
+        "audit",
+        step=step,
+        where=where,
+        expected=state.replicas.parameters,
+        equal=not finding.farthest,
+        largest_distance=finding.largest_distance,
+        farthest=finding.farthest or None,
+        differing=len(finding.differing),
+    )
+    if finding.differing and state.replicas.parameters != "apart":
+        names, odd = finding.differing, ", ".join(map(str, finding.odd_ranks))
+        more = f" and {len(names) - 1} more parameters differ" if len(names) > 1 else " differs"
+        raise DriftError(
+            f"{where} the ranks hold different parameters, which the sync policy does not allow: "
+            f'"{names[0]}"{more} on rank {odd}; the largest difference is {finding.largest_distance:.3g}, '
+            f'in "{finding.farthest}". Something changes weights on one rank only: code that acts by rank, a '
+            "library that computes differently there, or failing memory"
+        )
+    state.last_audit = finding
+    state.farthest_apart = max(state.farthest_apart, finding.largest_distance)
+    reporter.audited(finding, step, at_end=at_end)

@@ -1,29 +1,43 @@
 """Everything that decides the next step: what a checkpoint holds and a resumed run continues from.
 
-`shared` is what all ranks have alike, so rank 0 writes it once; the rest each rank writes for itself. Which
+`shared` is the same on all ranks, so rank 0 writes it once; the rest each rank writes for itself. Which
 is which depends on the sync policy: under plain DDP parameters and optimizer state are shared, between two
-averages of local SGD each rank has its own.
+averages of local SGD each rank has its own. Further down: when a checkpoint is taken, and what became of it.
 """
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ddprun.checkpoint.codec import DamagedError
+from ddprun import __version__
+from ddprun.checkpoint.codec import DamagedError, EncodedState, UnstorableError, encode
+from ddprun.checkpoint.folder import FOLDER, LOSS, rank_name
+from ddprun.checkpoint.writer import CheckpointWriter
+from ddprun.config import Loaded, PipelineError
 from ddprun.engine import seeding
-from ddprun.engine.nonfinite import Nonfinite
+from ddprun.engine.nonfinite import FiniteCheck, Nonfinite
 from ddprun.engine.session import Session
+from ddprun.host.rank_files import keep_checkpoint
+from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import Finding
 from ddprun.telemetry.control_message import Accumulator
 from ddprun.telemetry.steps import Totals
+from ddprun.telemetry.writer import RecordFiles
+from ddprun_hooks.comm.control import open_control
+from ddprun_hooks.comm.groups import Placement
 
 
 class StateError(ValueError):
@@ -65,7 +79,7 @@ def state_of(session: Session) -> dict[str, Any]:
 
 
 def shared_keys(session: Session) -> frozenset[str]:
-    """What all ranks have alike at this moment."""
+    """What is the same on all ranks at this moment."""
     replicas = session.state.replicas
     if replicas.parameters != "common":
         return frozenset()
@@ -78,17 +92,13 @@ _Count = Annotated[int, Field(ge=0)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Entry(_Part):
+class _Entry(BaseModel, strict=True):
     kind: str
     steps: _Count | None = None
     seconds: _Seconds | None = None
 
 
-class _Position(_Part):
+class _Position(BaseModel, strict=True):
     next: _Count
     stage: _Count | None
     first_step: _Count
@@ -99,12 +109,12 @@ class _Position(_Part):
     entries: list[_Entry]
 
 
-class _Feed(_Part):
+class _Feed(BaseModel, strict=True):
     epoch: _Count
     samples: _Count
 
 
-class _Reported(_Part):
+class _Reported(BaseModel, strict=True):
     loss: float | None
     metrics: dict[str, float | None] | None
     audit: dict[str, Any] | None
@@ -113,7 +123,7 @@ class _Reported(_Part):
     nonfinite: dict[str, Any] | None
 
 
-class _State(_Part):
+class _State(BaseModel, strict=True):
     step: int
     position: _Position
     schedule: dict[str, Any] | None
@@ -137,11 +147,7 @@ class _State(_Part):
 
 
 def check_fields(state: Mapping[str, Any]) -> None:
-    """Make sure that a checkpoint holds the state of a run.
-
-    Raises:
-        ValueError: something is missing, or of another kind.
-    """
+    """Raise a ValueError unless a checkpoint holds the state of a run."""
     try:
         found = _State.model_validate(dict(state))
     except ValidationError as error:
@@ -178,10 +184,8 @@ _MISREAD = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Around what reads a part of a checkpoint, which may hold anything.
-
-    Raises:
-        DamagedError: it is not what such a part holds.
+    """Around what reads a part of a checkpoint, which may hold anything: what it stumbles over is a
+    DamagedError.
     """
     try:
         yield
@@ -196,51 +200,44 @@ def reading(what: str) -> Iterator[None]:
 
 
 def restore(session: Session, state: Mapping[str, Any]) -> None:
-    """Restore all but what belongs to the running stage: see `restore_stage`.
-
-    Raises:
-        DamagedError: it is no state.
-        StateError: it does not fit the model.
+    """Restore all but what belongs to the running stage (see `restore_stage`). Raises DamagedError, or
+    StateError if the state does not fit the model.
     """
-    runtime, run_state, reported = session.runtime, session.state, state["reported"]
+    runtime, run_state, model = session.runtime, session.state, session.runtime.model
+
+    def load_reported(reported: Mapping[str, Any]) -> None:
+        run_state.loss, run_state.metrics = reported["loss"], reported["metrics"]
+        run_state.last_audit, runtime.finite.found = _findings(reported)
+        run_state.farthest_apart = reported["farthest_apart"]
+        session.reporter.apart_reported = reported["apart_reported"]
+
     run_state.step = state["step"]
-    with reading("parameters"):
-        _copy(dict(runtime.model.named_parameters()), state["parameters"], "parameter")
-    with reading("buffers"):
-        _copy(dict(runtime.model.named_buffers()), state["buffers"], "buffer")
-    with reading("extra"):
-        if state["extra"]:
-            runtime.model.load_state_dict(state["extra"], strict=False)
-    _load_optimizer(session, state)
+    run_state.outer_momentum.clear()
     parts: dict[str, Callable[[Any], object]] = {
+        "parameters": partial(_copy, dict(model.named_parameters()), "parameter"),
+        "buffers": partial(_copy, dict(model.named_buffers()), "buffer"),
+        "extra": lambda extra: extra and model.load_state_dict(extra, strict=False),
+        "optimizer": partial(_load_optimizer, runtime.optimizer),
         "position": run_state.cursor.load_state_dict,
         "precision": runtime.precision.load_state_dict,
         "feed": runtime.feed.load_state_dict,
         "hooks": runtime.stacks.load_state_dict,
         "replicas": run_state.replicas.load_state_list,
+        "outer_momentum": run_state.outer_momentum.update,
         "buffers_seen": runtime.buffers.load_state_dict,
         "telemetry": runtime.recorder.load_state_dict,
+        "reported": load_reported,
+        "generators": partial(seeding.restore_generators, device=runtime.device),
     }
     for part, load in parts.items():
         with reading(part):
             load(state[part])
-    run_state.outer_momentum.clear()
-    run_state.outer_momentum.update(state["outer_momentum"])
-    with reading("reported"):
-        run_state.loss, run_state.metrics = reported["loss"], reported["metrics"]
-        run_state.last_audit, runtime.finite.found = _findings(reported)
-        run_state.farthest_apart = reported["farthest_apart"]
-        session.reporter.apart_reported = reported["apart_reported"]
-    _restore_generators(session, state)
 
 
 def restore_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:
-    """Continue in the middle of a stage, whose policy has begun and whose schedule has been built.
-
-    With `new_rates` learning rates are not what they were, or fall over another number of steps.
-
-    Raises:
-        DamagedError: it is no state.
+    """Continue in the middle of a stage, whose policy has begun and whose schedule has been built; raises
+    DamagedError. With `new_rates` learning rates are not what they were, or fall over another number of
+    steps.
     """
     synchronizer, schedule, sync = session.state.synchronizer, session.state.schedule, state["sync"]
     assert synchronizer is not None
@@ -255,31 +252,26 @@ def restore_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool
                 _check_numbers(schedule.state_dict(), state["schedule"], "schedule", needed="last_epoch")
                 schedule.load_state_dict(state["schedule"])
         # The schedule, when it was built, has set the learning rates of a first step.
-        _load_optimizer(session, state)
+        with reading("optimizer"):
+            _load_optimizer(session.runtime.optimizer, state["optimizer"])
     elif schedule is not None:  # follow the new schedule from the stage's start to here
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
             for _ in range((state["schedule"] or {}).get("last_epoch", 0)):
                 schedule.step()
-    _restore_generators(session, state)
-
-
-def _restore_generators(session: Session, state: Mapping[str, Any]) -> None:
     with reading("generators"):
         seeding.restore_generators(state["generators"], session.runtime.device)
 
 
-def _load_optimizer(session: Session, state: Mapping[str, Any]) -> None:
+def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Optimizers take over whatever they are given, and fail in their next step: so check it first."""
-    optimizer, saved = session.runtime.optimizer, state["optimizer"]
-    with reading("optimizer"):
-        groups = zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True)
-        for index, (now, then) in enumerate(groups):
-            _check_numbers(now, then, f"param_groups[{index}]", needed="lr")
-        for of_param in saved["state"].values():
-            if not isinstance(of_param, dict):
-                raise TypeError(f"the state of a parameter is a {type(of_param).__name__}")
-        optimizer.load_state_dict(saved)
+    groups = zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True)
+    for index, (now, then) in enumerate(groups):
+        _check_numbers(now, then, f"param_groups[{index}]", needed="lr")
+    for of_param in saved["state"].values():
+        if not isinstance(of_param, dict):
+            raise TypeError(f"the state of a parameter is a {type(of_param).__name__}")
+    optimizer.load_state_dict(dict(saved))
 
 
 def _check_numbers(now: Mapping[str, Any], then: Mapping[str, Any], where: str, *, needed: str) -> None:
@@ -293,7 +285,7 @@ def _check_numbers(now: Mapping[str, Any], then: Mapping[str, Any], where: str, 
             raise TypeError(f"{where}.{key} is {was!r:.40}")
 
 
-def _copy(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], what: str) -> None:
+def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]) -> None:
     if targets.keys() != values.keys():
         odd = min(targets.keys() ^ values.keys())
         raise StateError(f'{what} "{odd}" is only in {"the model" if odd in targets else "the checkpoint"}')
@@ -312,3 +304,129 @@ def _findings(reported: Mapping[str, Any]) -> tuple[Finding | None, Nonfinite | 
     """The last audit's finding, and the first loss or parameter that was not finite."""
     audit, nonfinite = reported["audit"], reported["nonfinite"]
     return Finding(**audit) if audit else None, Nonfinite(**nonfinite) if nonfinite else None
+
+
+# Taking checkpoints.
+
+
+def open_checkpoints(
+    loaded: Loaded, run_dir: Path, ranks: Ranks, records: RecordFiles, token: str, finite: FiniteCheck
+) -> CheckpointWriter | None:
+    """What writes a run's checkpoints, if it takes any; `token` is of this attempt, equal on all ranks."""
+    wanted, timeout_s = loaded.pipeline.checkpoint, loaded.pipeline.launch.timeout_s
+    if not wanted.keep:
+        return None
+    return CheckpointWriter(
+        run_dir / FOLDER,
+        ranks.store,
+        token=token,
+        rank=ranks.rank,
+        ranks=ranks.size,
+        every=wanted.every,
+        keep=wanted.keep,
+        remote=records.away,
+        control=open_control(timedelta(seconds=timeout_s)) if records.away else None,
+        limit_s=timeout_s,
+        before=records.writer.flush,
+        after=keep_checkpoint,
+        not_finite=partial(_not_finite, infinite_at_first=finite.infinite_at_first),
+    )
+
+
+def _not_finite(state: EncodedState, infinite_at_first: frozenset[str]) -> str | None:
+    """What of a checkpoint's part is not finite: a parameter, optimizer state, `loss`; None: all is."""
+    for name, tensor in state.tensors.items():
+        kind, _, rest = name.partition("/")
+        if kind not in ("parameters", "optimizer") or rest in infinite_at_first:
+            continue
+        if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
+            return rest if kind == "parameters" else name
+    # A number that JSON lacks is kept as a mapping.
+    reported: Any = state.tree.get("reported")
+    return LOSS if isinstance(reported, dict) and isinstance(reported.get("loss"), dict) else None
+
+
+def check_state(session: Session) -> None:
+    """Raise a PipelineError if a checkpoint cannot hold what the run starts with."""
+    runtime = session.runtime
+    if runtime.checkpoints is not None:
+        try:
+            encode(state_of(session), copy=False)
+        except UnstorableError as error:
+            text, way_out = f"no checkpoint can be taken: {error}", "`checkpoint: {keep: 0}` takes none"
+            raise PipelineError([runtime.loaded.fault("checkpoint", text, way_out)]) from None
+
+
+def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool = False) -> None:
+    """Take a checkpoint of the state as it is now; called by all ranks after the same step.
+
+    At the run's end it waits until it is written. One that a signal has requested is answered on the screen.
+    """
+    runtime, state, reporter = session.runtime, session.state, session.reporter
+    writer, step = runtime.checkpoints, state.step
+    if requested:
+        answer = "no checkpoint is taken, because of checkpoint.keep: 0"
+        reporter.note(f"SIGUSR1: {answer if writer is None else f'checkpoint of step {step}'}")
+    if writer is None:
+        return
+    started = time.monotonic()
+    state.cursor.tick(in_stage=state.cursor.mid_stage)
+    if at_end:  # ranks that exchange nothing have stopped each after a step of its own
+        known = runtime.exchange.control.all_gather([float(step), float(writer.count)])
+        step = int(known[:, 0].max())
+        writer.skip_to(int(known[:, 1].max()))
+    whole, shared = state_of(session), shared_keys(session)
+    own = {key: value for key, value in whole.items() if key not in shared}
+    parts = {rank_name(runtime.ranks.rank): encode(own)}
+    if runtime.ranks.rank == 0:
+        about = {
+            "pipeline": runtime.loaded.plain(),
+            "world_size": runtime.ranks.size,
+            "layout": layout_of(session),
+            "ddprun": __version__,
+        }
+        parts["shared"] = encode({**{key: whole[key] for key in sorted(shared)}, **about})
+    if runtime.records.away and (state.synchronizer is None or not state.synchronizer.plan.never):
+        runtime.records.collect()
+    reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
+    writer.put(step, parts, wait=at_end)
+    report_checkpoints(session)
+    if at_end and writer.failed is not None:
+        writer.lost = f"the checkpoint of step {step}, the last one: {writer.failed}"
+
+
+def report_checkpoints(session: Session) -> None:
+    """Report what became of those that were taken."""
+    writer, reporter = session.runtime.checkpoints, session.reporter
+    while writer is not None and not writer.outcomes.empty():
+        outcome = writer.outcomes.get()
+        step, seconds, written = outcome.step, round(outcome.seconds, 3), outcome.written
+        if written is None:
+            reporter.events.warning("checkpoint_left_out", step=step, seconds=seconds, reason=outcome.problem)
+            if writer.failed is None:  # once, until one is written again
+                reporter.note(f"no checkpoint at step {step}: {outcome.problem} (older ones are kept)")
+        else:
+            reporter.events.info(
+                "checkpoint_written",
+                step=step,
+                seconds=seconds,
+                bytes=written.bytes,
+                folder=str(written.path),
+                nonfinite=written.nonfinite,
+            )
+        writer.failed = outcome.problem
+
+
+def close_checkpoints(session: Session) -> None:
+    """Finish writing."""
+    if (writer := session.runtime.checkpoints) is not None:
+        writer.close()
+        report_checkpoints(session)
+
+
+def layout_of(session: Session) -> str:
+    """What decides which share of the hooks' state each rank has."""
+    runtime, ranks = session.runtime, session.runtime.ranks
+    cap_mb, hooks = runtime.loaded.pipeline.ddp.bucket_cap_mb, sorted(runtime.stacks.used)
+    hosts = Placement(ranks.rank, ranks.hosts, ranks.local_sizes).launched()
+    return repr((cap_mb, hosts, hooks))

@@ -4,25 +4,33 @@ import gc
 import importlib
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ddprun import LAUNCHED, __version__, screen
-from ddprun.config import AverageStage, BroadcastStage, Evaluate, Forward, Loaded, Save, Train
-from ddprun.engine.checkpoints import close_checkpoints, take_checkpoint
+from ddprun.config import AverageStage, BroadcastStage, Evaluate, Forward, Loaded, Save, Stage, Train
 from ddprun.engine.evaluate import evaluate
-from ddprun.engine.failure import BAD_INPUT as BAD_INPUT
-from ddprun.engine.failure import FAILED, Progress, open_watchdog, prepare_nccl, report_failure
-from ddprun.engine.finish import Status, finish_run
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
-from ddprun.engine.loop import forward, train
-from ddprun.engine.replicas import average, broadcast
+from ddprun.engine.loop import run_stage
+from ddprun.engine.outcome import BAD_INPUT as BAD_INPUT
+from ddprun.engine.outcome import (
+    FAILED,
+    Progress,
+    Status,
+    finish_run,
+    open_watchdog,
+    prepare_nccl,
+    report_failure,
+)
 from ddprun.engine.resume import resume
 from ddprun.engine.run_folder import agree_on_folder
 from ddprun.engine.save import save
 from ddprun.engine.session import Session
 from ddprun.engine.setup import open_session
+from ddprun.engine.stage_run import equalize
+from ddprun.engine.state import close_checkpoints, take_checkpoint
 from ddprun.host import rank_files
 from ddprun.host.device import place_of
 from ddprun.host.processes import die_with_parent
@@ -32,6 +40,15 @@ from ddprun.watchdog.rank_watchdog import GROUPS_LATER_S
 
 DONE, INTERRUPTED = 0, 130
 _CODES: dict[Status, int] = {"done": DONE, "failed": FAILED, "interrupted": INTERRUPTED}
+
+_STAGES: dict[type[Stage], Callable[[Session, Any], dict[str, Any]]] = {
+    Train: run_stage,
+    Forward: run_stage,
+    AverageStage: equalize,
+    BroadcastStage: equalize,
+    Evaluate: evaluate,
+    Save: save,
+}
 
 _WATCH_ENDS_S = 10.0
 _DEFAULTS = (700, 2000)
@@ -58,11 +75,10 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> 
     watchdog.start()
     try:
         ranks.connect()
-        code = _run(loaded, run_dir, ranks, stop, progress, resuming=resuming)
+        code = _run(loaded, run_dir, ranks, stop, progress, resuming)
     except BaseException as error:
-        if (
-            watchdog.hang_found
-        ):  # a broken collective only shows that others have ended: the watchdog says why
+        # A broken collective only shows that others have ended: the watchdog says why.
+        if watchdog.hang_found:
             time.sleep(_WATCH_ENDS_S)
         code = report_failure(error, ranks, progress, loaded.secrets)
         screen.flush()
@@ -84,7 +100,6 @@ def _run(
     ranks: Ranks,
     stop: StopRequest,
     progress: Progress,
-    *,
     resuming: Resuming,
 ) -> int:
     environment = ranks.environment
@@ -100,11 +115,12 @@ def _run(
         resume(session)
     session.runtime.time_slices = TimeSliceClient.of(ranks.rank, ranks.size)
     gc.collect()  # now, and not in the middle of a step
-    session.state.cursor.run_time.start()
+    cursor = session.state.cursor
+    cursor.ticked_at = time.monotonic()
     status = _run_stages(session)
-    seconds = session.state.cursor.run_time.read()
+    cursor.tick(in_stage=False)
     close_checkpoints(session)
-    lost = finish_run(session, status=status, seconds=seconds)
+    lost = finish_run(session, status)
     session.runtime.exchange.control.barrier("the end of the run")
     return FAILED if lost and status == "done" else _CODES[status]
 
@@ -123,12 +139,16 @@ def _tune_garbage_collector() -> None:
 def _run_stages(session: Session) -> Status:
     """Run the stages that are left."""
     runtime, cursor = session.runtime, session.state.cursor
-    stages = runtime.loaded.pipeline.stages
+    stages, watchdog = runtime.loaded.pipeline.stages, runtime.ranks.watchdog
     while cursor.next < len(stages):
         stage = stages[cursor.next]
-        entry = {"kind": stage.name, "index": stage.index, **_run_stage(session, stage)}
+        session.reporter.where = stage.path
+        watchdog.stage(stage.path)
+        watchdog.step(0)
+        watchdog.turn(stage.name.encode())
+        entry = {"kind": stage.name, "index": stage.index, **_STAGES[type(stage)](session, stage)}
         entry = runtime.loaded.secrets.redact_all(entry)  # checkpoints hold it
-        runtime.ranks.watchdog.turn(b"collecting records")
+        watchdog.turn(b"collecting records")
         runtime.records.collect()
         if entry.get("interrupted"):
             cursor.entries.append(entry)
@@ -136,28 +156,6 @@ def _run_stages(session: Session) -> Status:
         cursor.end(entry)
     take_checkpoint(session, at_end=True)
     return "done"
-
-
-def _run_stage(session: Session, stage: Any) -> dict[str, Any]:
-    watchdog = session.runtime.ranks.watchdog
-    session.reporter.where = stage.path
-    watchdog.stage(stage.path)
-    watchdog.step(0)
-    watchdog.turn(stage.name.encode())
-    match stage:
-        case Train():
-            return train(session, stage)
-        case Forward():
-            return forward(session, stage)
-        case AverageStage():
-            return average(session, stage)
-        case BroadcastStage():
-            return broadcast(session, stage)
-        case Evaluate():
-            return evaluate(session, stage)
-        case Save():
-            return save(session, stage)
-    raise AssertionError(f"a stage that nothing runs: {stage!r}")
 
 
 def _announce(session: Session) -> None:

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from ddprun.config import Choice, Loaded, PipelineError
 from ddprun.engine import build, seeding
 from ddprun.engine.data import Feed
-from ddprun.engine.objective import Objective, find_buffer_use, freeze_layout
-from ddprun.engine.precision import Precision
+from ddprun.engine.objective import Objective, Precision, find_buffer_use, freeze_layout
 from ddprun.host.device import gpu_count
 from ddprun.host.import_path import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica

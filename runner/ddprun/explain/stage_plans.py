@@ -19,7 +19,7 @@ from ddprun.config import (
 from ddprun.explain.model_probe import ModelProbe
 from ddprun.explain.traffic import Route
 from ddprun.sync.buffers import BufferPlan, BufferUse, counters_of, split_by_transfer
-from ddprun.sync.optimizer_state import complete_state, floating_state, has_mean
+from ddprun.sync.exchanger import complete_state, floating_state, has_mean
 from ddprun.sync.plan import PlanProgress, ReplicaConsistency, SyncPlan, Transfer
 from ddprun.sync.synchronizer import averaged_parameters, buckets_of
 from ddprun_hooks.buckets import BucketLayout, ParameterBuckets

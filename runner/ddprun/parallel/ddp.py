@@ -21,14 +21,7 @@ class DdpReplica:
     """This rank's copy of the model under DDP, with the dispatcher as its communication hook.
 
     Backward passes through `ddp` average gradients over the ranks of `begin_stage`, bucket by bucket, by the
-    hooks of that stage.
-
-    Args:
-        model: its parameters and buffers are the same on all ranks already.
-        settings: `ddp` in the file.
-        device: of the model.
-        queue: where gradient buckets travel.
-        stack: the hooks to start with.
+    hooks of that stage. The model's parameters and buffers are the same on all ranks already.
     """
 
     def __init__(
@@ -55,7 +48,7 @@ class DdpReplica:
         loss: Callable[[], Tensor],
         *,
         unused: Callable[[Sequence[str]], Exception],
-        meet: Callable[[], None],
+        barrier: Callable[[], None],
     ) -> None:
         """Run backward passes that leave no trace until DDP's buckets are as they stay.
 
@@ -66,7 +59,7 @@ class DdpReplica:
         Args:
             loss: of a forward pass through `ddp` on one and the same batch, shape ().
             unused: the error for parameters that got no gradient, though DDP waits for all.
-            meet: waits for all ranks.
+            barrier: waits for all ranks.
         """
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         settings = self._settings
@@ -78,16 +71,14 @@ class DdpReplica:
                 if missing and not (settings.find_unused_parameters or settings.static_graph):
                     raise unused(missing)
                 self.model.zero_grad(set_to_none=True)
-                meet()  # the next pass begins with an exchange of DDP's own, which no watchdog sees
+                barrier()  # the next pass begins with an exchange of DDP's own, which no watchdog sees
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
 
     def begin_stage(self, stack: Stack, group: RankGroup) -> str:
-        """Average gradients by these hooks, and among these ranks, from now on.
-
-        Returns:
-            What all ranks must have alike: the buckets, the hooks, the ranks.
+        """Average gradients by these hooks, and among these ranks, from now on; gives what must be
+        the same on all ranks: the buckets, the hooks, the ranks.
         """
         self.dispatcher.stack, self.dispatcher.group = stack, group
         return self.dispatcher.signature

@@ -53,19 +53,11 @@ class Ranks:
     """This rank among the others."""
 
     environment: Environment
-    timeout: timedelta
-    """Of a collective, and of joining."""
-
-    watchdog: Onlooker = UNWATCHED
-    """Is told what this rank waits for."""
-
-    page: str = ""
-    """Path of this rank's status page, on this host."""
-
+    timeout: timedelta  # of a collective, and of joining
+    watchdog: Onlooker = UNWATCHED  # knows what this rank waits for
+    page: str = ""  # path of this rank's status page, on this host
     host: str = field(default_factory=lambda: socket.gethostname())
-    hosts: tuple[str, ...] = ()
-    """Host name of each rank, once joined."""
-
+    hosts: tuple[str, ...] = ()  # host name of each rank, once joined
     local_sizes: tuple[int, ...] = ()
     """For each rank, how many ranks its launcher started on its host, once joined."""
 
@@ -115,8 +107,7 @@ class Ranks:
         store's own.
         """
         endpoint = os.environ["MASTER_ADDR"]
-        here = json.dumps([self.host, address_towards(endpoint)])
-        addresses = [json.loads(text) for text in self.gather("addresses", here)]
+        addresses = self.gather("addresses", [self.host, address_towards(endpoint)])
         hosts = [host for host, _ in addresses]
         if "LOCAL_RANK" not in os.environ:
             self.environment = replace(
@@ -151,12 +142,12 @@ class Ranks:
         self.hosts, self.local_sizes, pages, servers = zip(*everyone, strict=True)
         self._peers = dict(enumerate(map(Peer, self.hosts, pages, servers)))
 
-    def tell_all(self, key: str, make: Callable[[], str]) -> str:
-        """What rank 0 makes, on every rank."""
+    def from_rank_0(self, key: str, make: Callable[[], Any]) -> Any:
+        """What rank 0 makes, on every rank, as JSON has it."""
         if self.rank == 0:
-            self.store.set(key, make())
+            self.store.set(key, json.dumps(make()))
         with waiting(self._joining, "get", f"rank 0's value of {key}", [0]):
-            return str(self.store.get(key).decode())
+            return json.loads(self.store.get(key))
 
     def asking(self) -> AbstractContextManager[None]:
         """Around a question to the store, which has no timeout of its own if the process that holds it is
@@ -180,8 +171,8 @@ class Ranks:
         self._ask(ask)
         return dict(found)
 
-    def gather(self, key: str, value: str) -> list[str]:
-        """Every rank's text on every rank, in rank order."""
+    def gather(self, key: str, value: Any) -> list[Any]:
+        """Every rank's value on every rank, in rank order, as JSON has it."""
         self.store.set(f"{key}/{self.rank}", json.dumps(value))  # ASCII: a path may not be UTF-8
         return self._collect(key, f"every rank's value of {key}")
 

@@ -1,6 +1,5 @@
 """When ranks synchronise: one policy per file, and what goes with them: buffers, mutation, the audit."""
 
-from ddprun.sync.plan import OuterOptimizer, Partition, StageFacts, SyncPlan, Transfer
-from ddprun.sync.policy import SyncPolicy
+from ddprun.sync.plan import OuterOptimizer, Partition, StageFacts, SyncPlan, SyncPolicy, Transfer
 
 __all__ = ["OuterOptimizer", "Partition", "StageFacts", "SyncPlan", "SyncPolicy", "Transfer"]

@@ -21,34 +21,19 @@ class DriftError(RuntimeError):
 class Finding:
     """What one audit found; the same on every rank."""
 
-    differing: tuple[str, ...]
-    """Parameters of which not all ranks hold the same, in the model's order."""
-
-    odd_ranks: tuple[int, ...]
-    """Ranks that differ from the majority in the first of them."""
-
+    differing: tuple[str, ...]  # parameters of which not all ranks hold the same, in the model's order
+    odd_ranks: tuple[int, ...]  # ranks that differ from the majority in the first of them
     largest_distance: float
     """Largest difference between two ranks in one value of any parameter; 0 if all are equal."""
 
-    farthest: str
-    """The parameter of that value; empty if all are equal."""
-
-    @property
-    def equal(self) -> bool:
-        """All ranks hold the same, bit for bit."""
-        return not self.differing
+    farthest: str  # the parameter of that value; empty if all are equal
 
 
 def audit(model: nn.Module, exchange: Exchange, groups: Sequence[Sequence[int]] | None = None) -> Finding:
     """Compare parameters between ranks, by hash; where they differ, by value. Called by all ranks together.
 
-    Args:
-        model: of this rank.
-        exchange: of the run; what is sent for the audit is in no record of training.
-        groups: ranks that have to be equal among each other; None: all of them.
-
-    Returns:
-        What differs inside the groups. The distance is over all ranks.
+    The ranks of each of `groups` have to be equal (None: all of them); the distance is over all ranks. What
+    is sent for it is in no record of training.
     """
     named = dict(model.named_parameters())
     hashes = [float(digest(param)) for param in named.values()]

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddprun.sync.audit import digest
-from ddprun.sync.exchanger import ParameterExchanger
-from ddprun.sync.optimizer_state import has_mean
+from ddprun.sync.exchanger import ParameterExchanger, has_mean
 from ddprun.sync.plan import Buffers
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.control import Control
@@ -20,20 +19,13 @@ from ddprun_hooks.payload import nbytes
 class BufferUse:
     """What a model's buffers do, found by looking at their values around training forward passes."""
 
-    changing: tuple[str, ...] = ()
-    """Those that a training forward pass changes, counters aside."""
-
-    constant: tuple[str, ...] = ()
-    """Those that it leaves as they are."""
-
+    changing: tuple[str, ...] = ()  # those that a training forward pass changes, counters aside
+    constant: tuple[str, ...] = ()  # those that it leaves as they are
     counters: tuple[str, ...] = ()
-    """Whole numbers of one element: every rank counts alike, so they are not sent."""
+    """Whole numbers of one element: every rank counts the same, so they are not sent."""
 
-    read: bool = False
-    """A training forward pass comes out differently when the changing ones have changed."""
-
-    bytes: int = 0
-    """Size of the changing ones."""
+    read: bool = False  # a training forward pass comes out differently when the changing ones have changed
+    bytes: int = 0  # size of the changing ones
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor], changing: Collection[str], *, read: bool) -> Self:
@@ -69,12 +61,9 @@ def counters_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def probe(model: nn.Module, forward: Callable[[], Tensor]) -> BufferUse:
-    """Find out by value what training forward passes do with the buffers; leaves them as they were.
-
-    Args:
-        model: in training mode.
-        forward: runs the model on one and the same batch, with the same random numbers each time, and gives
-            the loss.
+    """Find out by value what training forward passes do with the buffers; leaves them as they were. `forward`
+    runs the model, which is in training mode, on one and the same batch with the same random numbers, and
+    gives the loss.
     """
     named = dict(model.named_buffers())
     if not named:
@@ -108,9 +97,7 @@ class BufferPlan:
 
     setting: Buffers
     use: BufferUse
-    names: tuple[str, ...]
-    """All but counters, in the model's order."""
-
+    names: tuple[str, ...]  # all but counters, in the model's order
     gradients_everywhere: bool
     """Ranks synchronise in every step; where they do not, a forward pass is no time to, either."""
 
@@ -149,14 +136,7 @@ def split_by_transfer(
 
 
 class BufferSync:
-    """Sends buffers when the setting says so.
-
-    Args:
-        model: of this rank; all ranks hold the same buffers now.
-        exchanger: sends them.
-        use: on which all ranks agree.
-        setting: of the first stage.
-    """
+    """Sends buffers when the setting says so; all ranks hold the same ones now."""
 
     def __init__(
         self, model: nn.Module, exchanger: ParameterExchanger, use: BufferUse, setting: Buffers
@@ -183,10 +163,8 @@ class BufferSync:
     def before_reading(self) -> tuple[str, ...]:
         """Make all ranks' buffers equal, unless the setting is `never`: an evaluate or a save stage comes.
 
-        Only what has changed on some rank since ranks were last equal is sent.
-
-        Returns:
-            The names of those that were sent; under `never`, of those that differ from what they were.
+        Only what has changed on some rank since ranks were last equal is sent. Gives the names of those;
+        under `never`, of those that differ from what they were.
         """
         if not self._named:
             return ()

@@ -1,10 +1,20 @@
-"""Sends parameters and their like over the ranks, and notes in the recorder what that cost."""
+"""Sends parameters, buffers and optimizer state over the ranks, and notes in the recorder what that cost.
 
+What becomes of an entry of the optimizer's state goes by its name and kind, never by its shape: the counters
+that torch's optimizers keep become those of the rank with most steps, every other tensor of floating-point
+(or complex) numbers its mean over ranks. Plain numbers and whole numbers of other names, as an optimizer of
+one's own may keep, are not averaged: each rank keeps its own, and where ranks begin anew from one state it is
+rank 0's.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun_hooks.buckets import ParameterBuckets
@@ -25,18 +35,12 @@ class PendingExchange:
 
 
 class ParameterExchanger:
-    """What policies send with.
-
-    Args:
-        exchange: of the run.
-        recorder: takes the traces, and how long the training thread waited for them.
-        cap_bytes: largest size of a bucket.
+    """What policies send with. The recorder takes the traces, and how long the training thread waited for
+    them; `cap_bytes` is the largest size of a bucket.
     """
 
     def __init__(self, exchange: Exchange, recorder: StepRecorder, cap_bytes: float) -> None:
-        self.exchange = exchange
-        self.cap_bytes = cap_bytes
-        self._recorder = recorder
+        self.exchange, self.cap_bytes, self._recorder = exchange, cap_bytes, recorder
         self._plain = all_reduce_stack()
 
     def send(self, queue: CommQueue, payload: Payload, stack: Stack, group: RankGroup) -> PendingExchange:
@@ -78,3 +82,129 @@ class ParameterExchanger:
             pending.append(self.send(self.exchange.plain, payload, stack, group))
         for index, one in enumerate(pending):
             buckets.put(index, self.land(one))
+
+
+_COUNTERS = {"step": 0.0, "mu_product": 1.0}
+"""What torch's optimizers count, or make of a count, for each parameter, and what it is before a step."""
+
+
+def floating_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state that has a mean, by the parameter's index and the state's name."""
+    return {
+        f"{index}.{name}": value
+        for index, param in enumerate(_params(optimizer))
+        for name, value in sorted(optimizer.state.get(param, {}).items())
+        if isinstance(value, Tensor) and not _counts(name, value) and has_mean(value)
+    }
+
+
+def average_state(
+    optimizer: Optimizer, exchanger: ParameterExchanger, group: RankGroup | None = None
+) -> None:
+    """Overwrite the optimizer's state by its mean over ranks, and counters by those of the rank with most
+    steps: one whose gradients were not finite has taken less, or none.
+
+    A group (of the plain queue) of fewer than all ranks leaves counters alone, and does not compare what they
+    keep: they are not to wait for others. Raises DisagreementError if the ranks' optimizers keep different
+    state.
+    """
+    complete_state(optimizer)
+    named = floating_state(optimizer)
+    control = exchanger.exchange.control
+    if group is None:
+        control.agree("the optimizer's state", str([(name, tuple(v.shape)) for name, v in named.items()]))
+        states = [optimizer.state.get(param, {}) for param in _params(optimizer)]
+        counters = [(kept, name) for kept in states for name in _COUNTERS if _counts(name, kept.get(name))]
+        if counters:
+            numbers = [float(kept[name]) for kept, name in counters]
+            gathered = control.all_gather(numbers, "optimizers' counters")  # (ranks, counters)
+            for (kept, name), of_ranks in zip(counters, gathered.unbind(1), strict=True):
+                _set(kept, name, float(of_ranks.max() if name == "step" else of_ranks.min()))
+    with torch.no_grad():
+        exchanger.average(ParameterBuckets(named, exchanger.cap_bytes), "optimizer", group)
+
+
+def mean_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state for optimizers of another number of ranks, as `average_state` makes it, from
+    `Optimizer.state_dict` of each rank. A rank that has not stepped has no state of a parameter; the others'
+    is averaged.
+    """
+    params: dict[Any, dict[str, Any]] = {}
+    for param in dict.fromkeys(param for state in states for param in state["state"]):
+        kept = [state["state"][param] for state in states if param in state["state"]]
+        params[param] = {
+            name: _joined(name, [one[name] for one in kept if name in one])
+            for name in dict.fromkeys(name for one in kept for name in one)
+        }
+    return {**states[0], "state": params}
+
+
+def _joined(name: str, values: Sequence[Any]) -> Any:
+    """One entry, of all ranks that have it."""
+    if _counts(name, values[0]):
+        return (max if name == "step" else min)(values)
+    if isinstance(values[0], Tensor) and has_mean(values[0]):
+        return mean_of(values)
+    return values[0]
+
+
+def has_mean(tensor: Tensor) -> bool:
+    """Whether its numbers are such that a mean over ranks is one of them."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Their mean, of their dtype, summed in double precision."""
+    wide = torch.complex128 if tensors[0].is_complex() else torch.float64
+    return torch.stack([tensor.to(wide) for tensor in tensors]).mean(0).to(tensors[0].dtype)
+
+
+def complete_state(optimizer: Optimizer) -> None:
+    """Make the state of parameters that have none yet, as it is before a first step.
+
+    Ranks then keep the same state whatever steps they have skipped. Optimizers make their state when they
+    first step; a step on gradients of zero makes it, and is taken back.
+    """
+    everything = _params(optimizer)
+    lacking = [param for param in everything if param.requires_grad and not optimizer.state.get(param)]
+    if not lacking:
+        return
+    gradients = [param.grad for param in everything]
+    weights = [param.detach().clone() for param in lacking]
+    decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
+    for param in everything:
+        param.grad = None
+    for param in lacking:
+        param.grad = torch.zeros_like(param)
+    for group, _ in decays:
+        group["weight_decay"] = 0.0  # or the weights would enter the state
+    optimizer.step()
+    for group, decay in decays:
+        group["weight_decay"] = decay
+    with torch.no_grad():
+        for param, value in zip(lacking, weights, strict=True):
+            param.copy_(value)
+            for name, start in _COUNTERS.items():
+                if _counts(name, optimizer.state[param].get(name)):
+                    _set(optimizer.state[param], name, start)
+    for param, gradient in zip(everything, gradients, strict=True):
+        param.grad = gradient
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _counts(name: str, value: Any) -> bool:
+    """Whether an entry of a parameter's state is one of torch's counters."""
+    if isinstance(value, Tensor):
+        return name in _COUNTERS and value.numel() == 1
+    return name in _COUNTERS and isinstance(value, int | float)
+
+
+def _set(kept: dict[str, Any], name: str, number: float) -> None:
+    """Set a counter that is a tensor or a plain number."""
+    if isinstance(kept[name], Tensor):
+        kept[name].fill_(number)
+    else:
+        kept[name] = type(kept[name])(number)

@@ -1,5 +1,5 @@
-"""What a sync policy sends, and when. A policy says it once, in its plan: the run carries the plan out,
-process groups are made for it, and `ddprun explain` shows it.
+"""What a sync policy is, what it sends, and when. A policy says it once, in its
+plan: the run carries the plan out, process groups are made for it, and `ddprun explain` shows it.
 
 Nothing here imports torch: `ddprun check` reads plans, too.
 """
@@ -7,7 +7,9 @@ Nothing here imports torch: `ddprun check` reads plans, too.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+from ddprun.options import Options
 
 Gradients = Literal["all", "host"] | None
 """Among which ranks backward averages gradients: all, those of each host, or none."""
@@ -20,8 +22,7 @@ Effect = Literal["nothing", "common", "host", "hosts_apart", "apart"]
 same now. `host`: the ranks of each host have. `hosts_apart`: ranks of one host stay equal if they were, hosts
 do not. `apart`: each rank went its own way."""
 
-_LONGEST_CYCLE = 100_000
-"""Periods that have no smaller common multiple are followed for so many steps."""
+_LONGEST_CYCLE = 100_000  # periods that have no smaller common multiple are followed for so many steps
 
 
 @dataclass(frozen=True)
@@ -54,27 +55,16 @@ class Transfer:
     hooks, which lose little of it; among all or host. `parameters`, `optimizer`: the mean of the parameters,
     or of the optimizer's state, as they are and past all hooks."""
 
-    every: int
-    """Steps from one time to the next; 0: only at the stage's end, where it makes ranks equal."""
-
-    phase: int = 0
-    """It sets out after steps whose number, divided by `every`, leaves this remainder."""
-
-    not_every: int | None = None
-    """It does not after multiples of this."""
-
+    every: int  # steps from one time to the next; 0: only at the stage's end, where it makes ranks equal
+    phase: int = 0  # it sets out after steps whose number, divided by `every`, leaves this remainder
+    not_every: int | None = None  # it does not after multiples of this
     delay: int = 0
     """Training goes on meanwhile, and the result is applied so many steps later; `change` alone."""
 
     among: Literal["all", "host"] | Partition = "all"
-    source: int | None = None
-    """The rank whose `parameters` all take; None: their mean."""
-
-    fragment: tuple[int, int] = (0, 1)
-    """Which of how many parts of the parameters, about equally large."""
-
-    outer: OuterOptimizer | None = None
-    """What becomes of the mean change; None: it is added."""
+    source: int | None = None  # the rank whose `parameters` all take; None: their mean
+    fragment: tuple[int, int] = (0, 1)  # which of how many parts of the parameters, about equally large
+    outer: OuterOptimizer | None = None  # what becomes of the mean change; None: it is added
 
     def sets_out(self, step: int) -> bool:
         """Whether it sets out after this step."""
@@ -99,20 +89,14 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """All that ranks exchange in a stage beside buffers and control messages."""
+    """All that ranks exchange in a stage besides buffers and control messages."""
 
     gradients: Gradients = None
-    transfers: tuple[Transfer, ...] = ()
-    """In the order in which they set out after one step."""
-
-    hosts: int | None = None
-    """Into how many hosts `host` splits the ranks; None: as they were launched."""
-
-    changes_weights: bool = True
-    """False: nothing in the stage does."""
-
+    transfers: tuple[Transfer, ...] = ()  # in the order in which they set out after one step
+    hosts: int | None = None  # into how many hosts `host` splits the ranks; None: as they were launched
+    changes_weights: bool = True  # False: nothing in the stage does
     keeps_apart: bool = False
-    """Ranks are meant to differ: a stage before this one need not make them equal, and this one cannot go on
+    """Ranks are meant to differ: a stage before this one need not make them equal, and this one cannot resume
     with another number of ranks."""
 
     def synchronizes(self, step: int) -> bool:
@@ -142,7 +126,7 @@ class SyncPlan:
 
     @property
     def control_delay_steps(self) -> int:
-        """Steps that a control message may take, since a transfer beside training may hold it up."""
+        """Steps that a control message may take, since an overlapping transfer may hold it up."""
         return max([1, *(one.delay for one in self.transfers)])
 
     @property
@@ -151,11 +135,7 @@ class SyncPlan:
         return 1 if self.gradients == "all" else max([0, *(t.every for t in self.transfers if t.equalizes)])
 
     def cycle(self, *more: int | None) -> int:
-        """After how many steps everything begins again.
-
-        Args:
-            more: further periods that count.
-        """
+        """After how many steps everything begins again, `more` periods included."""
         periods = [period for period in (*(one.every for one in self.transfers), *more) if period]
         return min(math.lcm(*periods), _LONGEST_CYCLE)
 
@@ -171,9 +151,7 @@ class Buffers:
     """`auto` finds out by value what changes; `every` is after every n-th step. All but `never` also make
     them equal before evaluate and save."""
 
-    every: int | None = None
-    """Steps, with `when: every` only."""
-
+    every: int | None = None  # steps, with `when: every` only
     reduce: Reduce = "broadcast"
     """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
 
@@ -188,11 +166,8 @@ class Buffers:
 class StageFacts:
     """What a plan may depend on besides the policy's options."""
 
-    backward: bool
-    """The stage has backward passes, so there are gradients."""
-
-    changes_weights: bool
-    """Something in the stage does: a backward pass, `update` or `mutate`."""
+    backward: bool  # the stage has backward passes, so there are gradients
+    changes_weights: bool  # something in the stage does: a backward pass, `update` or `mutate`
 
 
 class PlanProgress:
@@ -200,18 +175,12 @@ class PlanProgress:
 
     def __init__(self, plan: SyncPlan) -> None:
         self.plan = plan
-        self.since = [0] * len(plan.transfers)
-        """Of each transfer: steps since it set out last."""
-
-        self.under_way: set[int] = set()
-        """Indices of transfers that have set out and not landed."""
+        self.since = [0] * len(plan.transfers)  # of each transfer: steps since it set out last
+        self.under_way: set[int] = set()  # indices of transfers that have set out and not landed
 
     def after_step(self, step: int) -> tuple[list[int], list[int], Effect]:
-        """The optimizer has taken a step.
-
-        Returns:
-            The indices of the transfers that land, then of those that set out (and land at once unless they
-            have a delay), and what all of that makes of the ranks.
+        """The optimizer has taken a step. Gives the indices of the transfers that land, then of those that
+        set out (and land at once unless they have a delay), and what all of that makes of the ranks.
         """
         transfers = self.plan.transfers
         self.since = [steps + 1 for steps in self.since]
@@ -262,9 +231,7 @@ class ReplicaConsistency:
     optimizer_hosts: int | None = None
     """Into how many hosts the ranks were split where those of each host hold the same state."""
 
-    mutated_at: int = -1
-    """After how many steps of the run weights were mutated last."""
-
+    mutated_at: int = -1  # after how many steps of the run weights were mutated last
     hosts: int | None = None
     """Into how many hosts the running stage splits the ranks; None: as they were launched."""
 
@@ -319,3 +286,19 @@ def _after(before: Consistency, effect: Effect) -> Consistency:
             return "apart" if before == "apart" else "host"
         case _:
             return effect
+
+
+OptimizerState = Literal["local", "average"]
+
+
+class SyncPolicy(Options):
+    """Base of every sync policy. The fields of a subclass are its options in the file, checked before a run;
+    its docstring is its line in `ddprun catalog`.
+    """
+
+    period_key: ClassVar[str] = "every"
+    """The option that says after how many steps all ranks synchronise, for messages."""
+
+    def plan(self, stage: StageFacts) -> SyncPlan:
+        """What ranks exchange in a stage, and when."""
+        raise NotImplementedError

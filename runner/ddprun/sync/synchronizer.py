@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddprun.sync.exchanger import ParameterExchanger, PendingExchange
-from ddprun.sync.optimizer_state import average_state, has_mean
+from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_state, has_mean
 from ddprun.sync.plan import Effect, OuterOptimizer, PlanProgress, SyncPlan, Transfer
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements, RankGroup, combine, within_hosts
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.stack import Stack
+
+_ADDS = OuterOptimizer(lr=1.0, momentum=0.0)  # SGD that adds the mean change
 
 
 def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -26,60 +27,33 @@ def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in model.named_parameters() if has_mean(param)}
 
 
-def noise(model: nn.Module, *, std: float) -> None:
-    """Mutation: add Gaussian noise, drawn from this rank's own generator, to every parameter that has a mean;
-    `std` is in units of the weights.
-    """
-    with torch.no_grad():
-        for param in averaged_parameters(model).values():
-            param.add_(torch.randn_like(param), alpha=std)
+@dataclass(eq=False)
+class Synchronizer:
+    """Exchanges after each step what the plan says. Raises ValueError for more fragments than parameters."""
 
-
-@dataclass(frozen=True, slots=True)
-class SyncContext:
-    """What a plan is carried out with."""
-
+    plan: SyncPlan
     model: nn.Module
     optimizer: Optimizer
     exchanger: ParameterExchanger
-    stack: Stack
-    """The stage's hooks, among all ranks."""
+    stack: Stack  # the stage's hooks, among all ranks
+    host_stack: Stack  # the stage's hooks among the ranks of one host
+    momentum: dict[str, Tensor]  # of outer optimizers, from stage to stage: by parameter name, (numel,)
 
-    host_stack: Stack
-    """The stage's hooks among the ranks of one host."""
-
-
-class Synchronizer:
-    """Exchanges after each step what the plan says.
-
-    Args:
-        plan: of the stage.
-        context: what it works with.
-        momentum: of earlier stages' outer optimizer, by parameter name; taken over, and updated at the end.
-
-    Raises:
-        ValueError: more fragments than parameters.
-    """
-
-    def __init__(self, plan: SyncPlan, context: SyncContext, momentum: dict[str, Tensor]) -> None:
-        self.plan = plan
-        self._context, self._momentum = context, momentum
-        self._progress = PlanProgress(plan)
-        self._buckets = buckets_of(plan, context.model, context.exchanger.cap_bytes)
+    def __post_init__(self) -> None:
+        self._progress = PlanProgress(self.plan)
+        self._buckets = buckets_of(self.plan, self.model, self.exchanger.cap_bytes)
         self._deltas = {
-            index: self._delta(one) for index, one in enumerate(plan.transfers) if one.what == "change"
+            index: self._delta(one) for index, one in enumerate(self.plan.transfers) if one.what == "change"
         }
-        for delta in self._deltas.values():
-            if delta.outer is not None:
-                delta.outer.take_over(delta.buckets, momentum)
 
     def _delta(self, transfer: Transfer) -> "DeltaExchange":
-        context, world = self._context, self._context.exchanger.exchange.deltas.world
-        stack, group = context.stack, world
+        stack, group = self.stack, self.exchanger.exchange.deltas.world
         if transfer.among == "host":
-            stack, group = context.host_stack, world.splits[self.plan.hosts][0]
-        outer = None if transfer.outer is None else OuterSgd(transfer.outer)
-        return DeltaExchange(self._buckets[transfer.fragment], context.exchanger, stack, group, outer)
+            stack, group = self.host_stack, group.splits[self.plan.hosts][0]
+        buckets, outer = self._buckets[transfer.fragment], transfer.outer or _ADDS
+        delta = DeltaExchange(buckets, self.exchanger, stack, group, outer)
+        delta.take_over(self.momentum)
+        return delta
 
     def begin(self) -> None:
         """The stage begins, and all ranks have the same parameters: changes are counted from these."""
@@ -100,12 +74,11 @@ class Synchronizer:
         landing, setting_out, effect = self._progress.finish(reconcile=reconcile)
         self._carry_out(landing, setting_out, unmoved=unmoved, at_end=True)
         for delta in self._deltas.values():
-            if delta.outer is not None:
-                delta.outer.hand_over(delta.buckets, self._momentum)
+            delta.hand_over(self.momentum)
         return effect
 
     def describe(self) -> str:
-        """What all ranks must have alike."""
+        """What must be the same on all ranks."""
         return repr((self.plan, [buckets.layouts for buckets in self._buckets.values()]))
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,7 +101,7 @@ class Synchronizer:
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The state of a round that begins, of the states of all ranks of another world, whose weights have
-        become equal: the outer momentum, which all ranks have alike.
+        become equal: the outer momentum, which is the same on all ranks.
         """
         first = states[0] if states else {}
         return {
@@ -146,11 +119,8 @@ class Synchronizer:
     ) -> None:
         """Land transfers, and send others; all by their index in the plan.
 
-        Args:
-            landing: those that land.
-            setting_out: those that set out.
-            unmoved: of those that land: this rank's weights have not changed since it set out.
-            at_end: training is over, so nothing overlaps with it, and all changes travel at once.
+        `unmoved`: of those that land, where this rank's weights have not changed since it set out. `at_end`:
+        training is over, so nothing overlaps with it, and all changes travel at once.
         """
         transfers = self.plan.transfers
         for index in landing:
@@ -174,15 +144,14 @@ class Synchronizer:
 
     def _send_as_is(self, transfer: Transfer) -> None:
         """Exchange the optimizer's state, or parameters, past all hooks."""
-        exchanger = self._context.exchanger
-        world = exchanger.exchange.plain.world
+        exchanger, world = self.exchanger, self.exchanger.exchange.plain.world
         group: RankGroup | None = None
         if transfer.among == "host":
             group = world.splits[self.plan.hosts][0]
         elif transfer.among != "all":
             group = world.parts[transfer.among.parts(world.size)]
         if transfer.what == "optimizer":
-            average_state(self._context.optimizer, exchanger, group)
+            average_state(self.optimizer, exchanger, group)
             return
         buckets = self._buckets[transfer.fragment]
         with torch.no_grad():
@@ -199,16 +168,13 @@ class DeltaExchange:
     buckets: ParameterBuckets
     exchanger: ParameterExchanger
     stack: Stack
-    group: RankGroup
-    """Of the exchanger's queue of deltas."""
-
-    outer: "OuterSgd | None"
-    """What becomes of the mean change; None: it is added to the common weights."""
-
+    group: RankGroup  # of the exchanger's queue of deltas
+    outer: OuterOptimizer  # what becomes of the mean change
     _base: list[Tensor] = field(default_factory=list)  # common weights, (numel,) of each bucket
     _left: list[Tensor] = field(default_factory=list)  # this rank's weights when the exchange under way began
     _pending: list[PendingExchange] = field(default_factory=list)
     _means: list[Tensor] = field(default_factory=list)  # of an exchange that has landed, not yet applied
+    _momentum: dict[int, Tensor] = field(default_factory=dict)  # of each bucket, (numel,), at least fp32
 
     @property
     def under_way(self) -> bool:
@@ -231,20 +197,17 @@ class DeltaExchange:
             self._pending.append(self.exchanger.send(queue, payload, self.stack, self.group))
 
     def land(self, *, moved: bool = True) -> None:
-        """Wait for the exchange under way and apply it.
+        """Wait for the exchange under way and apply it; `moved`: this rank's weights have changed since it
+        began.
 
         Weights become the new common ones. If training went on meanwhile, they move by what the exchange has
         changed, and what this rank has learned since stays, as a change to be sent in the next round (delayed
         averaging: Zhou et al. 2020, arXiv:2006.00441).
-
-        Args:
-            moved: this rank's weights have changed since an overlapping exchange began.
         """
         means: list[Tensor | None] = [*self._means] or [None] * len(self._pending)
         for index, mean in enumerate(means):
             mean = self.exchanger.land(self._pending[index]) if mean is None else mean
-            base = self._base[index]
-            common = base + mean if self.outer is None else self.outer.step(index, base, mean)
+            common = self._outer_step(index, mean)
             if self._left and moved:
                 self.buckets.add(index, common - self._left[index])
             else:
@@ -253,76 +216,56 @@ class DeltaExchange:
         self._pending, self._left, self._means = [], [], []
 
     def state_dict(self) -> dict[str, Any]:
-        """Common weights, what an exchange under way has brought, and the outer optimizer's momentum:
-        `{name: {bucket: (numel,)}}`.
+        """Common weights, what an exchange under way has brought, and the outer optimizer's momentum, each by
+        bucket: (numel,).
         """
         if self._pending and not self._means:
             self._means = [self.exchanger.land(pending).clone() for pending in self._pending]
-        found = {"base": self._base, "left": self._left, "means": self._means}
-        state = {name: _numbered(dict(enumerate(tensors))) for name, tensors in found.items() if tensors}
-        if self.outer is not None:
-            state["momentum"] = _numbered(self.outer.momentum_of)
-        return state
+        tensors = {"base": [*self._base], "left": [*self._left], "means": [*self._means]}
+        return {**tensors, "momentum": dict(self._momentum)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there; without common weights in it, from those of `begin`."""
-        if self.outer is not None:
-            self.outer.momentum_of = {int(index): one.clone() for index, one in state["momentum"].items()}
-        if "base" not in state:
-            return
-        self._base, self._left, self._means = (
-            [state[name][str(index)].clone().to(base) for index, base in enumerate(self._base)]
-            if name in state
-            else []
-            for name in ("base", "left", "means")
-        )
-        self._pending = []
+        self._momentum = {index: one.clone() for index, one in state["momentum"].items()}
+        if state.get("base"):
+            self._base, self._left, self._means = (
+                [one.clone().to(base) for one, base in zip(state[name], self._base, strict=True)]
+                if state[name]
+                else []
+                for name in ("base", "left", "means")
+            )
+            self._pending = []
 
+    def _outer_step(self, index: int, mean: Tensor) -> Tensor:
+        """A bucket's new common weights: a step of SGD whose gradient is the ranks' mean change, negated.
 
-def _numbered(tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    return {str(index): tensor.clone() for index, tensor in tensors.items()}
-
-
-@dataclass
-class OuterSgd:
-    """SGD with Nesterov momentum on the common weights, its gradient the ranks' mean change, negated.
-
-    As torch.optim.SGD(lr, momentum, nesterov=True): with momentum = 0 and lr = 1 it adds the mean change.
-    """
-
-    settings: OuterOptimizer
-    momentum_of: dict[int, Tensor] = field(default_factory=dict)
-    """Momentum of each bucket, by its index; shape (numel,), at least fp32."""
-
-    def step(self, index: int, base: Tensor, mean: Tensor) -> Tensor:
-        """The new common weights."""
-        step, momentum = mean, self.settings.momentum
+        As torch.optim.SGD(lr, momentum, nesterov=True): with momentum = 0 and lr = 1 it adds the mean change.
+        """
+        step, momentum = mean, self.outer.momentum
         if momentum:
             wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
-            known = self.momentum_of.get(index)
+            known = self._momentum.get(index)
             buffer = wide.clone() if known is None else known.mul_(momentum).add_(wide)
-            self.momentum_of[index] = buffer
+            self._momentum[index] = buffer
             step = torch.add(wide, buffer, alpha=momentum).to(mean.dtype)
-        return torch.add(base, step, alpha=self.settings.lr)
+        return torch.add(self._base[index], step, alpha=self.outer.lr)
 
-    def take_over(self, buckets: ParameterBuckets, momentum: Mapping[str, Tensor]) -> None:
+    def take_over(self, momentum: Mapping[str, Tensor]) -> None:
         """Start with the momentum that an earlier stage left, by parameter name."""
-        for index, layout in enumerate(buckets.layouts):
-            if all(param.name in momentum for param in layout.params):
-                self.momentum_of[index] = torch.cat([momentum[param.name] for param in layout.params])
+        for index, layout in enumerate(self.buckets.layouts):
+            if self.outer.momentum and all(param.name in momentum for param in layout.params):
+                self._momentum[index] = torch.cat([momentum[param.name] for param in layout.params])
 
-    def hand_over(self, buckets: ParameterBuckets, momentum: dict[str, Tensor]) -> None:
+    def hand_over(self, momentum: dict[str, Tensor]) -> None:
         """Hand the momentum to a later stage, by parameter name."""
-        for index, buffer in self.momentum_of.items():
-            for param in buckets.layouts[index].params:
+        for index, buffer in self._momentum.items():
+            for param in self.buckets.layouts[index].params:
                 momentum[param.name] = buffer[param.offset : param.offset + param.numel].clone()
 
 
 def buckets_of(plan: SyncPlan, model: nn.Module, cap_bytes: float) -> dict[tuple[int, int], ParameterBuckets]:
-    """The parameters of each fragment that a plan sends, in flat buckets of at most `cap_bytes`.
-
-    Raises:
-        ValueError: more fragments than parameters.
+    """The parameters of each fragment that a plan sends, in flat buckets of at most `cap_bytes`; raises
+    ValueError for more fragments than parameters.
     """
     found: dict[tuple[int, int], ParameterBuckets] = {}
     for count in sorted({one.fragment[1] for one in plan.transfers if one.what != "optimizer"}):
@@ -334,10 +277,8 @@ def buckets_of(plan: SyncPlan, model: nn.Module, cap_bytes: float) -> dict[tuple
 
 
 def split_evenly(named: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
-    """Neighbouring parameters in `parts` groups of about equally many elements, none of them empty.
-
-    Raises:
-        ValueError: fewer parameters than parts.
+    """Neighbouring parameters in `parts` groups of about equally many elements, none of them empty; raises
+    ValueError for fewer parameters than parts.
     """
     if parts > max(1, len(named)):
         raise ValueError(f"{parts} fragments of {len(named)} parameters: each needs at least one")

@@ -65,7 +65,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a layer norm and beside a residual connection."""
+    """Attention and a feed-forward layer, each behind a layer norm with a residual connection around it."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

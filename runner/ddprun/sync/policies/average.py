@@ -1,8 +1,7 @@
 """Parameter averaging, for stages without a backward pass and elsewhere."""
 
 from ddprun.options import PositiveInt
-from ddprun.sync.plan import StageFacts, SyncPlan, Transfer
-from ddprun.sync.policy import SyncPolicy
+from ddprun.sync.plan import StageFacts, SyncPlan, SyncPolicy, Transfer
 
 
 class Average(SyncPolicy):

@@ -1,8 +1,7 @@
 """One rank's parameters for all, every so many steps."""
 
 from ddprun.options import NonNegativeInt, PositiveInt
-from ddprun.sync.plan import StageFacts, SyncPlan, Transfer
-from ddprun.sync.policy import SyncPolicy
+from ddprun.sync.plan import StageFacts, SyncPlan, SyncPolicy, Transfer
 
 
 class Broadcast(SyncPolicy):

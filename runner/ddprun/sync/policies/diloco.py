@@ -5,8 +5,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, combine, problem
-from ddprun.sync.plan import OuterOptimizer, StageFacts, SyncPlan, Transfer
-from ddprun.sync.policy import SyncPolicy
+from ddprun.sync.plan import OuterOptimizer, StageFacts, SyncPlan, SyncPolicy, Transfer
 
 
 class Diloco(SyncPolicy):

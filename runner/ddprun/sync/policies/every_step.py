@@ -1,7 +1,6 @@
 """Plain DDP: gradients are averaged at every step."""
 
-from ddprun.sync.plan import StageFacts, SyncPlan, Transfer
-from ddprun.sync.policy import SyncPolicy
+from ddprun.sync.plan import StageFacts, SyncPlan, SyncPolicy, Transfer
 
 
 class EveryStep(SyncPolicy):

@@ -6,8 +6,7 @@ from typing import ClassVar, Self
 from pydantic import model_validator
 
 from ddprun.options import PositiveInt, problem
-from ddprun.sync.plan import StageFacts, SyncPlan, Transfer
-from ddprun.sync.policy import OptimizerState, SyncPolicy
+from ddprun.sync.plan import OptimizerState, StageFacts, SyncPlan, SyncPolicy, Transfer
 
 
 class HierarchicalSgd(SyncPolicy):

@@ -1,7 +1,6 @@
 """No synchronisation at all."""
 
-from ddprun.sync.plan import StageFacts, SyncPlan
-from ddprun.sync.policy import SyncPolicy
+from ddprun.sync.plan import StageFacts, SyncPlan, SyncPolicy
 
 
 class Independent(SyncPolicy):

@@ -1,8 +1,7 @@
 """Local SGD: ranks train by themselves and average what they have learned every so many steps."""
 
 from ddprun.options import PositiveInt
-from ddprun.sync.plan import StageFacts, SyncPlan, Transfer
-from ddprun.sync.policy import OptimizerState, SyncPolicy
+from ddprun.sync.plan import OptimizerState, StageFacts, SyncPlan, SyncPolicy, Transfer
 
 
 class LocalSgd(SyncPolicy):

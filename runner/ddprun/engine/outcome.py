@@ -1,32 +1,162 @@
-"""When a run fails or hangs: what is reported, by which rank, and what is kept of it."""
+"""How a run ends: the summary and the closing table, or the report of a failure or a hang."""
 
+import json
 import os
+import platform
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
-from ddprun import screen
+from ddprun import __version__, screen
+from ddprun.checkpoint import folder
 from ddprun.config import PipelineError
 from ddprun.config.secrets import Secrets
-from ddprun.engine.finish import LostError, write_summary
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
 from ddprun.host import rank_files
 from ddprun.host.network import NetworkError
 from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.run_files import replacing, resume_command
 from ddprun.sync.audit import DriftError
-from ddprun.telemetry.writer import Writer, event_log
+from ddprun.telemetry.steps import VERSION, Totals
+from ddprun.telemetry.writer import Writer, event_log, finite
 from ddprun.watchdog.hang import Report, RunContext, handle_hang, open_log
 from ddprun.watchdog.rank_watchdog import RankWatchdog
 from ddprun_hooks.errors import DisagreementError
 
 FAILED, BAD_INPUT = 1, 2
+Status = Literal["done", "interrupted", "failed"]
+
+
+class LostError(Exception):
+    """Something that a run leaves behind could not be written."""
+
+
+def finish_run(session: Session, status: Status) -> list[str]:
+    """Write the summary, end the records and the trackers, and show the closing table; called by all ranks.
+
+    Gives what is lost of the run's purpose, the same on all ranks: the last checkpoint, the summary. Records
+    that could not be written are reported, and no more.
+    """
+    runtime, state, reporter = session.runtime, session.state, session.reporter
+    ranks, records, finite_check = runtime.ranks, runtime.records, runtime.finite
+    records.writer.flush()
+    failures = ranks.gather("records", records.writer.failure or "")
+    if incomplete := [(rank, why) for rank, why in enumerate(failures) if why]:
+        (rank, why), *others = incomplete
+        more = f" (and of {len(others)} more)" if others else ""
+        reporter.note(f"the records of rank {rank}{more} are incomplete: {why}")
+    found = summarize(session, status)
+    if status == "failed":
+        assert finite_check.found is not None
+        message = _lost_weights(session) if ranks.rank == 0 else ""
+        found["error"] = {"rank": finite_check.found.rank, "message": message}
+    summary = {**runtime.loaded.secrets.redact_all(found), "run_dir": found["run_dir"]}
+    writer = runtime.checkpoints
+    lost = [writer.lost] if writer is not None and writer.lost is not None else []
+    if ranks.rank == 0:
+        reporter.events.info("finished", status=status, step=state.step)
+        try:
+            write_summary(runtime.run_dir, summary)
+        except OSError as error:
+            lost.append(f"summary.json: {error.strerror or error}")
+    if late := reporter.trackers.close(summary):
+        reporter.note(f"{', '.join(late)}: still flushing; the run does not wait for it")
+    records.close()
+    if ranks.rank == 0:
+        reporter.screen.closing(summary)
+        if status == "failed":
+            reporter.note(f"ddprun: the run failed ({reporter.where}): {summary['error']['message']}")
+        if lost:
+            ended = {"done": "is done", "interrupted": "has stopped", "failed": "has failed"}[status]
+            screen.say(f"ddprun: the run {ended}, but not all of it could be written: {'; '.join(lost)}")
+        elif status == "interrupted" and runtime.loaded.pipeline.checkpoint.keep:
+            reporter.note(f"to resume: {resume_command(runtime.run_dir)}")
+        screen.show(str(runtime.run_dir))
+    return list(ranks.from_rank_0("lost", lambda: lost))
+
+
+def _lost_weights(session: Session) -> str:
+    """Why the run has ended as its weights are not finite, and how to resume it; on rank 0."""
+    finite_check, run_dir = session.runtime.finite, session.runtime.run_dir
+    assert finite_check.found is not None
+    first, step = finite_check.found, folder.last_finite(run_dir / folder.FOLDER)
+    lines = [f"{finite_check.lost_parameter} is not finite any more, and on_nan is stop"]
+    if first.value is not None:
+        lines.append(f"  first     the loss of rank {first.rank} was {first.value} at step {first.step}")
+    again = "no finite checkpoint is left: start again"
+    if step is not None:
+        again = f"{resume_command(run_dir)} --set …, from step {step},"
+    lines += [
+        f"  next      {again} with a smaller learning rate,",
+        "            clip_norm or warmup_steps, or with bf16 in place of fp16; or, if it should",
+        "            continue as it is, with on_nan: continue",
+    ]
+    return "\n".join(lines)
+
+
+def summarize(session: Session, status: Status) -> dict[str, Any]:
+    """Add up all ranks; called by all of them. Times are means over ranks, in seconds."""
+    runtime, state, audit = session.runtime, session.state, session.state.last_audit
+    rows = runtime.exchange.control.all_gather(runtime.recorder.totals.numbers(), "totals for the summary")
+    totals = [Totals.of(row) for row in rows.tolist()]
+
+    def mean_s(*parts: str) -> float:
+        return sum(total.parts_us[part] for total in totals for part in parts) / len(totals) / 1e6
+
+    stages = state.cursor.entries
+    train_s = sum(stage["seconds"] for stage in stages if stage["kind"] in ("train", "forward"))
+    return {
+        "v": VERSION,
+        "status": status,
+        "steps": state.step,
+        "samples": sum(total.samples for total in totals),
+        "loss": state.loss,
+        "metrics": state.metrics or {},
+        "nonfinite": None if runtime.finite.found is None else asdict(runtime.finite.found),
+        "seconds": state.cursor.run_seconds,
+        "seconds_in_steps": mean_s("step_us"),
+        "steps_per_s": state.step / train_s if train_s else 0.0,
+        "data_s": mean_s("data_us"),
+        "compute_s": mean_s("forward_us", "backward_us", "optimizer_us"),
+        "communication_s": sum(total.communication_us for total in totals) / len(totals) / 1e6,
+        "exposed_communication_s": mean_s("exposed_hook_us", "exposed_wait_us", "exposed_wire_us"),
+        "straggler_wait_s": [total.parts_us["exposed_wait_us"] / 1e6 for total in totals],
+        "trackers_dropped": {name: n for name, n in session.reporter.trackers.dropped.items() if n},
+        "stragglers": [] if runtime.recorder.stragglers is None else runtime.recorder.stragglers.state_dict(),
+        "wire_bytes": sum(total.wire_bytes for total in totals),
+        "world_size": runtime.ranks.size,
+        "backend": runtime.backend,
+        "device": runtime.device.type,
+        "versions": {"ddprun": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "records_dropped": runtime.records.writer.dropped,
+        "records_failure": runtime.records.writer.failure,
+        "run_dir": str(runtime.run_dir),
+        "audit": audit
+        and {
+            "equal": not audit.farthest,
+            "largest_distance": audit.largest_distance,
+            "largest_distance_ever": state.farthest_apart,
+        },
+        "stages": list(stages),
+    }
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Write `summary.json`, whole or not at all; NaN and infinities become null."""
+    with replacing(run_dir, "summary.json") as file:
+        file.write(json.dumps(finite(summary), indent=2, allow_nan=False).encode() + b"\n")
+
+
+# Failures.
 
 _LOST_PEER = (
     "connection closed by peer",
@@ -37,9 +167,7 @@ _LOST_PEER = (
     "remote process exited",
     "read error",
     "left the exchange",
-)
-"""Gloo raises plain RuntimeErrors, whatever has gone wrong."""
-
+)  # Gloo raises plain RuntimeErrors, whatever has gone wrong
 _NETWORK_ERRORS = (dist.DistBackendError, dist.DistNetworkError)
 _EXCHANGING = (
     "ddprun_hooks.",
@@ -48,9 +176,7 @@ _EXCHANGING = (
     "torch.futures.",
     "torch.nn.parallel.distributed.",
     "torch.autograd.graph.",  # an exchange that breaks in backward's own code, which has no frames
-)
-"""Where collectives and the store are called from."""
-
+)  # where collectives and the store are called from
 _GLOO_GUESSES = ". This is typically caused by"
 _LAUNCHER_NOTICES_S, _OTHERS_READ_S, _TRACKERS_END_S = 3.0, 1.0, 2.0
 
@@ -58,8 +184,7 @@ _NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_FR_BUFFER_SIZE": "2000",
-}
-"""What torch's own watchdog has to do so that ranks' watchdogs report first (`docs/reliability.md`)."""
+}  # what torch's own watchdog has to do so that ranks' watchdogs report first (`docs/reliability.md`)
 
 
 @dataclass(slots=True)
