@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 from ddprun.config import Buffers, Choice, TrainSettings
-from ddprun.explain.explain import Exchange, Explained, StageExplained, bucket_bytes
-from ddprun.explain.traffic import Among, Amount, Carried
+from ddprun.explain.explain import Exchange, Explained, StageExplained
+from ddprun.explain.traffic import Among, Amount, Bucket
 from ddprun.sync.buffers import BufferUse
 from ddprun.units import count, size
 
@@ -315,13 +315,13 @@ def _all_named(exchanges: Sequence[Exchange]) -> str:
 def _named(exchange: Exchange, *, numbered: bool = True) -> str:
     """What an exchange is; `numbered`: with its buckets, if it is of some only."""
     route, ranks = exchange.route, _ranks_of(exchange)
-    if exchange.carried is not None and not any(one.legs for one in exchange.carried):
+    if exchange.amount is not None and not any(one.legs for one in exchange.buckets or ()):
         return "nothing, as noop gives each rank its own back"
     match route.kind, route.through:
         case "delta", _:
             which = ""
             if numbered and exchange.buckets is not None:
-                first, last = exchange.buckets[0].index, exchange.buckets[-1].index
+                first, last = exchange.buckets[0].bucket, exchange.buckets[-1].bucket
                 which = f" (bucket {first})" if first == last else f" (buckets {first} to {last})"
             return f"what parameters have changed by, averaged over {ranks}{which}"
         case "parameters", "broadcast":
@@ -361,36 +361,35 @@ def _tables(exchanges: Sequence[Exchange], ranks: int) -> Iterator[str]:
     for alike in by_route.values():
         if len(by_route) > 1:
             yield from paragraph("", f"{_capital(_named(alike[0], numbered=False))}:")
-        rows = _thinned([row for exchange in alike for row in _rows(exchange, ranks)], ("…", *[""] * 5))
+        buckets = [bucket for exchange in alike for bucket in exchange.buckets or ()]
+        rows = _thinned([_row(bucket, ranks) for bucket in buckets], ("…", *[""] * 5))
         head = ("bucket", "dtype", "values", "bytes", "sent per rank", "parameters")
         yield from _labelled("", table([head, *rows], "><>>><"))
         unknown = next((exchange.unknown for exchange in alike if exchange.unknown), "")
         if unknown:
             yield from paragraph("", f"How they travel is unknown: {unknown}.")
-        yield from _legs([one for exchange in alike for one in exchange.carried or ()])
+        yield from _legs(buckets)
 
 
-def _rows(exchange: Exchange, ranks: int) -> Iterator[tuple[str, ...]]:
-    layouts = exchange.buckets or ()
-    for layout, one in zip(layouts, exchange.carried or [None] * len(layouts), strict=True):
-        sent = "unknown" if one is None else size(one.amount.all_ranks / ranks)
-        names = ends([param.name for param in layout.params])
-        yield str(layout.index), layout.dtype, f"{layout.numel:,}", size(bucket_bytes(layout)), sent, names
+def _row(one: Bucket, ranks: int) -> tuple[str, ...]:
+    sent = "unknown" if one.sent is None else size(one.sent.all_ranks / ranks)
+    return str(one.bucket), one.dtype, f"{one.numel:,}", size(one.bytes), sent, ends(one.params)
 
 
-def _legs(carried: Sequence[Carried]) -> Iterator[str]:
-    """How buckets travel; those that travel alike in one paragraph."""
-    alike: dict[tuple[tuple[str, str, Among, int], ...], list[Carried]] = {}
-    for one in carried:
-        alike.setdefault(tuple((leg.op, leg.dtype, leg.among, leg.ranks) for leg in one.legs), []).append(one)
-    for ways, buckets in alike.items():
-        which = "Each bucket"
-        if len(alike) > 1:
-            which = f"Bucket {', '.join(str(one.layout.index) for one in buckets)}"
-        legs = []
-        for index, (op, dtype, among, ranks) in enumerate(ways):
-            bytes_of_all = size(sum(one.legs[index].bytes for one in buckets))
-            legs.append(f"{op} of {dtype} among {_group(ranks, among)} ({bytes_of_all})")
+def _legs(buckets: Sequence[Bucket]) -> Iterator[str]:
+    """How buckets travel, as far as that is known; those that travel alike in one paragraph."""
+    alike: dict[tuple[tuple[str, str, Among, int], ...], list[Bucket]] = {}
+    for one in buckets:
+        if one.legs is not None:
+            way = tuple((leg.op, leg.dtype, leg.among, leg.ranks) for leg in one.legs)
+            alike.setdefault(way, []).append(one)
+    for way, some in alike.items():
+        which = "Each bucket" if len(alike) == 1 else f"Bucket {', '.join(str(one.bucket) for one in some)}"
+        columns = zip(*[one.legs or () for one in some], strict=True)
+        legs = [
+            f"{op} of {dtype} among {_group(ranks, among)} ({size(sum(leg.bytes for leg in column))})"
+            for (op, dtype, among, ranks), column in zip(way, columns, strict=True)
+        ]
         if len(legs) <= 1:
             yield from paragraph("", f"{which}: {legs[0] if legs else 'nothing is sent'}.")
             continue
