@@ -145,10 +145,9 @@ class Accumulator:
         by_row, by_message = resolved.findings, dict[int, Sequence[BucketTrace[int]]]()
         if not (by_row or self.found or self.first_finding):
             return by_message
-        message_of = {row: message for message, row in enumerate(rows)}
-        for row in range(len(resolved.steps)):
+        for row, message in enumerate(_message_of(rows, resolved).tolist()):
             self.note_findings(by_row.get(row, ()))
-            if (message := message_of.get(row)) is not None:
+            if message >= 0:
                 numbers[message, FINDING_AT] = self.first_finding
                 if self.found:  # also where only another rank's values may have been lost
                     by_message[message] = self.found
@@ -178,14 +177,9 @@ def all_ready_us(
 ) -> Numbers:
     """When the last rank had each trace's bucket ready, on this rank's clock; 0: not known. Shape (traces,).
 
-    Backward fills buckets in order, so a bucket that is not reported was ready when the next one was.
-
-    Args:
-        resolved: this rank's steps.
-        own: its messages about them.
-        messages: those of all ranks, shape (messages, ranks, numbers of a message); None: there are none.
-        buckets: gradient buckets of the stage.
-        offset_us: how far this rank's clock is ahead of rank 0's.
+    `own` are this rank's messages, `messages` those of all ranks, shape (messages, ranks, numbers of a
+    message); None: there are none. Backward fills buckets in order, so a bucket that is not reported was
+    ready when the next one was.
     """
     if messages is None:
         return np.zeros(len(resolved.traces))

@@ -171,10 +171,8 @@ class ResolvedSteps:
 def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
     """Read the marks of steps that are over; waits for those that the device has not passed.
 
-    Args:
-        buffer: with at least one step, and no running one; its traces are taken out.
-        clock: which took the marks; it measures later ones from the last step's end.
-        every: gradient times are read for every n-th step.
+    `buffer` has at least one step and no running one; its traces are taken out. The clock measures later
+    marks from the last step's end. Gradient times are read for every n-th step (`every`).
     """
     steps, count = buffer.steps, len(buffer.steps)
     times = clock.times(buffer.marks)
@@ -254,13 +252,9 @@ def divide(resolved: ResolvedSteps, all_ready_us: Numbers) -> Ints:
     after all ranks had all buckets ready. `exposed_wait_us`: what is left. Nothing could move then, since
     some rank had not got there yet.
 
-    Args:
-        resolved: whose `us` are changed.
-        all_ready_us: when the last rank had each trace's bucket ready, on this rank's clock; 0: long ago, or
-            not known. Shape (traces,).
-
-    Returns:
-        All exposed communication of each step; shape (steps,).
+    `all_ready_us`: when the last rank had each trace's bucket ready, on this rank's clock; 0: long ago, or
+    not known. Shape (traces,). Changes `resolved.us`, and returns all exposed communication of each step,
+    shape (steps,).
     """
     count = len(resolved.in_hooks_us)
     exposed = np.zeros((3, count), dtype=np.int64)  # hook, wait, wire
@@ -303,10 +297,8 @@ def under_way_us(landed: Ints, count: int) -> Ints:
 def covered_us(intervals: Ints, windows: Ints) -> Ints:
     """How much of each window the union of intervals covers, on several time lines at once: shape (windows,).
 
-    Args:
-        intervals: time line (counted from 0), start and end of each, microseconds; shape (3, intervals). One
-            that ends before it starts covers nothing.
-        windows: likewise; shape (3, windows), at least one.
+    Both are time line (counted from 0), start and end, microseconds: shapes (3, intervals) and (3, windows).
+    There is at least one window; an interval that ends before it starts covers nothing.
     """
     low, high = int(windows[1].min()), int(windows[2].max())
 
@@ -394,14 +386,9 @@ def step_records(
     rank: int,
     every: int,
 ) -> Iterator[StepRecord]:
-    """The records of steps whose waiting has been divided; can be asked for once.
+    """The records of every n-th step (`every`), after `divide`; the traces of `resolved` are taken out.
 
-    Args:
-        resolved: the steps; their traces are taken out.
-        mean_losses: over all ranks, of each step; None where ranks did not synchronise.
-        all_ready_us: as for `divide`.
-        rank: this one.
-        every: only every n-th step is wanted.
+    `mean_losses`: over all ranks, of each step; None where ranks did not synchronise.
     """
     steps, times, us = resolved.steps, resolved.times, resolved.us.tolist()
     ended, durations = [_LAPS[part] for part in resolved.parts], resolved.durations.tolist()

@@ -243,20 +243,15 @@ def _last_ready(messages: _StepMessages) -> float:
     return float(messages.numbers[:, SYNC_READY_AT:].max())
 
 
-@dataclass(frozen=True, slots=True)
-class StragglerTotal:
-    """All episodes in which a rank was late for one cause and, in backward, before one bucket."""
+@dataclass(slots=True)
+class StragglerTotal(Straggler):
+    """All episodes in which a rank was late for one cause and, in backward, before one bucket.
 
-    rank: int
-    cause: str
-    bucket: int | None
-    params: tuple[str, ...]
-    late_us: float  # by how much in each synchronisation: the mean over `steps`
-    step_us: float  # the time between two synchronisations, which may be several steps: the mean over `steps`
+    `late_us` and `step_us`, the time between two synchronisations, are means over `steps`.
+    """
+
     steps: int  # how many steps the episodes lasted
     episodes: int
-    first_step: int
-    last_step: int
 
     @property
     def lost_steps(self) -> float:
@@ -272,7 +267,7 @@ class StragglerTotal:
 
 def straggler_totals(episodes: Iterable[Mapping[str, Any]]) -> list[StragglerTotal]:
     """Totals of a summary's episodes by rank, cause, bucket and parameters; the one that cost most first."""
-    alike: dict[tuple[int, str, int | None, tuple[str, ...]], list[Mapping[str, Any]]] = {}
+    alike: dict[tuple[int, Cause, int | None, tuple[str, ...]], list[Mapping[str, Any]]] = {}
     for one in episodes:
         alike.setdefault((one["rank"], one["cause"], one["bucket"], tuple(one["params"])), []).append(one)
     totals = []
@@ -284,5 +279,5 @@ def straggler_totals(episodes: Iterable[Mapping[str, Any]]) -> list[StragglerTot
             for name in ("late_us", "step_us")
         )
         first, last = min(one["first_step"] for one in some), max(one["last_step"] for one in some)
-        totals.append(StragglerTotal(*who, late_us, step_us, steps, len(some), first, last))
+        totals.append(StragglerTotal(*who, late_us, step_us, first, last, steps, len(some)))
     return sorted(totals, key=lambda one: one.lost_steps, reverse=True)

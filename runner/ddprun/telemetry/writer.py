@@ -197,12 +197,9 @@ def ranks_in(run_dir: Path, kind: str) -> list[int]:
 
 
 class RecordFiles:
-    """Where this rank writes its records, and how rank 0's folder gets them.
+    """Where this rank writes its records, and how the run's folder, which rank 0 sees, gets them.
 
-    Args:
-        folder: the run's folder, by the same path on every host.
-        control: over which ranks that do not see rank 0's folder send their records.
-        tell_all: what rank 0 makes under a key, on every rank; to find out which ranks see its folder.
+    `tell_all` returns what rank 0 makes under a key, on every rank: to find out which ranks see its folder.
     """
 
     def __init__(
@@ -273,38 +270,34 @@ def truncate_records(run_dir: Path, step: int) -> None:
 
     A record of a step up to a checkpoint's is always written before those of later steps.
     """
+
+    def stays(line: bytes) -> bool:
+        return bool(parse(line, finite=False)["step"] <= step)
+
     for kind in FOLDERS:
         for rank in ranks_in(run_dir, kind):
-            _truncate(run_dir, file_of(kind, rank), step)
+            _truncate(run_dir, file_of(kind, rank), stays)
 
 
 def truncate_torn_event(run_dir: Path) -> None:
     """Cut a torn last line off the events, before more are appended; events are history."""
     with suppress(FileNotFoundError):
-        _truncate(run_dir, EVENTS, None)
+        _truncate(run_dir, EVENTS, lambda line: True)
 
 
-def _truncate(run_dir: Path, name: str, step: int | None) -> None:
+def _truncate(run_dir: Path, name: str, stays: Callable[[bytes], bool]) -> None:
+    """Cut a file after the last whole line that stays; one on which `stays` fails does not."""
     with open_file(run_dir, name, "r+b") as file:
-        size = file.seek(0, 2)
-        if size and (end := _end_of(file, step)) < size:
+        size = end = file.seek(0, 2)
+        if not size:
+            return  # nothing can be mapped
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            end = data.rfind(b"\n") + 1
+            while end:
+                start = data.rfind(b"\n", 0, end - 1) + 1
+                with suppress(ValueError, KeyError, TypeError):
+                    if stays(data[start:end]):
+                        break
+                end = start
+        if end < size:
             file.truncate(end)
-
-
-def _end_of(file: IO[bytes], step: int | None) -> int:
-    """Where the last whole line that stays ends, in bytes; `file` is not empty."""
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        end = data.rfind(b"\n") + 1
-        while end:
-            start = data.rfind(b"\n", 0, end - 1) + 1
-            if _stays(data[start:end], step):
-                break
-            end = start
-        return end
-
-
-def _stays(line: bytes, step: int | None) -> bool:
-    try:
-        return step is None or parse(line, finite=False)["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False
