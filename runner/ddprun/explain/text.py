@@ -2,13 +2,12 @@
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from ddprun.config import Buffers, Choice, TrainSettings
 from ddprun.explain.explain import Exchange, Explained, StageExplained
 from ddprun.explain.traffic import Among, Amount, Bucket
-from ddprun.sync.buffers import BufferUse
 from ddprun.units import count, size
 
 _WIDTH = 110
@@ -129,20 +128,14 @@ def _buffers(stage: StageExplained, setting: Buffers, explained: Explained) -> s
         when = "None are sent in this stage. Nor before evaluate and save: each rank keeps its own."
     else:
         when = "None are sent in this stage. They are sent before evaluate and save."
+    change = "none changes in training, but for counters."
+    if use.changing:
+        change = f"{len(use.changing)} {'changes' if len(use.changing) == 1 else 'change'} in training "
+        change += f"({ends(use.changing)}, {size(use.bytes)}), and training "
+        change += "reads them." if use.read else "never reads them."
     all_bytes = size(sum(one.nbytes for one in held.values()))
     ddp = f"DDP's own broadcast would send {all_bytes} before each forward pass."
-    return f"{chosen}{_buffer_use(use, len(held))} {when} {ddp}"
-
-
-def _buffer_use(use: BufferUse, held: int) -> str:
-    if not use.changing:
-        return f"of {count(held, 'buffer')} none changes in training, but for counters."
-    change = "changes" if len(use.changing) == 1 else "change"
-    read = "reads them" if use.read else "never reads them"
-    return (
-        f"of {count(held, 'buffer')} {len(use.changing)} {change} in training ({ends(use.changing)}, "
-        f"{size(use.bytes)}), and training {read}."
-    )
+    return f"{chosen}of {count(len(held), 'buffer')} {change} {when} {ddp}"
 
 
 def _drifts(settings: TrainSettings) -> bool:
@@ -182,8 +175,8 @@ def _after_steps(stage: StageExplained, settings: TrainSettings) -> Iterator[str
         lines.append(
             f"the other {idle} of {'every ' if _repeats(stage) else ''}{stage.cycle} steps: nothing."
         )
-    for index, line in enumerate(_thinned(lines)):
-        yield from paragraph("" if index else "After a step", _capital(line))
+    for label, line in zip_longest(["After a step"], _thinned(lines), fillvalue=""):
+        yield from paragraph(label, _capital(line))
     if overlap := max((one.delay for one in settings.plan.transfers), default=0):
         when = f"is applied exactly {count(overlap, 'step')} later"
         yield from paragraph("", f"An exchange overlaps with training, and {when}.")
@@ -248,12 +241,13 @@ def _without_steps(stage: StageExplained, explained: Explained) -> Iterator[str]
 
 
 def _sums(stage: StageExplained) -> Iterator[str]:
-    rows = []
-    for pattern in stage.patterns:
-        rest = len(stage.patterns) > 1 and pattern is stage.patterns[-1]
-        rows.append(_sizes(_when(pattern.steps, stage, rest=rest), pattern.amount))
+    several = len(stage.patterns) > 1
+    rows = [
+        _sizes(_when(one.steps, stage, rest=several and one is stage.patterns[-1]), one.amount)
+        for one in stage.patterns
+    ]
     rows = _thinned(rows, ("…", "", "", ""))
-    if len(stage.patterns) > 1:
+    if several:
         rows.append(_sizes("mean of all steps", stage.cycle_amount, stage.cycle))
     rows.append(_sizes("1,000 steps", stage.cycle_amount, stage.cycle, 1000))
     if stage.steps is not None:
@@ -314,27 +308,23 @@ def _all_named(exchanges: Sequence[Exchange]) -> str:
 
 def _named(exchange: Exchange, *, numbered: bool = True) -> str:
     """What an exchange is; `numbered`: with its buckets, if it is of some only."""
-    route, ranks = exchange.route, _ranks_of(exchange)
+    kind, source, ranks = exchange.route.kind, exchange.route.source, _ranks_of(exchange)
     if exchange.amount is not None and not any(one.legs for one in exchange.buckets or ()):
         return "nothing, as noop gives each rank its own back"
-    match route.kind, route.through:
-        case "delta", _:
-            which = ""
-            if numbered and exchange.buckets is not None:
-                first, last = exchange.buckets[0].bucket, exchange.buckets[-1].bucket
-                which = f" (bucket {first})" if first == last else f" (buckets {first} to {last})"
-            return f"what parameters have changed by, averaged over {ranks}{which}"
-        case "parameters", "broadcast":
-            return f"the parameters of rank {route.source}, as they are, to {ranks}"
-        case "parameters", _:
-            return f"the parameters as they are, averaged over {ranks}"
-        case "optimizer", _:
-            return f"the optimizer's state as it is, averaged over {ranks}"
-        case "buffers", "broadcast":
-            return f"the buffers of rank {route.source}, to {ranks}"
-        case "buffers", _:
-            return f"the buffers, averaged over {ranks}"
-    return f"the gradients, averaged over {ranks}"
+    if exchange.route.through == "broadcast":
+        return f"the {kind} of rank {source}{', as they are' if kind == 'parameters' else ''}, to {ranks}"
+    what = {
+        "gradient": "the gradients,",
+        "delta": "what parameters have changed by,",
+        "parameters": "the parameters as they are,",
+        "optimizer": "the optimizer's state as it is,",
+        "buffers": "the buffers,",
+    }[kind]
+    which = ""
+    if kind == "delta" and numbered and exchange.buckets is not None:
+        first, last = exchange.buckets[0].bucket, exchange.buckets[-1].bucket
+        which = f" (bucket {first})" if first == last else f" (buckets {first} to {last})"
+    return f"{what} averaged over {ranks}{which}"
 
 
 def _ranks_of(exchange: Exchange) -> str:

@@ -158,6 +158,13 @@ def _each(
     return section
 
 
+def _table(
+    heads: Sequence[str], rows: Sequence[Sequence[Any]], caption: str, otherwise: str
+) -> Iterator[Block]:
+    """A table; without rows a note instead."""
+    return Table(heads, rows, caption) if rows else Text(otherwise, "note")
+
+
 def _chart(chart: Chart, label: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[Block]:
     """A chart, and its numbers as a table."""
     yield Figure(label, chart)
@@ -283,11 +290,9 @@ def _gradients(digest: Digest) -> Iterator[Block]:
             about = ["", ""] if index else [bucket, len(one.params)]
             spread = "" if index else one.us / total / 1000
             rows.append([*about, name, f"{times / total:.0%}", spread])
-    if rows:
-        heads = ["bucket", "parameters", "last gradient", "how often", "first to last gradient, ms"]
-        yield Table(heads, rows, "A bucket is sent when its last gradient is complete.")
-    else:
-        yield Text("Not recorded: `timings.gradients` is off.", "note")
+    heads = ["bucket", "parameters", "last gradient", "how often", "first to last gradient, ms"]
+    caption = "A bucket is sent when its last gradient is complete."
+    yield _table(heads, rows, caption, "Not recorded: `timings.gradients` is off.")
 
 
 def _communication(digest: Digest) -> Iterator[Block]:
@@ -301,14 +306,11 @@ def _communication(digest: Digest) -> Iterator[Block]:
         hooks = ", ".join(one.hooks) or "none: all-reduce"
         rows.append([one.kind, hooks, one.payloads / steps, *sizes, *times])
         shares.append(f"{one.kind} in {one.steps / max(1, digest.bucket_steps):.0%} of the steps")
-    if rows:
-        caption = (
-            "Means over ranks and over the steps with such an exchange; times are for one payload. "
-            f"Exchanged: {', '.join(shares)}."
-        )
-        yield Table(heads, rows, caption)
-    else:
-        yield Text("Nothing was exchanged, or there are no bucket records.", "note")
+    caption = (
+        "Means over ranks and over the steps with such an exchange; times are for one payload. "
+        f"Exchanged: {', '.join(shares)}."
+    )
+    yield _table(heads, rows, caption, "Nothing was exchanged, or there are no bucket records.")
 
 
 def _fidelity(digest: Digest) -> Iterator[Block]:
@@ -349,10 +351,8 @@ def _stages(digest: Digest) -> Iterator[Block]:
         sync = sync if sync is None or isinstance(sync, str) else json.dumps(sync)
         about = [stage.get(key) for key in ("kind", "steps", "seconds")]
         rows.append([index, *about, sync, ", ".join(event.get("hooks", ())) or None])
-    if rows:
-        yield Table(["stage", "kind", "steps", "seconds", "sync", "hooks"], rows)
-    else:
-        yield Text("The run has no summary yet.", "note")
+    heads = ["stage", "kind", "steps", "seconds", "sync", "hooks"]
+    yield _table(heads, rows, "", "The run has no summary yet.")
 
 
 def _buffers(digest: Digest) -> Iterator[Block]:
