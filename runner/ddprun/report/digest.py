@@ -115,7 +115,7 @@ class _Column:
         self.counts = array("l", bytes(array("l").itemsize * len(steps)))
 
     def add(self, index: int | None, value: float | None) -> None:
-        # While a run goes on, records of later steps than `steps` come.
+        # While a run is going on, records of later steps than `steps` come.
         if value is not None and index is not None:
             self.sums[index] += value
             self.counts[index] += 1
@@ -221,8 +221,8 @@ def _read_buckets(found: Digest) -> None:
 def _steps_to_show(recorded: Sequence[int], step: _Column, waited: _Column) -> dict[int, str]:
     """Steps whose timeline is shown, and why: some evenly over the run, and the three that stand out."""
     shown = min(len(recorded), _TIMELINES - 2)
-    places = [round(index * (len(recorded) - 1) / max(1, shown - 1)) for index in range(shown)]
-    chosen = {recorded[index]: "" for index in places}
+    positions = [round(index * (len(recorded) - 1) / max(1, shown - 1)) for index in range(shown)]
+    chosen = {recorded[index]: "" for index in positions}
     later = recorded[len(recorded) // 10 :]  # the first steps are slower than all others
     by_length = sorted(later, key=step.of)
     special = {
@@ -285,7 +285,7 @@ def _on_timeline(bucket: Mapping[str, Any], start_us: float) -> dict[str, Any]:
 
 
 def sentences(digest: Digest) -> list[str]:
-    """The sentences about one run; names of keys and commands in them stand in backticks."""
+    """The sentences about one run; names of keys and commands in them are in backticks."""
     if not digest.recorded:
         return [
             "The run has no step records, so it is unknown where its time went.",
@@ -332,8 +332,8 @@ def _where(digest: Digest, shares: Mapping[str, float]) -> str:
         (shares["data"], "loading data"),
         (shares["sync"], "between steps"),
     ]
-    said = [f"{share:.0%} {what}" for share, what in sorted(found, reverse=True) if share >= 0.005]
-    listed = said[0] if len(said) == 1 else f"{', '.join(said[:-1])}, and {said[-1]}"
+    named = [f"{share:.0%} {what}" for share, what in sorted(found, reverse=True) if share >= 0.005]
+    listed = named[0] if len(named) == 1 else f"{', '.join(named[:-1])}, and {named[-1]}"
     return f"A step took {digest.mean_parts_us['step_us'] / 1000:.1f} ms on average: {listed}."
 
 

@@ -76,7 +76,7 @@ _OUTLINE = {"color": "rgba(0,0,0,0)", "line": {"color": "#D55E00", "width": 1.5}
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A heading, a paragraph or a note; what stands in backticks is shown as code."""
+    """A heading, a paragraph or a note; what is in backticks is shown as code."""
 
     text: str
     kind: str = "paragraph"
@@ -119,7 +119,7 @@ Block = Text | Table | Figure
 
 
 def page(runs: Runs, comparison: Table | None = None) -> str:
-    """The page about at least one run; a table that compares them stands first."""
+    """The page about at least one run; a table that compares them comes first."""
     found: dict[str, list[Block]] = {"Comparison": [comparison] if comparison else []}
     found |= {title: list(blocks(runs)) for title, blocks in _SECTIONS.items()}
     sections = {title: blocks for title, blocks in found.items() if blocks}

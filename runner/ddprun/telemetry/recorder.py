@@ -1,4 +1,4 @@
-"""The recorder of steps: marks in a step, control messages beside it, records after it.
+"""The recorder of steps: marks in a step, control messages about it, records after it.
 
 The loop calls `start`, `lap` and `end`, which only append to a `MarkBuffer` (`steps.py`). About every half
 second `end` resolves the steps that are over, and posts this rank's control messages about those in which
@@ -235,7 +235,7 @@ class StepRecorder:
 
     @property
     def sync(self) -> Traffic:
-        """Takes what is exchanged beside backward, in the running step or between steps."""
+        """Takes what is exchanged outside backward, in the running step or between steps."""
         if self._step is None:
             return self._between_steps
         if self._step.sync is None:

@@ -9,7 +9,7 @@ fields `docs/records.md` explains.
 Many steps are read at once, as arrays with a row for each, since Python code that runs once in a step costs
 several times what it costs in a loop: the model has pushed it out of the processor's caches in between. Each
 step has two *sections* in which buckets travel, with traces and waits of their own: its backward pass
-(2 * row), and everything that is exchanged beside it (2 * row + 1).
+(2 * row), and everything that is exchanged outside it (2 * row + 1).
 """
 
 import math
@@ -53,7 +53,7 @@ _OWN = [_HOOK if part == "hook_us" else _COLUMN[part] for part in OWN_PARTS]
 
 @dataclass(slots=True)
 class Traffic:
-    """What is exchanged beside backward, in a running step or between steps."""
+    """What is exchanged outside backward, in a running step or between steps."""
 
     sent: list[BucketTrace[Any]] = field(default_factory=list)  # it may not have landed yet
     landed: list[BucketTrace[Any]] = field(default_factory=list)  # waited for; maybe sent in an earlier step
@@ -302,13 +302,13 @@ def covered_us(intervals: Ints, windows: Ints) -> Ints:
     """
     low, high = int(windows[1].min()), int(windows[2].max())
 
-    def placed(table: Ints) -> Ints:
+    def laid_out(table: Ints) -> Ints:
         """Starts and ends with all time lines laid end to end, so that one sort serves all: shape (2, n)."""
         moments = np.minimum(np.maximum(table[1:], low), high)
-        places: Ints = table[0] * (high - low + 1) + (moments - low)
-        return places
+        positions: Ints = table[0] * (high - low + 1) + (moments - low)
+        return positions
 
-    start, end = placed(intervals)
+    start, end = laid_out(intervals)
     order = start.argsort(kind="stable")
     start = start[order]
     latest_end = np.zeros(len(start) + 1, dtype=np.int64)
@@ -317,10 +317,10 @@ def covered_us(intervals: Ints, windows: Ints) -> Ints:
     covered = np.zeros(len(start) + 1, dtype=np.int64)
     np.add.accumulate(np.maximum(more, 0), out=covered[1:])
 
-    places = placed(windows)
-    begun = start.searchsorted(places, "right")
-    # Of all intervals that began before a place, only the one that ends last can reach beyond it.
-    before = covered[begun] - np.maximum(latest_end[begun] - places, 0)
+    positions = laid_out(windows)
+    begun = start.searchsorted(positions, "right")
+    # Of all intervals that began before a position, only the one that ends last can reach beyond it.
+    before = covered[begun] - np.maximum(latest_end[begun] - positions, 0)
     within: Ints = before[1] - before[0]
     return within
 

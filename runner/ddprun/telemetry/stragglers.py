@@ -73,12 +73,12 @@ class _StepMessages(NamedTuple):
     """What all ranks say about one step."""
 
     step: int
-    skew_us: float  # from the first rank ready with its last bucket to the last; in backward and beside it
+    skew_us: float  # from the first rank ready with its last bucket to the last; in backward and outside it
     numbers: Numbers  # shape (ranks, numbers of a message)
 
 
 class Stragglers:
-    """Looks for stragglers while training goes on, in bounded memory.
+    """Looks for stragglers during training, in bounded memory.
 
     A straggler is late by more than the share `over` of a step, in the median of `window` steps.
     """
@@ -116,7 +116,7 @@ class Stragglers:
             Each change of `current`: the step, and who is late from then on (None: nobody any more).
         """
         messages = messages[: len(steps)]
-        last_ready = messages[..., sorted({SYNC_READY_AT, messages.shape[2] - 1})]  # beside backward, in it
+        last_ready = messages[..., sorted({SYNC_READY_AT, messages.shape[2] - 1})]  # outside backward, in it
         skews = (last_ready.max(1) - last_ready.min(1)).sum(1).tolist()
         # Where no bucket was exchanged, as around an audit, no rank waited for another one.
         new = [
@@ -177,7 +177,7 @@ class Stragglers:
         if skews[(len(skews) - 1) // 2] <= _LEAST_US / _HYSTERESIS:
             return None
         numbers = np.stack([one.numbers for one in self._steps])  # (steps, ranks, numbers of a message)
-        # Where ranks exchange buckets in backward and beside it, they wait for each other twice in a step.
+        # Where ranks exchange buckets in backward and outside it, they wait for each other twice in a step.
         ready = (numbers[..., READY_COLUMNS], numbers[..., SYNC_READY_AT : SYNC_READY_AT + 1])
         last_ready = [at[..., -1] for at in ready if at.shape[2] and at.all()]
         if not last_ready:
