@@ -141,6 +141,11 @@ class Side:
         """Whether it ran to its end."""
         return self.code == 0 and self.digest is not None
 
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """The run's; empty if it did not run to its end."""
+        return (self.digest.run.summary if self.digest and self.done else None) or {}
+
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
@@ -329,14 +334,13 @@ def verdict(first: Side, other: Side, noise: float | None) -> str:
 def rows(sides: Sequence[Side]) -> list[dict[str, Any]]:
     """The comparison's table as numbers."""
     first, factor = sides[0], noise(sides)
-    samples = min((_samples(side) for side in sides if side.done), default=0)
+    samples = min((int(side.summary.get("samples", 0)) for side in sides if side.done), default=0)
     return [_row(first, side, factor, samples) for side in sides]
 
 
 def _row(first: Side, side: Side, factor: float | None, samples: int) -> dict[str, Any]:
     rates = sorted(1 / seconds for seconds in side.turns_s.values())
-    found = ratio(first, side)
-    summary: Mapping[str, Any] = (side.digest.run.summary if side.digest and side.done else None) or {}
+    found, summary = ratio(first, side), side.summary
     steps_s, exposed_s = summary.get("seconds_in_steps"), summary.get("exposed_communication_s")
     cosine = side.digest.fidelity.get("cosine") if side.digest else None
     cosines = [value for value in cosine.means if value is not None] if cosine else []
@@ -356,11 +360,6 @@ def _row(first: Side, side: Side, factor: float | None, samples: int) -> dict[st
         "verdict": verdict(first, side, factor),
         "run_dir": str(side.folder),
     }
-
-
-def _samples(side: Side) -> int:
-    summary = side.digest.run.summary if side.digest else None
-    return int(summary["samples"]) if summary else 0
 
 
 def _loss_after(run: Run, samples: int) -> float | None:

@@ -32,9 +32,7 @@ class Mlflow(CurveTracker):
         super().__init__(options, run)
         client = self._client = MlflowClient(tracking_uri=options.tracking_uri)
         known = client.get_experiment_by_name(options.experiment)
-        experiment = (
-            known.experiment_id if known is not None else client.create_experiment(options.experiment)
-        )
+        experiment = known.experiment_id if known else client.create_experiment(options.experiment)
         self._id = client.create_run(experiment, run_name=run.folder.name).info.run_id
         for key, value in _flat(run.pipeline):
             client.log_param(self._id, key, str(value)[:_VALUE_CHARACTERS])
