@@ -218,11 +218,8 @@ def explain(
     The model and the data are built and run as on rank 0, hooks and sync policies are the engine's own, and
     bytes are counted as a run counts them. A hook is asked about its first payload only.
 
-    Args:
-        loaded: the pipeline.
-        hosts: how many there would be; None: as the file says.
-        ranks_per_host: None: as the file says, or as a run on this machine would have it.
-        importing: what the pipeline names by a dotted name may be imported.
+    `hosts` and `ranks_per_host` are by default as the file says, or as a run on this machine would have it.
+    `importing`: what the pipeline names by a dotted name may be imported.
 
     Raises:
         PipelineError: something in the file that only a run can see.

@@ -156,6 +156,54 @@ class Simulations:
         names = self._not_imported(stage) if stage is not None and route.hooked else []
         return f'"hooks: {names[0]}" is not imported' if names else ""
 
+    def carry(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Bucket:
+        """What it takes to carry a bucket that meets the hooks of `stage`, if the route has any.
+
+        Raises:
+            PipelineError: a hook that would break the run.
+        """
+        if self.unknown(stage, route):
+            return _bucket(layout, None, None)
+        stack = self._stack(stage, route)
+        key = stack.described if route.hooked else "", route, layout
+        if key not in self._known:
+            # Where no hook looks at values there need not be any.
+            values = bool(stack.names) and route.through != "broadcast"
+            first = example_payload(layout, route.kind, self._device if values else torch.device("meta"))
+            traces = []
+            try:
+                for groups in self.groups:
+                    payload = replace(first, tensor=first.tensor.clone(), findings=[])
+                    group = route.group(groups[route.queue])
+                    traces.append(simulate(payload, self._stack(stage, route), group))
+            except HooksError as error:
+                path = stage.key_path("hooks") if stage is not None else ""
+                raise PipelineError([self._loaded.fault(path, str(error))]) from None
+            by_name = _groups_by_name(self.groups[0][route.queue])
+            legs = tuple(_joined([trace.collectives for trace in traces], by_name))
+            self._known[key] = _bucket(layout, _sent_by(traces), legs)
+        return self._known[key]
+
+    def _stack(self, stage: StepStage | None, route: Route) -> Stack:
+        """What carries a bucket on a route; made anew each time, since hooks keep state."""
+        if route.through == "sum":
+            return all_reduce_stack()
+        if route.through == "broadcast":
+            return broadcast_stack(route.source)
+        assert stage is not None, "hooks are a stage's"
+        return self._hooks(stage, inside_host=route.through == "host_hooks")
+
+    def _hooks(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
+        """The stage's hooks, made anew; plain all-reduce where they are not known.
+
+        Raises:
+            PipelineError: a hook that cannot be had.
+        """
+        if self._not_imported(stage):
+            return Stack([])
+        hooks = stage.effective(self._loaded.pipeline).hooks
+        return build.build_stack(self._loaded, stage.key_path("hooks"), hooks, inside_host=inside_host)
+
     def _not_imported(self, stage: StepStage) -> list[str]:
         """Names of the stage's hooks that are somebody else's code, legs included."""
         found = []
@@ -166,54 +214,6 @@ class Simulations:
                 specs = [spec for leg in ("within", "across") for spec in hook.options.get(leg, ())]
                 found += [name for spec in specs if (name := parse_spec(spec)[0]) not in BUILT_IN]
         return found
-
-    def _hooks(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
-        """The stage's hooks, made anew since they keep state; plain all-reduce where they are not known.
-
-        Raises:
-            PipelineError: a hook that cannot be had.
-        """
-        if self._not_imported(stage):
-            return Stack([])
-        hooks = stage.effective(self._loaded.pipeline).hooks
-        return build.build_stack(self._loaded, stage.key_path("hooks"), hooks, inside_host=inside_host)
-
-    def carry(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Bucket:
-        """What it takes to carry a bucket that meets the hooks of `stage`, if the route has any.
-
-        Raises:
-            PipelineError: a hook that would break the run.
-        """
-        if self.unknown(stage, route):
-            return _bucket(layout, None, None)
-        key = self._hooks(stage).described if stage is not None and route.hooked else "", route, layout
-        if key not in self._known:
-            try:
-                self._known[key] = self._carry(stage, route, layout)
-            except HooksError as error:
-                path = stage.key_path("hooks") if stage is not None else ""
-                raise PipelineError([self._loaded.fault(path, str(error))]) from None
-        return self._known[key]
-
-    def _carry(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Bucket:
-        traces = []
-        # Where no hook looks at values there need not be any.
-        values = bool(self._stack(stage, route).names) and route.through != "broadcast"
-        first = example_payload(layout, route.kind, self._device if values else torch.device("meta"))
-        for groups in self.groups:
-            group = route.group(groups[route.queue])
-            payload = replace(first, tensor=first.tensor.clone(), findings=[])
-            traces.append(simulate(payload, self._stack(stage, route), group))
-        legs = _joined([trace.collectives for trace in traces], _groups_by_name(self.groups[0][route.queue]))
-        return _bucket(layout, _sent_by(traces), tuple(legs))
-
-    def _stack(self, stage: StepStage | None, route: Route) -> Stack:
-        if route.through == "sum":
-            return all_reduce_stack()
-        if route.through == "broadcast":
-            return broadcast_stack(route.source)
-        assert stage is not None, "hooks are a stage's"
-        return self._hooks(stage, inside_host=route.through == "host_hooks")
 
     def _check(self, stage: StepStage, stack: Stack, needs: GroupRequirements) -> None:
         """Check that the ranks lie as a stage needs them; a fault names what of it needs them otherwise."""

@@ -20,12 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ddprun.telemetry.control_message import (
-    OWN_COLUMNS,
-    READY_COLUMNS,
-    SYNC_READY_AT,
-    reported_buckets,
-)
+from ddprun.telemetry.control_message import OWN_COLUMNS, READY_COLUMNS, SYNC_READY_AT, reported_buckets
 from ddprun.telemetry.steps import OWN_PARTS, Numbers
 
 Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]

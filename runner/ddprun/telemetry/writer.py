@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import orjson
 import structlog
@@ -154,27 +154,17 @@ def event_log(
     records), the caller's fields and those that are `bound`, all as `redact` returns them without secrets.
     """
 
-    def stamp(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        event["monotonic_us"] = now_us()
-        return event
-
-    def render(_: Any, __: str, event: MutableMapping[str, Any]) -> bytes:
-        return dumps(redact(dict(event)))
-
-    class Sink:
-        def msg(self, line: bytes) -> None:
-            if writer is not None:
-                writer.put(EVENTS, line)
-
-        debug = info = warning = error = critical = msg
+    def write(_: Any, __: str, event: MutableMapping[str, Any]) -> NoReturn:
+        if writer is not None:
+            writer.put(EVENTS, dumps(redact({**event, "monotonic_us": now_us()})))
+        raise structlog.DropEvent  # structlog has nothing to print
 
     logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
-        Sink(),
+        None,
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
-            stamp,
-            render,
+            write,
         ],
         wrapper_class=structlog.make_filtering_bound_logger("info"),
     ).bind(**bound)
