@@ -157,7 +157,7 @@ def _backward(stage: StageExplained, settings: TrainSettings) -> str:
         return f"{what}. DDP's buckets are unknown: {exchange.unknown}."
     return (
         f"{what}, in {count(len(exchange.buckets), 'bucket')}, each sent as soon as backward has filled it, "
-        "while backward goes on."
+        "while backward continues."
     )
 
 
@@ -220,7 +220,7 @@ def _loss(settings: TrainSettings) -> str:
         what = f"It is not averaged. {own}; gradients are averaged inside a host only."
     else:
         what = f"It is not averaged. {own}; no gradients are averaged."
-    return f"{what} The log's mean loss is computed beside training, and nothing depends on it."
+    return f"{what} The log's mean loss is computed separately; nothing depends on it."
 
 
 def _without_steps(stage: StageExplained, explained: Explained) -> Iterator[str]:
