@@ -53,8 +53,7 @@ class StagePlan:
     settings: TrainSettings | None = None  # None for a stage without steps
     steps: int | None = None  # None: not known, or the stage has none
     begin: tuple[Sent, ...] = ()  # before the first step
-    backward: tuple[Sent, ...] = ()  # what backward sends, in every step
-    by_step: tuple[tuple[Sent, ...], ...] = ()  # what else is sent, by step of a cycle
+    by_step: tuple[tuple[Sent, ...], ...] = ()  # what is sent, by step of a cycle
     control_messages: tuple[int, ...] = ()  # first steps with one; they repeat with the cycle
     end: tuple[Sent, ...] | None = ()  # at the end, or by a stage without steps; None: not known
     left_apart: bool = False  # the next stage wants ranks as they are: nothing makes them equal at the end
@@ -312,9 +311,7 @@ def _explained(plan: StagePlan, probe: ModelProbe, simulations: Simulations) -> 
         steps.setdefault(sent, []).append(step)
     patterns = []
     for sent, numbers in steps.items():
-        before = [one for one in sent if one.moment == "before_forward"]
-        later = [one for one in sent if one.moment != "before_forward"]
-        of_step = exchanges([*before, *plan.backward, *later])
+        of_step = exchanges(sent)
         patterns.append(Pattern(tuple(numbers), of_step, total([one.amount for one in of_step], ranks)))
     patterns.sort(key=lambda pattern: len(pattern.steps))
     end = None if plan.end is None else exchanges(plan.end)
@@ -384,6 +381,7 @@ class _Planner:
         by_step: list[tuple[Sent, ...]] = []
         for step in range(1, length + 1):
             sent = self._buffers("before_forward", buffers.before_forward()) * settings.accumulate
+            sent += self._gradients(plan)
             _, setting_out, effect = progress.after_step(step)
             for index in setting_out:
                 sent += self._transfer("after_step", plan.transfers[index], plan)
@@ -399,7 +397,6 @@ class _Planner:
             settings,
             steps,
             begin,
-            self._gradients(plan),
             tuple(by_step[:cycle]),
             tuple(_control_messages(plan, buffers, steps, cycle)),
             None if steps is None and cycle > 1 else end,
