@@ -189,9 +189,7 @@ def _each(
     return section
 
 
-def _table(
-    heads: Sequence[str], rows: Sequence[Sequence[Any]], caption: str, otherwise: str
-) -> Iterator[Block]:
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], caption: str, otherwise: str) -> Block:
     """A table; without rows a note instead."""
     return Table(heads, rows, caption) if rows else Text(otherwise, "note")
 
@@ -263,29 +261,30 @@ def _loss(runs: Runs) -> Iterator[Block]:
 def _step_time(runs: Runs) -> Iterator[Block]:
     heads = ["rank", *(_LOOKS[part].name for part in PARTS), "step"]
 
-    def rows(digest: Digest, prefix: str = "") -> list[list[Any]]:
-        return [
-            [f"{prefix}rank {rank}", *(one.get(part, 0.0) / 1000 for part in (*PARTS, "step_us"))]
-            for rank, one in zip(digest.run.ranks, digest.parts_us, strict=True)
-        ]
+    def of_ranks(digest: Digest, prefix: str = "") -> dict[str, dict[str, float]]:
+        ranks = [f"{prefix}rank {rank}" for rank in digest.run.ranks]
+        return dict(zip(ranks, digest.parts_us, strict=True))
+
+    def rows(named: Mapping[str, Mapping[str, float]]) -> list[list[Any]]:
+        parts = (*PARTS, "step_us")
+        return [[name, *(us.get(part, 0.0) / 1000 for part in parts)] for name, us in named.items()]
 
     def of_run(digest: Digest) -> Iterator[Block]:
         if not digest.recorded:
             yield Text(_NO_STEPS, "note")
             return
-        of_ranks = {f"rank {rank}": one for rank, one in zip(digest.run.ranks, digest.parts_us, strict=True)}
-        chart = _parts_chart(of_ranks, "milliseconds per step")
-        yield from _chart(chart, "Step time by rank, in milliseconds", heads, rows(digest))
+        ranks = of_ranks(digest)
+        chart = _parts_chart(ranks, "milliseconds per step")
+        yield from _chart(chart, "Step time by rank, in milliseconds", heads, rows(ranks))
         used = {_LOOKS[part].name: curve for part, curve in digest.parts_ms.items() if any(curve.means)}
         label = "Step time over the run, mean over ranks"
         yield from _curves(_parts_over_time_chart(digest), label, used, "milliseconds")
 
     if len(runs) > 1:
-        chart = _parts_chart(
-            {name: digest.mean_parts_us for name, digest in runs}, "milliseconds per step, mean over ranks"
-        )
-        together = [row for name, digest in runs for row in rows(digest, f"{name}, ")]
-        yield from _chart(chart, "Step time of the runs, in milliseconds", heads, together)
+        means = {name: digest.mean_parts_us for name, digest in runs}
+        chart = _parts_chart(means, "milliseconds per step, mean over ranks")
+        all_rows = [row for name, digest in runs for row in rows(of_ranks(digest, f"{name}, "))]
+        yield from _chart(chart, "Step time of the runs, in milliseconds", heads, all_rows)
     yield from _each(of_run)(runs)
 
 
