@@ -38,7 +38,7 @@ Moment = Literal["begin", "before_forward", "backward", "after_step", "end", "on
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Buckets that set out together."""
+    """Buckets that are sent together."""
 
     moment: Moment
     route: Route
