@@ -6,6 +6,7 @@ from itertools import pairwise, zip_longest
 from typing import Any
 
 from ddprun.config import Buffers, Choice, TrainSettings
+from ddprun.config.scalars import write
 from ddprun.explain.explain import Exchange, Explained, StageExplained
 from ddprun.explain.traffic import Among, Amount, Bucket
 from ddprun.units import count, size
@@ -296,7 +297,7 @@ def _shown(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_shown, value)) + "]"
-    return "null" if value is None else str(value)
+    return write(value)
 
 
 # Exchanges.
