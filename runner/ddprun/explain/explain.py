@@ -7,16 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ddprun.config import (
-    AverageStage,
-    BroadcastStage,
-    Evaluate,
-    Loaded,
-    Save,
-    Stage,
-    StepStage,
-    TrainSettings,
-)
+from ddprun.config import AverageStage, BroadcastStage, Loaded, Stage, StepStage, TrainSettings
 from ddprun.explain.model_probe import ModelProbe, World, probe_model
 from ddprun.explain.traffic import Amount, Bucket, Route, Simulations, total
 from ddprun.host.device import default_ranks
@@ -43,20 +34,6 @@ class Sent:
     moment: Moment
     route: Route
     layouts: tuple[BucketLayout, ...] | None  # None: not known
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """What one stage sends."""
-
-    stage: Stage
-    settings: TrainSettings | None = None  # None for a stage without steps
-    steps: int | None = None  # None: not known, or the stage has none
-    begin: tuple[Sent, ...] = ()  # before the first step
-    by_step: tuple[tuple[Sent, ...], ...] = ()  # what is sent, by step of a cycle
-    control_messages: tuple[int, ...] = ()  # first steps with one; they repeat with the cycle
-    end: tuple[Sent, ...] | None = ()  # at the end, or by a stage without steps; None: not known
-    left_apart: bool = False  # the next stage wants ranks as they are: nothing makes them equal at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,31 +75,26 @@ class Pattern:
     amount: Amount | None  # of one such step; None: not known
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageExplained:
     """What one stage sends."""
 
-    plan: StagePlan
-    patterns: tuple[Pattern, ...]  # the rarest first
-    begin: tuple[Exchange, ...]  # before the first step
+    stage: Stage
+    settings: TrainSettings | None = None  # None for a stage without steps
+    steps: int | None = None  # None: not known, or the stage has none
+    cycle: int = 0  # after so many steps it begins again; at most as many as the stage has
+    patterns: tuple[Pattern, ...] = ()  # the rarest first
+    control_messages: tuple[int, ...] = ()  # first steps with one; they repeat with the cycle
+    begin: tuple[Exchange, ...] = ()  # before the first step
     end: tuple[Exchange, ...] | None  # after the last step, or of a stage without steps; None: not known
     exchanges: tuple[Exchange, ...]  # all of them, by number
+    left_apart: bool = False  # the next stage wants ranks as they are: nothing makes them equal at the end
     ranks: int
 
     @property
     def index(self) -> int:
         """In `stages`."""
-        return self.plan.stage.index
-
-    @property
-    def steps(self) -> int | None:
-        """None: not known, or the stage has none."""
-        return self.plan.steps
-
-    @property
-    def cycle(self) -> int:
-        """After so many steps it begins again; at most as many as the stage has."""
-        return len(self.plan.by_step)
+        return self.stage.index
 
     @property
     def cycle_amount(self) -> Amount | None:
@@ -148,11 +120,11 @@ class StageExplained:
 
     def as_object(self) -> dict[str, Any]:
         """For `--format json`."""
-        plan, settings, cycle = self.plan, self.plan.settings, self.cycle_amount
-        found: dict[str, Any] = {"stage": self.index, "kind": plan.stage.name}
+        settings, cycle = self.settings, self.cycle_amount
+        found: dict[str, Any] = {"stage": self.index, "kind": self.stage.name}
         if settings is not None:
             found |= {
-                "steps": plan.steps,
+                "steps": self.steps,
                 "sync": settings.sync.plain(),
                 "hooks": [hook.plain() for hook in settings.hooks],
                 "buffers": settings.buffers.plain(),
@@ -169,7 +141,7 @@ class StageExplained:
                     }
                     for one in self.patterns
                 ],
-                "control_words": list(plan.control_messages),
+                "control_words": list(self.control_messages),
                 "mean_step": cycle and cycle.sizes(self.cycle),
                 "thousand_steps": cycle and cycle.sizes(self.cycle, 1000),
             }
@@ -177,7 +149,7 @@ class StageExplained:
             "exchanges": [exchange.as_object() for exchange in self.exchanges],
             "begin": _numbers(self.begin),
             "end": None if self.end is None else _numbers(self.end),
-            "left_apart": plan.left_apart,
+            "left_apart": self.left_apart,
             "whole": plain(self.whole_amount),
         }
 
@@ -267,55 +239,9 @@ def explain(
     world = World(hosts or launch.hosts[1], ranks_per_host or launch.nproc_per_node or default_ranks(loaded))
     probe = probe_model(loaded, world, importing=importing)
     simulations = Simulations(loaded, world, probe.device, importing=importing)
-    stages = tuple(_explained(plan, probe, simulations) for plan in _stage_plans(loaded, probe))
+    planner = _Planner(loaded, probe, simulations)
+    stages = tuple(planner.explained(stage) for stage in loaded.pipeline.stages)
     return Explained(loaded, world, probe, _start(probe, simulations), stages)
-
-
-def _explained(plan: StagePlan, probe: ModelProbe, simulations: Simulations) -> StageExplained:
-    """What a stage sends by its plan, with what that costs."""
-    ranks, missing = len(simulations.groups), probe.unknown
-    reasons = {"gradient": missing.batch, "buffers": missing.batch, "optimizer": missing.optimizer}
-    of = plan.stage if isinstance(plan.stage, StepStage) else None
-    known: dict[tuple[Any, ...], Exchange] = {}
-
-    def exchanges(sent: Sequence[Sent]) -> tuple[Exchange, ...]:
-        """What goes at one moment by one route is one exchange; repeated ones have their `times`."""
-        groups: dict[tuple[Moment, Route], Counter[tuple[BucketLayout, ...] | None]] = {}
-        for one in sent:
-            groups.setdefault((one.moment, one.route), Counter())[one.layouts] += 1
-        found = []
-        for (moment, route), counted in groups.items():
-            times, layouts = next(iter(counted.values())), None
-            if None not in counted:
-                layouts = tuple(layout for layouts in counted for layout in layouts or ())
-            key = moment, route, layouts, times
-            if key not in known:
-                known[key] = exchange(len(known), *key)
-            found.append(known[key])
-        return tuple(found)
-
-    def exchange(
-        number: int, moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | None, times: int
-    ) -> Exchange:
-        buckets, amount, unknown = None, None, simulations.unknown(of, route)
-        if layouts is None:
-            unknown = reasons.get(route.kind) or missing.model
-        else:
-            buckets = tuple(simulations.carry(of, route, layout) for layout in layouts)
-            amount = total([one.sent and one.sent * times for one in buckets], ranks)
-        group = route.group(simulations.groups[0][route.queue])
-        return Exchange(number, moment, route, group.size, times, buckets, unknown, amount)
-
-    begin, steps = exchanges(plan.begin), dict[tuple[Sent, ...], list[int]]()
-    for step, sent in enumerate(plan.by_step, 1):
-        steps.setdefault(sent, []).append(step)
-    patterns = []
-    for sent, numbers in steps.items():
-        of_step = exchanges(sent)
-        patterns.append(Pattern(tuple(numbers), of_step, total([one.amount for one in of_step], ranks)))
-    patterns.sort(key=lambda pattern: len(pattern.steps))
-    end = None if plan.end is None else exchanges(plan.end)
-    return StageExplained(plan, tuple(patterns), begin, end, tuple(known.values()), ranks)
 
 
 def _start(probe: ModelProbe, simulations: Simulations) -> Amount | None:
@@ -328,57 +254,58 @@ def _start(probe: ModelProbe, simulations: Simulations) -> Amount | None:
     return total([one.sent for one in buckets], len(simulations.groups))
 
 
-# Each stage's sync plan and buffer plan, followed without a run.
-
-
-def _stage_plans(loaded: Loaded, probe: ModelProbe) -> Iterator[StagePlan]:
-    """What each stage sends, in order."""
-    planner = _Planner(loaded, probe)
-    for stage in loaded.pipeline.stages:
-        match stage:
-            case StepStage():
-                yield planner.steps(stage)
-            case AverageStage():
-                planner.replicas.parameters = "common"
-                yield StagePlan(stage, end=planner.average("once"))
-            case BroadcastStage():
-                planner.replicas.parameters = "common"
-                yield StagePlan(stage, end=planner.broadcast(stage.source))
-            case Evaluate() | Save():
-                yield StagePlan(stage, end=planner.before_reading())
-
-
 class _Planner:
-    """Goes through the stages as a run does."""
+    """Goes through the stages as a run does, by their sync plans and buffer plans."""
 
-    def __init__(self, loaded: Loaded, probe: ModelProbe) -> None:
-        self._pipeline, self._probe = loaded.pipeline, probe
+    def __init__(self, loaded: Loaded, probe: ModelProbe, simulations: Simulations) -> None:
+        self._pipeline, self._probe, self._simulations = loaded.pipeline, probe, simulations
+        self._ranks = len(simulations.groups)
         self._cap_bytes = loaded.pipeline.ddp.bucket_cap_mb * 2**20
         self._model = probe.model
         self._named_buffers = dict(self._model.named_buffers()) if self._model is not None else {}
         self._use = probe.buffer_use or _nothing_excluded(self._model)
         self._setting = loaded.pipeline.buffers
         self._buffers_used = False  # by steps, since they were last made equal
-        self.replicas = ReplicaConsistency()
+        self._replicas = ReplicaConsistency()
+        self._stage: StepStage | None = None  # whose hooks carry what is sent
+        self._known: dict[tuple[Any, ...], Exchange] = {}  # those of the stage
 
-    def steps(self, stage: StepStage) -> StagePlan:
+    def explained(self, stage: Stage) -> StageExplained:
+        """What a stage sends, and what that costs; stages are asked for in order."""
+        self._stage, self._known = None, {}
+        match stage:
+            case StepStage():
+                self._stage = stage
+                return self._with_steps(stage)
+            case AverageStage():
+                self._replicas.parameters = "common"
+                sent = self._average("once")
+            case BroadcastStage():
+                self._replicas.parameters = "common"
+                sent = self._broadcast(stage.source)
+            case _:
+                sent = self._before_reading()
+        end = self._exchanges(sent)
+        return StageExplained(stage=stage, end=end, exchanges=end, ranks=self._ranks)
+
+    def _with_steps(self, stage: StepStage) -> StageExplained:
         settings = stage.effective(self._pipeline)
         plan, self._setting = settings.plan, settings.buffers
         names = tuple(name for name in self._named_buffers if name not in self._use.counters)
         buffers = BufferPlan(settings.buffers, self._use, names, plan.gradients == "all")
         steps, cycle = self._length(settings), plan.cycle(settings.buffers.every)
         noop = any(hook.name == "noop" for hook in settings.hooks)
-        progress, replicas = PlanProgress(plan), self.replicas
-        begin: tuple[Sent, ...] = ()
+        progress, replicas = PlanProgress(plan), self._replicas
+        begin: tuple[Exchange, ...] = ()
         if replicas.needs_equal_state(plan):
-            begin = self._transfer("begin", Transfer("optimizer", 1), plan)
+            begin = self._exchanges(self._transfer("begin", Transfer("optimizer", 1), plan))
             replicas.optimizer = "common"
         if settings.mutate is not None:
             replicas.mutated(0)
         self._buffers_used = True
         # What the last steps leave behind depends on how far they are in a cycle, not on how many came.
         length = cycle if steps is None else steps if steps <= cycle else cycle + steps % cycle
-        by_step: list[tuple[Sent, ...]] = []
+        alike: dict[tuple[Sent, ...], list[int]] = {}  # steps of a cycle, by what is sent in them
         for step in range(1, length + 1):
             sent = self._buffers("before_forward", buffers.before_forward()) * settings.accumulate
             sent += self._gradients(plan)
@@ -390,32 +317,72 @@ class _Planner:
             sent += self._buffers("after_step", buffers.after_step(step, synchronized=met))
             if settings.mutate is not None and met and step != length:
                 replicas.mutated(step)
-            by_step.append(sent)
-        end = self._end(stage, plan, progress, noop=noop)
-        return StagePlan(
-            stage,
-            settings,
-            steps,
-            begin,
-            tuple(by_step[:cycle]),
-            tuple(_control_messages(plan, buffers, steps, cycle)),
-            None if steps is None and cycle > 1 else end,
+            if step <= cycle:
+                alike.setdefault(sent, []).append(step)
+        last = self._end(stage, plan, progress, noop=noop)
+        patterns = []
+        for sent, steps_alike in alike.items():
+            found = self._exchanges(sent)
+            amount = total([one.amount for one in found], self._ranks)
+            patterns.append(Pattern(tuple(steps_alike), found, amount))
+        end = None if steps is None and cycle > 1 else self._exchanges(last)
+        return StageExplained(
+            stage=stage,
+            settings=settings,
+            steps=steps,
+            cycle=min(cycle, length),
+            patterns=tuple(sorted(patterns, key=lambda pattern: len(pattern.steps))),
+            control_messages=tuple(_control_messages(plan, buffers, steps, cycle)),
+            begin=begin,
+            end=end,
+            exchanges=tuple(self._known.values()),
             left_apart=replicas.parameters != "common",
+            ranks=self._ranks,
         )
 
-    def average(self, moment: Moment) -> tuple[Sent, ...]:
+    def _exchanges(self, sent: Sequence[Sent]) -> tuple[Exchange, ...]:
+        """What goes at one moment by one route is one exchange; repeated ones have their `times`."""
+        groups: dict[tuple[Moment, Route], Counter[tuple[BucketLayout, ...] | None]] = {}
+        for one in sent:
+            groups.setdefault((one.moment, one.route), Counter())[one.layouts] += 1
+        found = []
+        for (moment, route), counted in groups.items():
+            times, layouts = next(iter(counted.values())), None
+            if None not in counted:
+                layouts = tuple(layout for layouts in counted for layout in layouts or ())
+            key = moment, route, layouts, times
+            if key not in self._known:
+                self._known[key] = self._exchange(*key)
+            found.append(self._known[key])
+        return tuple(found)
+
+    def _exchange(
+        self, moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | None, times: int
+    ) -> Exchange:
+        missing, buckets, amount = self._probe.unknown, None, None
+        unknown = self._simulations.unknown(self._stage, route)
+        if layouts is None:
+            reasons = {"gradient": missing.batch, "buffers": missing.batch, "optimizer": missing.optimizer}
+            unknown = reasons.get(route.kind) or missing.model
+        else:
+            buckets = tuple(self._simulations.carry(self._stage, route, layout) for layout in layouts)
+            amount = total([one.sent and one.sent * times for one in buckets], self._ranks)
+        group = route.group(self._simulations.groups[0][route.queue])
+        return Exchange(len(self._known), moment, route, group.size, times, buckets, unknown, amount)
+
+    def _average(self, moment: Moment) -> tuple[Sent, ...]:
         """Parameters as they are, averaged."""
         route = Route("parameters", "plain", "sum")
         named = None if self._model is None else averaged_parameters(self._model)
         return self._bucketed(moment, route, named)
 
-    def broadcast(self, source: int) -> tuple[Sent, ...]:
+    def _broadcast(self, source: int) -> tuple[Sent, ...]:
         """Parameters of one rank."""
         route = Route("parameters", "plain", "broadcast", source=source)
         named = None if self._model is None else dict[str, Tensor](self._model.named_parameters())
         return self._bucketed("once", route, named)
 
-    def before_reading(self) -> tuple[Sent, ...]:
+    def _before_reading(self) -> tuple[Sent, ...]:
         """Buffers that an evaluate or save stage reads."""
         if self._setting.when == "never":
             return ()
@@ -431,7 +398,7 @@ class _Planner:
     def _end(
         self, stage: StepStage, plan: SyncPlan, progress: PlanProgress, *, noop: bool
     ) -> tuple[Sent, ...]:
-        replicas = self.replicas
+        replicas = self._replicas
         reconcile = not self._next_takes_ranks_as_they_are(stage)
         _, setting_out, effect = progress.finish(reconcile=reconcile and replicas.parameters != "common")
         sent: tuple[Sent, ...] = ()
@@ -440,7 +407,7 @@ class _Planner:
         if effect != "nothing":
             replicas.note(effect, plan, noop=noop)
         if reconcile and replicas.parameters != "common":
-            sent += self.average("end")
+            sent += self._average("end")
             replicas.parameters = "common"
         return sent
 

@@ -57,7 +57,7 @@ def _stage(stage: StageExplained, explained: Explained, known: dict[tuple[str, s
         first = known.setdefault((label, text), stage.index)
         return paragraph(label, text if first == stage.index else f"As in stages[{first}].")
 
-    settings, title = stage.plan.settings, f"stages[{stage.index}]: {stage.plan.stage.name}"
+    settings, title = stage.settings, f"stages[{stage.index}]: {stage.stage.name}"
     if settings is None:
         yield title
         yield from _without_steps(stage, explained)
@@ -69,7 +69,7 @@ def _stage(stage: StageExplained, explained: Explained, known: dict[tuple[str, s
         yield from paragraph("Begin", f"Once: {_all_named(stage.begin)}. {why}.")
     yield from once("Forward", _forward(stage, settings))
     yield from once("Buffers", _buffers(stage, settings.buffers, explained))
-    if stage.plan.stage.name == "train":
+    if stage.stage.name == "train":
         yield from paragraph("Backward", _backward(stage, settings))
         yield from _tables(_at(stage, "backward"), stage.ranks)
     yield from _after_steps(stage, settings)
@@ -100,7 +100,7 @@ def _forward(stage: StageExplained, settings: TrainSettings) -> str:
             "Ranks hold the same from the start, and all take their steps by the same mean gradient, so they "
             "stay the same."
         )
-    elif stage.plan.stage.name == "forward" and settings.update is None:
+    elif stage.stage.name == "forward" and settings.update is None:
         why = "Nothing changes them here."
     elif settings.plan.period == 1:
         why = "Each rank changes its own, and they are averaged after the step."
@@ -185,7 +185,7 @@ def _after_steps(stage: StageExplained, settings: TrainSettings) -> Iterator[str
 
 
 def _end(stage: StageExplained) -> Iterator[str]:
-    if stage.plan.left_apart:
+    if stage.left_apart:
         yield from paragraph("End", "Ranks stay as they are: the next stage takes them so.")
     elif stage.end is None:
         yield from paragraph("End", "If the last step leaves ranks apart, they synchronise once more.")
@@ -198,7 +198,7 @@ def _end(stage: StageExplained) -> Iterator[str]:
 
 
 def _control_messages(stage: StageExplained) -> str:
-    steps = stage.plan.control_messages
+    steps = stage.control_messages
     if not steps:
         return "None: ranks exchange no messages before the stage's end."
     if max(steps) <= stage.cycle:
@@ -227,13 +227,13 @@ def _loss(settings: TrainSettings) -> str:
 def _without_steps(stage: StageExplained, explained: Explained) -> Iterator[str]:
     if stage.end:
         what = _all_named(stage.end)
-        if stage.plan.stage.name not in ("average", "broadcast"):
+        if stage.stage.name not in ("average", "broadcast"):
             what = f"first, as far as they have changed: {what}"
         yield from paragraph("", f"{_capital(what)}.")
         yield from _tables(stage.end, stage.ranks)
         yield from _sizes_table([_sizes("once", stage.whole_amount)])
         return
-    before = [one.plan.settings for one in explained.stages[: stage.index] if one.plan.settings is not None]
+    before = [one.settings for one in explained.stages[: stage.index] if one.settings is not None]
     setting = before[-1].buffers if before else explained.loaded.pipeline.buffers
     own = setting.when == "never" and explained.buffers != {}
     yield from paragraph(
