@@ -341,7 +341,7 @@ class _Planner:
         )
 
     def _exchanges(self, sent: Sequence[Sent]) -> tuple[Exchange, ...]:
-        """What goes at one moment by one route is one exchange; repeated ones have their `times`."""
+        """What is sent at one moment by one route is one exchange, sent `times` times."""
         groups: dict[tuple[Moment, Route], Counter[tuple[BucketLayout, ...] | None]] = {}
         for one in sent:
             groups.setdefault((one.moment, one.route), Counter())[one.layouts] += 1

@@ -242,15 +242,12 @@ def _timelines(run: Run, chosen: Mapping[int, str]) -> Iterator[dict[str, Any]]:
         for one in run.buckets(rank, chosen.__contains__):
             buckets[one["step"]].append(one)
         for line in run.steps(rank, chosen.__contains__):
-            start, us, laps = line["start_us"], 0, []
-            for part, length in line.get("laps", ()):
-                laps.append([part, us, length])
-                us += length
+            start = line["start_us"]
             of_steps[line["step"]].append(
                 {
                     "rank": rank,
                     "start_us": run.clocks.aligned(rank, start),
-                    "laps": laps,
+                    "laps": line.get("laps", ()),
                     "waits": [[begin - start, end - begin] for begin, end in line.get("waits", ())],
                     "buckets": [_on_timeline(one, start) for one in buckets[line["step"]]],
                 }

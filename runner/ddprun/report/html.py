@@ -496,14 +496,15 @@ def _timeline_chart(step: Mapping[str, Any]) -> Chart:
                 bars[kind][key].append(value)
 
     for one in step["ranks"]:
-        start, thread = one["start_us"], f"rank {one['rank']}"
+        start, thread, at = one["start_us"], f"rank {one['rank']}", 0
         rows.append(thread)
-        for part, at, us in one["laps"]:
+        for part, us in one["laps"]:
             kind = f"{part}_us" if f"{part}_us" in _LOOKS else "other_us"
             for begin, length in _without(at, us, one["waits"]):
                 add(kind, thread, start + begin, length, f"{_LOOKS[kind].name}, {length / 1000:.2f} ms")
-        for at, us in one["waits"]:
-            add("waits", thread, start + at, us, f"waits, {us / 1000:.2f} ms")
+            at += us
+        for begin, us in one["waits"]:
+            add("waits", thread, start + begin, us, f"waits, {us / 1000:.2f} ms")
         for bucket in one["buckets"]:
             row = f"{thread}, {bucket['kind']} {bucket['bucket']}"
             rows.append(row)
