@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from ddprun.cli import main
-from ddprun.compare import text
-from ddprun.compare.compare import Side, noise, ratio, rows, verdict
+from ddprun.compare import compare
+from ddprun.compare.compare import Side, Variant, fitted, noise, ratio, rows, variants, verdict
 from ddprun.compare.time_slices import TimeSliceScheduler
-from ddprun.compare.variants import Variant, fitted, variants
 from ddprun.config import load
 from ddprun.report.digest import digest
 from ddprun.report.runs import Run
@@ -108,14 +107,20 @@ def test_the_table_has_four_forms(tmp_path: Path) -> None:
     other = side(tmp_path, "other", [0.005] * 8)
     other.variant = Variant("[bold]a|b", Path("p.yaml"))
     table = rows([first, other])
-    head, _, *lines = text.table(table, "markdown", None).splitlines()
+    head, _, *lines = compare.table(table, "markdown", None).splitlines()
     assert head == "|  | steps/s | times the first | exposed | sent per step | fidelity | loss |  |"
     assert lines[1] == (
         r"| [bold]a\|b | 200.0 ± 0.0 | 2.00 (2.00 to 2.00) | 30% | 8.00 kB | - | 0.0513 | faster |"
     )
-    assert "[bold]a|b" in text.table(table, "text", 160)
-    assert [row["variant"] for row in json.loads(text.table(table, "json", None))] == ["first", "[bold]a|b"]
-    assert [row["turns"] for row in csv.DictReader(io.StringIO(text.table(table, "csv", None)))] == ["8", "8"]
+    assert "[bold]a|b" in compare.table(table, "text", 160)
+    assert [row["variant"] for row in json.loads(compare.table(table, "json", None))] == [
+        "first",
+        "[bold]a|b",
+    ]
+    assert [row["turns"] for row in csv.DictReader(io.StringIO(compare.table(table, "csv", None)))] == [
+        "8",
+        "8",
+    ]
 
 
 def test_all_combinations_are_named() -> None:

@@ -70,7 +70,7 @@ def test_the_text_of_a_plain_pipeline(file: Path, capsys: Out) -> None:
         "auto: the model has none. DDP's own broadcast before each forward pass would send nothing.",
         "Gradients are averaged over all 4 ranks, in every step, in 2 buckets",
         "DDP does not average it.",
-        "The log's mean loss is computed beside training",
+        "The log's mean loss is computed separately",
     ):
         assert words in folded(out), words
     assert max(map(len, out.splitlines())) <= 110

@@ -58,7 +58,7 @@ def check(folder: Path, text: str, ranks: int) -> None:
         assert whole is not None
         assert list(whole.by_rank) == [by_stage[stage.index, rank] for rank in range(ranks)], stage.index
         said += whole.all_ranks
-        overlaps = stage.plan.settings is not None and stage.plan.settings.sync.options.get("overlap_steps")
+        overlaps = stage.settings is not None and stage.settings.sync.options.get("overlap_steps")
         for pattern in () if overlaps else stage.patterns:
             assert pattern.amount is not None
             for step in pattern.steps:

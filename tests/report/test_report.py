@@ -12,8 +12,7 @@ import pytest
 
 from ddprun.cli import main
 from ddprun.report import html
-from ddprun.report.digest import Digest, digest
-from ddprun.report.findings import sentences
+from ddprun.report.digest import Digest, digest, sentences
 from ddprun.report.runs import Run
 from tests.engine.running import run_pipeline
 from tests.report.made_up import make

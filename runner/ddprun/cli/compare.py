@@ -69,8 +69,6 @@ def compare(
     """
     from ddprun.cli import printing
     from ddprun.compare import compare as comparing
-    from ddprun.compare import text
-    from ddprun.compare.variants import fitted, variants
     from ddprun.config import PipelineError, load
     from ddprun.config.faults import Fault
     from ddprun.config.overrides import alternatives
@@ -87,9 +85,8 @@ def compare(
             for one in found
             if not isinstance(one, Fault)
         ]
-        chosen = [
-            fitted(one, steps) for one in variants(pipelines, everywhere, keys, noop=noop, twin=control)
-        ]
+        variants = comparing.variants(pipelines, everywhere, keys, noop=noop, twin=control)
+        chosen = [comparing.fitted(one, steps) for one in variants]
         loaded = [load(variant.pipeline, variant.overrides) for variant in chosen]
         loaded[0].check_environment()
     except PipelineError as error:
@@ -110,10 +107,10 @@ def compare(
     finally:
         progress.end()
     rows = comparing.rows(sides)
-    click.echo(text.table(rows, form, None if is_terminal(sys.stdout) else 160), nl=False)
+    click.echo(comparing.table(rows, form, None if is_terminal(sys.stdout) else 160), nl=False)
     read = [(side.variant.name, side.digest) for side in sides if side.digest is not None]
     if read:
-        table = html.Table(text.HEADS, [text.cells(row) for row in rows])
+        table = html.Table(comparing.HEADS, [comparing.cells(row) for row in rows])
         page = html.page(read, table)
         (folder / "report.html").write_bytes(page.encode(errors="replace"))
         click.echo(f"ddprun: {folder / 'report.html'}", err=True)

@@ -6,6 +6,9 @@ variant runs twice: how far its twin is from it is noise, and so is every differ
 """
 
 import asyncio
+import csv
+import io
+import json
 import os
 import random
 import signal
@@ -15,24 +18,112 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from ddprun import COMPARED
 from ddprun.compare.time_slices import TimeSliceScheduler
-from ddprun.compare.variants import Variant
+from ddprun.config import PipelineError, load
 from ddprun.launch.launcher import passing_on
 from ddprun.report.digest import Digest, digest
 from ddprun.report.runs import NoRunError, Run
-from ddprun.units import count
+from ddprun.telemetry.writer import finite
+from ddprun.units import count, size
 
 _CONFIDENCE = 0.95
 _DRAWS = 2000
 _MIN_TURNS = 6
 _LAST_SHARE = 0.1  # of the samples: the loss is the mean over these
 _END_S = 15.0
+_NOOP = "hooks=[noop]"
+_COLUMNS = {
+    "variant": "",
+    "steps_per_s": "steps/s",
+    "times_first": "times the first",
+    "exposed_share": "exposed",
+    "wire_bytes_per_step": "sent per step",
+    "cosine": "fidelity",
+    "loss": "loss",
+    "verdict": "",
+}
+HEADS = list(_COLUMNS.values())  # of the columns for a reader; JSON and CSV have more
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One pipeline with its overrides."""
+
+    name: str
+    pipeline: Path
+    overrides: tuple[str, ...] = ()
+    twin: bool = False  # the first variant once more: what differs between the two is noise
+
+
+def variants(
+    pipelines: Sequence[Path],
+    overrides: Sequence[str],
+    vary: Sequence[tuple[str, Sequence[str]]],
+    *,
+    noop: bool,
+    twin: bool,
+) -> list[Variant]:
+    """All variants, in the order of the table: all combinations of the values, as YAML, that keys `vary` by.
+
+    `noop` adds the first one with nothing sent, `twin` the first one once more. `overrides` are for all.
+    """
+    found = []
+    settings = list(product(*([f"{key}={value}" for value in values] for key, values in vary)))
+    for pipeline, chosen in product(pipelines, settings):
+        name = ", ".join([pipeline.stem] * (len(pipelines) > 1 or not chosen) + list(chosen))
+        found.append(Variant(name, pipeline, (*overrides, *chosen)))
+    first = found[0]
+    if noop:
+        found.append(Variant("nothing sent (noop)", first.pipeline, (*first.overrides, _NOOP)))
+    if twin:
+        found.insert(1, Variant(f"{first.name} once more", first.pipeline, first.overrides, twin=True))
+    return found
+
+
+def fitted(variant: Variant, steps: int | None) -> Variant:
+    """The variant with `steps` in its one stage that takes any; a `noop` one also has it in every stage.
+
+    Raises:
+        PipelineError: faults of the pipeline, or several of its stages take steps.
+    """
+    noop = variant.overrides[-1:] == (_NOOP,)
+    if steps is None and not noop:
+        return variant
+    loaded = load(variant.pipeline, variant.overrides)
+    stages = loaded.pipeline.step_stages()
+    more: list[str] = []
+    if steps is not None:
+        if len(stages) != 1:
+            text = f"{len(stages)} stages take steps: --steps needs a pipeline with one"
+            raise PipelineError([loaded.fault("stages", text, "leave --steps out, or name one stage")])
+        more.append(_with_steps(stages[0], loaded.root.data().get("stages"), steps))
+    if noop:
+        own = [stage for stage in stages if "hooks" in stage.model_fields_set]
+        more += [f"stages[{stage.index}].{stage.name}.hooks=[noop]" for stage in own]
+    return replace(variant, overrides=(*variant.overrides, *more))
+
+
+def _with_steps(stage: Any, written: Any, steps: int) -> str:
+    """The override that gives a stage so many steps; `written`: `stages` as the file has it."""
+    if written is None:
+        return f"stages=[{{{stage.name}: {{steps: {steps}}}}}]"
+    item = written[stage.index]
+    options = dict((item.get(stage.name) or {}) if isinstance(item, dict) else {})
+    options.pop("epochs", None)
+    value = {stage.name: {**options, "steps": steps}}
+    return f"stages[{stage.index}]={json.dumps(value, ensure_ascii=False)}"
 
 
 @dataclass(slots=True)
@@ -49,6 +140,11 @@ class Side:
     def done(self) -> bool:
         """Whether it ran to its end."""
         return self.code == 0 and self.digest is not None
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """The run's; empty if it did not run to its end."""
+        return (self.digest.run.summary if self.digest and self.done else None) or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,14 +334,13 @@ def verdict(first: Side, other: Side, noise: float | None) -> str:
 def rows(sides: Sequence[Side]) -> list[dict[str, Any]]:
     """The comparison's table as numbers."""
     first, factor = sides[0], noise(sides)
-    samples = min((_samples(side) for side in sides if side.done), default=0)
+    samples = min((int(side.summary.get("samples", 0)) for side in sides if side.done), default=0)
     return [_row(first, side, factor, samples) for side in sides]
 
 
 def _row(first: Side, side: Side, factor: float | None, samples: int) -> dict[str, Any]:
     rates = sorted(1 / seconds for seconds in side.turns_s.values())
-    found = ratio(first, side)
-    summary: Mapping[str, Any] = (side.digest.run.summary if side.digest and side.done else None) or {}
+    found, summary = ratio(first, side), side.summary
     steps_s, exposed_s = summary.get("seconds_in_steps"), summary.get("exposed_communication_s")
     cosine = side.digest.fidelity.get("cosine") if side.digest else None
     cosines = [value for value in cosine.means if value is not None] if cosine else []
@@ -265,11 +360,6 @@ def _row(first: Side, side: Side, factor: float | None, samples: int) -> dict[st
         "verdict": verdict(first, side, factor),
         "run_dir": str(side.folder),
     }
-
-
-def _samples(side: Side) -> int:
-    summary = side.digest.run.summary if side.digest else None
-    return int(summary["samples"]) if summary else 0
 
 
 def _loss_after(run: Run, samples: int) -> float | None:
@@ -296,3 +386,58 @@ def _loss_after(run: Run, samples: int) -> float | None:
                 weighted, counted = weighted + losses[step] * since, counted + since
             since = 0
     return weighted / counted if counted else None
+
+
+Row = Mapping[str, Any]  # as `compare.rows` makes it
+
+
+def table(rows: Sequence[Row], form: str, width: int | None) -> str:
+    """The table of at least one row in one of `FORMATS`.
+
+    `width`: columns of text; None: those of the terminal, on which it will be shown.
+    """
+    out = io.StringIO()
+    if form == "json":
+        return json.dumps(finite(list(rows)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    if form == "csv":
+        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    elif form == "markdown":
+        lines = [
+            HEADS,
+            ["---"] * len(HEADS),
+            *([cell.replace("|", "\\|") for cell in cells(row)] for row in rows),
+        ]
+        out.writelines(f"| {' | '.join(line)} |\n" for line in lines)
+    else:
+        shown = Table(box=SIMPLE)
+        for key, head in _COLUMNS.items():
+            shown.add_column(head, justify="left" if key in ("variant", "verdict") else "right")
+        for row in rows:
+            shown.add_row(*map(Text, cells(row)))
+        Console(file=out, highlight=False, width=width, force_terminal=width is None or None).print(shown)
+    return out.getvalue()
+
+
+def cells(row: Row) -> list[str]:
+    """A row for a reader."""
+    return [_cell(key, row) for key in _COLUMNS]
+
+
+def _cell(key: str, row: Row) -> str:
+    value = row[key]
+    if value is None:
+        return "-"
+    match key:
+        case "steps_per_s":
+            return f"{value:.1f} ± {row['spread']:.1f}"
+        case "times_first":
+            return f"{value:.2f} ({row['times_first_low']:.2f} to {row['times_first_high']:.2f})"
+        case "exposed_share":
+            return f"{value:.0%}"
+        case "wire_bytes_per_step":
+            return size(value)
+        case "cosine" | "loss":
+            return f"{value:.4f}"
+    return str(value)

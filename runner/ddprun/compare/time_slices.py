@@ -92,35 +92,31 @@ class TimeSliceScheduler:
                 await asyncio.wait_for(self._changed.wait(), _POLL_S)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hear what a rank says: who it is, then `p` each time it waits for its turn."""
+        """Listen to a rank: it says who it is, then `p` each time it waits for its turn."""
         self._writers.add(writer)
         try:
-            if (member := await self._identified(reader)) is not None:
-                await self._hear(member, reader, writer)
+            if (member := await self._identified(reader)) is None:
+                return
+            member.connected.add(writer)
+            with suppress(OSError):
+                while await reader.read(1) == b"p":
+                    member.paused.add(writer)
+                    self._changed.set()
+            member.paused.discard(writer)
+            member.connected.discard(writer)
+            self._changed.set()
         finally:
             self._writers.discard(writer)
             writer.close()
-
-    async def _hear(
-        self, member: _Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        member.connected.add(writer)
-        with suppress(OSError):
-            while await reader.read(1) == b"p":
-                member.paused.add(writer)
-                self._changed.set()
-        member.paused.discard(writer)
-        member.connected.discard(writer)
-        self._changed.set()
 
     async def _identified(self, reader: asyncio.StreamReader) -> _Member | None:
         try:
             hello = json.loads(await asyncio.wait_for(reader.readline(), _HELLO_S))
             known = hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode())
             member, ranks = self._members[hello["run"]], int(hello["ranks"])
+            if not known:
+                return None
         except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-        if not known:
             return None
         member.ranks = ranks
         return member

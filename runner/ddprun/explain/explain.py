@@ -1,18 +1,20 @@
 """What a pipeline sends, when, among whom and how much, without a run: as dataclasses and as JSON."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ddprun.config import Loaded, StepStage
+from ddprun.config import AverageStage, BroadcastStage, Loaded, Stage, StepStage, TrainSettings
 from ddprun.explain.model_probe import ModelProbe, World, probe_model
-from ddprun.explain.stage_plans import Moment, Sent, StagePlan, stage_plans
-from ddprun.explain.traffic import Amount, Carried, Route, Simulations, total
+from ddprun.explain.traffic import Amount, Bucket, Route, Simulations, total
 from ddprun.host.device import default_ranks
+from ddprun.sync.buffers import BufferPlan, BufferUse, counters_of, split_by_transfer
+from ddprun.sync.exchanger import complete_state, floating_state, has_mean
+from ddprun.sync.plan import PlanProgress, ReplicaConsistency, SyncPlan, Transfer
+from ddprun.sync.synchronizer import averaged_parameters, buckets_of
 from ddprun_hooks.buckets import BucketLayout, ParameterBuckets
 from ddprun_hooks.payload import nbytes
 
@@ -21,19 +23,47 @@ VERSION = 1
 _MESSAGE_BYTES = 25 << 20
 
 
+Moment = Literal["begin", "before_forward", "backward", "after_step", "end", "once"]
+"""`begin`, `end`: before a stage's first step and after its last. `once`: by a stage without steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Buckets that are sent together."""
+
+    moment: Moment
+    route: Route
+    layouts: tuple[BucketLayout, ...] | None  # None: not known
+
+
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Buckets that set out together, in the same route."""
+    """Buckets that are sent at the same moment in the same way."""
 
     number: int  # within its stage, from 0
     moment: Moment
     route: Route
     ranks: int  # how many ranks are in each group that exchanges
     times: int  # how often it happens in a step: before each of several forward passes
-    buckets: tuple[BucketLayout, ...] | None  # None: not known
-    carried: tuple[Carried, ...] | None  # what each bucket costs, once; None: not known
+    buckets: tuple[Bucket, ...] | None  # None: not known
     unknown: str  # why something of it is not known; empty if all is
     amount: Amount | None  # what ranks send for it in a step; None: not known
+
+    def as_object(self) -> dict[str, Any]:
+        """For `--format json`."""
+        return {
+            "exchange": self.number,
+            "when": self.moment,
+            "times": self.times,
+            "kind": self.route.kind,
+            "through": self.route.through,
+            "source": self.route.source if self.route.through == "broadcast" else None,
+            "among": self.route.among,
+            "ranks": self.ranks,
+            "unknown": self.unknown or None,
+            "sent": plain(self.amount),
+            "buckets": plain(self.buckets),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,37 +75,26 @@ class Pattern:
     amount: Amount | None  # of one such step; None: not known
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageExplained:
     """What one stage sends."""
 
-    plan: StagePlan
-    patterns: tuple[Pattern, ...]  # the rarest first
-    begin: tuple[Exchange, ...]  # before the first step
+    stage: Stage
+    settings: TrainSettings | None = None  # None for a stage without steps
+    steps: int | None = None  # None: not known, or the stage has none
+    cycle: int = 0  # after so many steps it begins again; at most as many as the stage has
+    patterns: tuple[Pattern, ...] = ()  # the rarest first
+    control_messages: tuple[int, ...] = ()  # first steps with one; they repeat with the cycle
+    begin: tuple[Exchange, ...] = ()  # before the first step
     end: tuple[Exchange, ...] | None  # after the last step, or of a stage without steps; None: not known
+    exchanges: tuple[Exchange, ...]  # all of them, by number
+    left_apart: bool = False  # the next stage wants ranks as they are: nothing makes them equal at the end
     ranks: int
 
     @property
     def index(self) -> int:
         """In `stages`."""
-        return self.plan.stage.index
-
-    @property
-    def steps(self) -> int | None:
-        """None: not known, or the stage has none."""
-        return self.plan.steps
-
-    @property
-    def cycle(self) -> int:
-        """After so many steps it begins again; at most as many as the stage has."""
-        return len(self.plan.by_step)
-
-    @property
-    def exchanges(self) -> list[Exchange]:
-        """All of them, by number."""
-        found = {e.number: e for pattern in self.patterns for e in pattern.exchanges}
-        found |= {e.number: e for e in (*self.begin, *(self.end or ()))}
-        return [found[number] for number in sorted(found)]
+        return self.stage.index
 
     @property
     def cycle_amount(self) -> Amount | None:
@@ -98,6 +117,41 @@ class StageExplained:
         counted = [(one.amount, sum(step <= count for step in one.steps)) for one in self.patterns]
         amounts = [None if amount is None else amount * steps for amount, steps in counted if steps]
         return total(amounts, self.ranks)
+
+    def as_object(self) -> dict[str, Any]:
+        """For `--format json`."""
+        settings, cycle = self.settings, self.cycle_amount
+        found: dict[str, Any] = {"stage": self.index, "kind": self.stage.name}
+        if settings is not None:
+            found |= {
+                "steps": self.steps,
+                "sync": settings.sync.plain(),
+                "hooks": [hook.plain() for hook in settings.hooks],
+                "buffers": settings.buffers.plain(),
+                "accumulate": settings.accumulate,
+                "mutate": settings.mutate and settings.mutate.plain(),
+                "update": settings.update and settings.update.plain(),
+                "gradients": settings.gradients,
+                "cycle": self.cycle,
+                "patterns": [
+                    {
+                        "steps": list(one.steps),
+                        "exchanges": _numbers(one.exchanges),
+                        "sent": plain(one.amount),
+                    }
+                    for one in self.patterns
+                ],
+                "control_words": list(self.control_messages),
+                "mean_step": cycle and cycle.sizes(self.cycle),
+                "thousand_steps": cycle and cycle.sizes(self.cycle, 1000),
+            }
+        return found | {
+            "exchanges": [exchange.as_object() for exchange in self.exchanges],
+            "begin": _numbers(self.begin),
+            "end": None if self.end is None else _numbers(self.end),
+            "left_apart": self.left_apart,
+            "whole": plain(self.whole_amount),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,32 +176,49 @@ class Explained:
 
     def as_object(self) -> dict[str, Any]:
         """For `--format json` (`docs/explain.md`); bytes throughout."""
-        unknown = self.probe.unknown
+        unknown, use, held = self.probe.unknown, self.probe.buffer_use, self.parameters
+        model: dict[str, Any] = {"name": self.loaded.pipeline.model.name}
+        model |= dict.fromkeys(("parameters", "numel", "bytes"))
+        if held is not None:
+            model |= {"parameters": len(held), "numel": sum(one.numel() for one in held.values())}
+            model["bytes"] = sum(map(nbytes, held.values()))
+        buffers = None
+        if use is not None and self.buffers is not None:
+            buffers = {
+                "count": len(self.buffers),
+                "bytes": sum(map(nbytes, self.buffers.values())),
+                "changing": list(use.changing),
+                "changing_bytes": use.bytes,
+                "constant": list(use.constant),
+                "counters": list(use.counters),
+                "read_in_training": use.read,
+            }
         return {
             "v": VERSION,
             "pipeline": self.loaded.pipeline.name,
             "ranks": self.world.ranks,
             "hosts": self.world.hosts,
-            "model": _model_object(self.loaded.pipeline.model.name, self.parameters),
-            "buffers": self._buffers_object(),
+            "model": model,
+            "buffers": buffers,
             "unknown": list(dict.fromkeys(filter(None, (unknown.model, unknown.batch, unknown.optimizer)))),
-            "start": _sent(self.start),
-            "stages": [_stage_object(stage) for stage in self.stages],
+            "start": plain(self.start),
+            "stages": [stage.as_object() for stage in self.stages],
         }
 
-    def _buffers_object(self) -> dict[str, Any] | None:
-        use, buffers = self.probe.buffer_use, self.buffers
-        if use is None or buffers is None:
-            return None
-        return {
-            "count": len(buffers),
-            "bytes": sum(map(nbytes, buffers.values())),
-            "changing": list(use.changing),
-            "changing_bytes": use.bytes,
-            "constant": list(use.constant),
-            "counters": list(use.counters),
-            "read_in_training": use.read,
-        }
+
+def plain(value: Any) -> Any:
+    """A value as JSON holds it: a dataclass as an object, an amount as its sizes."""
+    if isinstance(value, Amount):
+        return value.sizes()
+    if isinstance(value, tuple):
+        return list(map(plain, value))
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+def _numbers(exchanges: Sequence[Exchange]) -> list[int]:
+    return [exchange.number for exchange in exchanges]
 
 
 def explain(
@@ -158,11 +229,8 @@ def explain(
     The model and the data are built and run as on rank 0, hooks and sync policies are the engine's own, and
     bytes are counted as a run counts them. A hook is asked about its first payload only.
 
-    Args:
-        loaded: the pipeline.
-        hosts: how many there would be; None: as the file says.
-        ranks_per_host: None: as the file says, or as a run on this machine would have it.
-        importing: what the pipeline names by a dotted name may be imported.
+    `hosts` and `ranks_per_host` are by default as the file says, or as a run on this machine would have it.
+    `importing`: what the pipeline names by a dotted name may be imported.
 
     Raises:
         PipelineError: something in the file that only a run can see.
@@ -171,64 +239,9 @@ def explain(
     world = World(hosts or launch.hosts[1], ranks_per_host or launch.nproc_per_node or default_ranks(loaded))
     probe = probe_model(loaded, world, importing=importing)
     simulations = Simulations(loaded, world, probe.device, importing=importing)
-    stages = tuple(_Exchanges(plan, probe, simulations).explained() for plan in stage_plans(loaded, probe))
+    planner = _Planner(loaded, probe, simulations)
+    stages = tuple(planner.explained(stage) for stage in loaded.pipeline.stages)
     return Explained(loaded, world, probe, _start(probe, simulations), stages)
-
-
-class _Exchanges:
-    """The exchanges of one stage."""
-
-    def __init__(self, plan: StagePlan, probe: ModelProbe, simulations: Simulations) -> None:
-        self._plan, self._probe, self._simulations = plan, probe, simulations
-        self._ranks = len(simulations.groups)
-        self._known: dict[tuple[Any, ...], Exchange] = {}
-
-    def explained(self) -> StageExplained:
-        plan, steps = self._plan, dict[tuple[Sent, ...], list[int]]()
-        begin = tuple(self._exchanges(plan.begin))
-        for step, sent in enumerate(plan.by_step, 1):
-            steps.setdefault(sent, []).append(step)
-        patterns = []
-        for sent, numbers in steps.items():
-            before = [one for one in sent if one.moment == "before_forward"]
-            later = [one for one in sent if one.moment != "before_forward"]
-            found = tuple(self._exchanges([*before, *plan.backward, *later]))
-            amount = total([exchange.amount for exchange in found], self._ranks)
-            patterns.append(Pattern(tuple(numbers), found, amount))
-        patterns.sort(key=lambda pattern: len(pattern.steps))
-        end = None if plan.end is None else tuple(self._exchanges(plan.end))
-        return StageExplained(plan, tuple(patterns), begin, end, self._ranks)
-
-    def _exchanges(self, sent: Sequence[Sent]) -> Iterator[Exchange]:
-        """Those that set out at one moment in one route together; repeated ones as one with its `times`."""
-        groups: dict[tuple[Moment, Route], Counter[tuple[BucketLayout, ...] | None]] = {}
-        for one in sent:
-            groups.setdefault((one.moment, one.route), Counter())[one.layouts] += 1
-        for (moment, route), counted in groups.items():
-            times, buckets = next(iter(counted.values())), None
-            if None not in counted:
-                buckets = tuple(layout for layouts in counted for layout in layouts or ())
-            key = moment, route, buckets, times
-            if key not in self._known:
-                self._known[key] = self._exchange(*key)
-            yield self._known[key]
-
-    def _exchange(
-        self, moment: Moment, route: Route, buckets: tuple[BucketLayout, ...] | None, times: int
-    ) -> Exchange:
-        stage, missing = self._plan.stage, self._probe.unknown
-        of = stage if isinstance(stage, StepStage) else None
-        unknown, carried, amount = self._simulations.unknown(of, route), None, None
-        if buckets is None:
-            reasons = {"gradient": missing.batch, "buffers": missing.batch, "optimizer": missing.optimizer}
-            unknown = reasons.get(route.kind) or missing.model
-        else:
-            found = [self._simulations.carry(of, route, layout) for layout in buckets]
-            carried = tuple(one for one in found if one is not None) if None not in found else None
-        if carried is not None:
-            amount = total([one.amount * times for one in carried], self._ranks)
-        ranks = route.group(self._simulations.groups[0][route.queue]).size
-        return Exchange(len(self._known), moment, route, ranks, times, buckets, carried, unknown, amount)
 
 
 def _start(probe: ModelProbe, simulations: Simulations) -> Amount | None:
@@ -237,112 +250,243 @@ def _start(probe: ModelProbe, simulations: Simulations) -> Amount | None:
         return None
     held = dict[str, Tensor]([*probe.model.named_parameters(), *probe.model.named_buffers()])
     route = Route("parameters", "plain", "broadcast")
-    carried = [simulations.carry(None, route, one) for one in ParameterBuckets(held, _MESSAGE_BYTES).layouts]
-    return total([None if one is None else one.amount for one in carried], len(simulations.groups))
+    buckets = [simulations.carry(None, route, one) for one in ParameterBuckets(held, _MESSAGE_BYTES).layouts]
+    return total([one.sent for one in buckets], len(simulations.groups))
 
 
-def bucket_bytes(layout: BucketLayout) -> int:
-    """Size of a bucket before any hook, in bytes."""
-    dtype: torch.dtype = getattr(torch, layout.dtype)
-    return layout.numel * dtype.itemsize
+class _Planner:
+    """Goes through the stages as a run does, by their sync plans and buffer plans."""
+
+    def __init__(self, loaded: Loaded, probe: ModelProbe, simulations: Simulations) -> None:
+        self._pipeline, self._probe, self._simulations = loaded.pipeline, probe, simulations
+        self._ranks = len(simulations.groups)
+        self._cap_bytes = loaded.pipeline.ddp.bucket_cap_mb * 2**20
+        self._model = probe.model
+        self._named_buffers = dict(self._model.named_buffers()) if self._model is not None else {}
+        self._use = probe.buffer_use or _nothing_excluded(self._model)
+        self._setting = loaded.pipeline.buffers
+        self._buffers_used = False  # by steps, since they were last made equal
+        self._replicas = ReplicaConsistency()
+        self._stage: StepStage | None = None  # whose hooks carry what is sent
+        self._known: dict[tuple[Any, ...], Exchange] = {}  # those of the stage
+
+    def explained(self, stage: Stage) -> StageExplained:
+        """What a stage sends, and what that costs; stages are asked for in order."""
+        self._stage, self._known = None, {}
+        match stage:
+            case StepStage():
+                self._stage = stage
+                return self._with_steps(stage)
+            case AverageStage():
+                self._replicas.parameters = "common"
+                sent = self._average("once")
+            case BroadcastStage():
+                self._replicas.parameters = "common"
+                sent = self._broadcast(stage.source)
+            case _:
+                sent = self._before_reading()
+        end = self._exchanges(sent)
+        return StageExplained(stage=stage, end=end, exchanges=end, ranks=self._ranks)
+
+    def _with_steps(self, stage: StepStage) -> StageExplained:
+        settings = stage.effective(self._pipeline)
+        plan, self._setting = settings.plan, settings.buffers
+        names = tuple(name for name in self._named_buffers if name not in self._use.counters)
+        buffers = BufferPlan(settings.buffers, self._use, names, plan.gradients == "all")
+        steps, cycle = self._length(settings), plan.cycle(settings.buffers.every)
+        noop = any(hook.name == "noop" for hook in settings.hooks)
+        progress, replicas = PlanProgress(plan), self._replicas
+        begin: tuple[Exchange, ...] = ()
+        if replicas.needs_equal_state(plan):
+            begin = self._exchanges(self._transfer("begin", Transfer("optimizer", 1), plan))
+            replicas.optimizer = "common"
+        if settings.mutate is not None:
+            replicas.mutated(0)
+        self._buffers_used = True
+        # What the last steps leave behind depends on how far they are in a cycle, not on how many came.
+        length = cycle if steps is None else steps if steps <= cycle else cycle + steps % cycle
+        alike: dict[tuple[Sent, ...], list[int]] = {}  # steps of a cycle, by what is sent in them
+        for step in range(1, length + 1):
+            sent = self._buffers("before_forward", buffers.before_forward()) * settings.accumulate
+            sent += self._gradients(plan)
+            _, setting_out, effect = progress.after_step(step)
+            for index in setting_out:
+                sent += self._transfer("after_step", plan.transfers[index], plan)
+            replicas.note(effect, plan, noop=noop)
+            met = plan.synchronizes(step)
+            sent += self._buffers("after_step", buffers.after_step(step, synchronized=met))
+            if settings.mutate is not None and met and step != length:
+                replicas.mutated(step)
+            if step <= cycle:
+                alike.setdefault(sent, []).append(step)
+        last = self._end(stage, plan, progress, noop=noop)
+        patterns = []
+        for sent, steps_alike in alike.items():
+            found = self._exchanges(sent)
+            amount = total([one.amount for one in found], self._ranks)
+            patterns.append(Pattern(tuple(steps_alike), found, amount))
+        end = None if steps is None and cycle > 1 else self._exchanges(last)
+        return StageExplained(
+            stage=stage,
+            settings=settings,
+            steps=steps,
+            cycle=min(cycle, length),
+            patterns=tuple(sorted(patterns, key=lambda pattern: len(pattern.steps))),
+            control_messages=tuple(_control_messages(plan, buffers, steps, cycle)),
+            begin=begin,
+            end=end,
+            exchanges=tuple(self._known.values()),
+            left_apart=replicas.parameters != "common",
+            ranks=self._ranks,
+        )
+
+    def _exchanges(self, sent: Sequence[Sent]) -> tuple[Exchange, ...]:
+        """What is sent at one moment by one route is one exchange, sent `times` times."""
+        groups: dict[tuple[Moment, Route], Counter[tuple[BucketLayout, ...] | None]] = {}
+        for one in sent:
+            groups.setdefault((one.moment, one.route), Counter())[one.layouts] += 1
+        found = []
+        for (moment, route), counted in groups.items():
+            times, layouts = next(iter(counted.values())), None
+            if None not in counted:
+                layouts = tuple(layout for layouts in counted for layout in layouts or ())
+            key = moment, route, layouts, times
+            if key not in self._known:
+                self._known[key] = self._exchange(*key)
+            found.append(self._known[key])
+        return tuple(found)
+
+    def _exchange(
+        self, moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | None, times: int
+    ) -> Exchange:
+        missing, buckets, amount = self._probe.unknown, None, None
+        unknown = self._simulations.unknown(self._stage, route)
+        if layouts is None:
+            reasons = {"gradient": missing.batch, "buffers": missing.batch, "optimizer": missing.optimizer}
+            unknown = reasons.get(route.kind) or missing.model
+        else:
+            buckets = tuple(self._simulations.carry(self._stage, route, layout) for layout in layouts)
+            amount = total([one.sent and one.sent * times for one in buckets], self._ranks)
+        group = route.group(self._simulations.groups[0][route.queue])
+        return Exchange(len(self._known), moment, route, group.size, times, buckets, unknown, amount)
+
+    def _average(self, moment: Moment) -> tuple[Sent, ...]:
+        """Parameters as they are, averaged."""
+        route = Route("parameters", "plain", "sum")
+        named = None if self._model is None else averaged_parameters(self._model)
+        return self._bucketed(moment, route, named)
+
+    def _broadcast(self, source: int) -> tuple[Sent, ...]:
+        """Parameters of one rank."""
+        route = Route("parameters", "plain", "broadcast", source=source)
+        named = None if self._model is None else dict[str, Tensor](self._model.named_parameters())
+        return self._bucketed("once", route, named)
+
+    def _before_reading(self) -> tuple[Sent, ...]:
+        """Buffers that an evaluate or save stage reads."""
+        if self._setting.when == "never":
+            return ()
+        if self._probe.buffer_use is None and (self._named_buffers or self._model is None):
+            return (Sent("once", Route("buffers", "plain", "broadcast"), None),)
+        used, self._buffers_used = self._buffers_used, False
+        if not used:
+            return ()
+        # Whole numbers that training changes are the same on all ranks, as far as one batch shows.
+        changed = [name for name in self._use.changing if has_mean(self._named_buffers[name])]
+        return self._buffers("once", changed)
+
+    def _end(
+        self, stage: StepStage, plan: SyncPlan, progress: PlanProgress, *, noop: bool
+    ) -> tuple[Sent, ...]:
+        replicas = self._replicas
+        reconcile = not self._next_takes_ranks_as_they_are(stage)
+        _, setting_out, effect = progress.finish(reconcile=reconcile and replicas.parameters != "common")
+        sent: tuple[Sent, ...] = ()
+        for index in setting_out:
+            sent += self._transfer("end", plan.transfers[index], plan)
+        if effect != "nothing":
+            replicas.note(effect, plan, noop=noop)
+        if reconcile and replicas.parameters != "common":
+            sent += self._average("end")
+            replicas.parameters = "common"
+        return sent
+
+    def _next_takes_ranks_as_they_are(self, stage: StepStage) -> bool:
+        following = next(iter(self._pipeline.stages[stage.index + 1 :]), None)
+        if isinstance(following, StepStage):
+            return following.effective(self._pipeline).plan.keeps_apart
+        return isinstance(following, AverageStage | BroadcastStage)
+
+    def _length(self, settings: TrainSettings) -> int | None:
+        if settings.steps is not None or self._probe.feed is None:
+            return settings.steps
+        per_epoch = self._probe.feed.steps_per_epoch(settings.accumulate)
+        assert settings.epochs is not None, "a stage has steps or epochs"
+        return None if per_epoch is None else settings.epochs * per_epoch
+
+    def _gradients(self, plan: SyncPlan) -> tuple[Sent, ...]:
+        if plan.gradients is None:
+            return ()
+        route = Route("gradient", "world", "hooks")
+        if plan.gradients == "host":
+            route = Route("gradient", "world", "host_hooks", True, plan.hosts)
+        return _sent("backward", route, self._probe.gradients)
+
+    def _transfer(self, moment: Moment, one: Transfer, plan: SyncPlan) -> tuple[Sent, ...]:
+        """The buckets of a transfer that sets out."""
+        inside = one.among == "host"
+        hosts = plan.hosts if inside else None
+        match one.what:
+            case "optimizer":
+                route = Route("optimizer", "plain", "sum", inside, hosts, part=one.partition)
+                optimizer = self._probe.optimizer
+                if optimizer is None:
+                    return self._bucketed(moment, route, None)
+                optimizer.state.update(self._probe.optimizer_state)
+                complete_state(optimizer)
+                return self._bucketed(moment, route, floating_state(optimizer))
+            case "parameters" if one.source is not None:
+                route = Route("parameters", "plain", "broadcast", source=one.source)
+            case "parameters":
+                route = Route("parameters", "plain", "sum", inside, hosts, part=one.partition)
+            case "change":
+                route = Route("delta", "deltas", "host_hooks" if inside else "hooks", inside, hosts)
+        if self._model is None:
+            return _sent(moment, route, None)
+        return _sent(moment, route, buckets_of(plan, self._model, self._cap_bytes)[one.fragment].layouts)
+
+    def _buffers(self, moment: Moment, names: Sequence[str]) -> tuple[Sent, ...]:
+        named = {name: self._named_buffers[name] for name in names}
+        averaged, broadcast = split_by_transfer(named, self._setting)
+        return (
+            *self._bucketed(moment, Route("buffers", "plain", "sum"), averaged),
+            *self._bucketed(moment, Route("buffers", "plain", "broadcast"), broadcast),
+        )
+
+    def _bucketed(self, moment: Moment, route: Route, named: Mapping[str, Tensor] | None) -> tuple[Sent, ...]:
+        """Tensors in their buckets; None: not known."""
+        layouts = None if named is None else ParameterBuckets(named, self._cap_bytes).layouts
+        return _sent(moment, route, layouts)
 
 
-# As JSON.
+def _sent(moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | None) -> tuple[Sent, ...]:
+    """Nothing where there are no buckets."""
+    return () if layouts == () else (Sent(moment, route, layouts),)
 
 
-def _stage_object(stage: StageExplained) -> dict[str, Any]:
-    plan, settings, cycle = stage.plan, stage.plan.settings, stage.cycle_amount
-    found: dict[str, Any] = {"stage": stage.index, "kind": plan.stage.name}
-    if settings is not None:
-        found |= {
-            "steps": plan.steps,
-            "sync": settings.sync.plain(),
-            "hooks": [hook.plain() for hook in settings.hooks],
-            "buffers": settings.buffers.plain(),
-            "accumulate": settings.accumulate,
-            "mutate": settings.mutate.plain() if settings.mutate is not None else None,
-            "update": settings.update.plain() if settings.update is not None else None,
-            "gradients": settings.gradients,
-            "cycle": stage.cycle,
-            "patterns": [
-                {
-                    "steps": list(pattern.steps),
-                    "exchanges": [exchange.number for exchange in pattern.exchanges],
-                    "sent": _sent(pattern.amount),
-                }
-                for pattern in stage.patterns
-            ],
-            "control_words": list(plan.control_messages),
-            "mean_step": _sent(cycle, stage.cycle),
-            "thousand_steps": _sent(cycle, stage.cycle, 1000),
-        }
-    return found | {
-        "exchanges": [_exchange_object(exchange) for exchange in stage.exchanges],
-        "begin": [exchange.number for exchange in stage.begin],
-        "end": None if stage.end is None else [exchange.number for exchange in stage.end],
-        "left_apart": plan.left_apart,
-        "whole": _sent(stage.whole_amount),
-    }
+def _control_messages(plan: SyncPlan, buffers: BufferPlan, steps: int | None, cycle: int) -> Iterator[int]:
+    """An exchange that overlaps with training may be applied, for the first time, in the second cycle."""
+    known: set[int] = set()
+    for step in range(1, min(2 * cycle, steps or 2 * cycle) + 1):
+        if (plan.synchronizes(step) or buffers.synchronizes(step)) and step % cycle not in known:
+            known.add(step % cycle)
+            yield step
 
 
-def _exchange_object(exchange: Exchange) -> dict[str, Any]:
-    route, buckets = exchange.route, None
-    if exchange.buckets is not None:
-        carried = exchange.carried or [None] * len(exchange.buckets)
-        buckets = [_bucket_object(*one) for one in zip(exchange.buckets, carried, strict=True)]
-    return {
-        "exchange": exchange.number,
-        "when": exchange.moment,
-        "times": exchange.times,
-        "kind": route.kind,
-        "through": route.through,
-        "source": route.source if route.through == "broadcast" else None,
-        "among": route.among,
-        "ranks": exchange.ranks,
-        "unknown": exchange.unknown or None,
-        "sent": _sent(exchange.amount),
-        "buckets": buckets,
-    }
-
-
-def _bucket_object(layout: BucketLayout, carried: Carried | None) -> dict[str, Any]:
-    legs = None
-    if carried is not None:
-        legs = [
-            {
-                "op": leg.op,
-                "among": leg.among,
-                "ranks": leg.ranks,
-                "dtype": leg.dtype,
-                "bytes": leg.bytes,
-                "sent": _sent(leg.amount),
-            }
-            for leg in carried.legs
-        ]
-    return {
-        "bucket": layout.index,
-        "dtype": layout.dtype,
-        "numel": layout.numel,
-        "bytes": bucket_bytes(layout),
-        "params": [param.name for param in layout.params],
-        "sent": _sent(carried.amount) if carried is not None else None,
-        "legs": legs,
-    }
-
-
-def _model_object(name: str, tensors: dict[str, Tensor] | None) -> dict[str, Any]:
-    if tensors is None:
-        return {"name": name, "parameters": None, "numel": None, "bytes": None}
-    return {
-        "name": name,
-        "parameters": len(tensors),
-        "numel": sum(tensor.numel() for tensor in tensors.values()),
-        "bytes": sum(map(nbytes, tensors.values())),
-    }
-
-
-def _sent(amount: Amount | None, steps: int = 1, wanted: int = 1) -> dict[str, float] | None:
-    if amount is None:
-        return None
-    sizes = amount.sizes(steps, wanted)
-    return {name: int(sent) if float(sent).is_integer() else sent for name, sent in sizes.items()}
+def _nothing_excluded(model: nn.Module | None) -> BufferUse:
+    """Where nobody has looked: every buffer but a counter may change."""
+    if model is None:
+        return BufferUse()
+    counters = counters_of(model)
+    names = [name for name, _ in model.named_buffers()]
+    return BufferUse(tuple(name for name in names if name not in counters), (), counters)

@@ -71,12 +71,9 @@ class ModelProbe:
 
 
 def probe_model(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
-    """Build what a rank builds, and look at it as a rank does.
+    """Build what a rank of `world` builds, and look at it as a rank does.
 
-    Args:
-        loaded: the pipeline.
-        world: the ranks there would be.
-        importing: what the pipeline names by a dotted name may be imported.
+    `importing`: what the pipeline names by a dotted name may be imported.
 
     Raises:
         PipelineError: something in the file that only a run can see.

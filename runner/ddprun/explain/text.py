@@ -2,13 +2,13 @@
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from ddprun.config import Buffers, Choice, TrainSettings
-from ddprun.explain.explain import Exchange, Explained, StageExplained, bucket_bytes
-from ddprun.explain.traffic import Among, Amount, Carried
-from ddprun.sync.buffers import BufferUse
+from ddprun.config.scalars import write
+from ddprun.explain.explain import Exchange, Explained, StageExplained
+from ddprun.explain.traffic import Among, Amount, Bucket
 from ddprun.units import count, size
 
 _WIDTH = 110
@@ -57,7 +57,7 @@ def _stage(stage: StageExplained, explained: Explained, known: dict[tuple[str, s
         first = known.setdefault((label, text), stage.index)
         return paragraph(label, text if first == stage.index else f"As in stages[{first}].")
 
-    settings, title = stage.plan.settings, f"stages[{stage.index}]: {stage.plan.stage.name}"
+    settings, title = stage.settings, f"stages[{stage.index}]: {stage.stage.name}"
     if settings is None:
         yield title
         yield from _without_steps(stage, explained)
@@ -69,7 +69,7 @@ def _stage(stage: StageExplained, explained: Explained, known: dict[tuple[str, s
         yield from paragraph("Begin", f"Once: {_all_named(stage.begin)}. {why}.")
     yield from once("Forward", _forward(stage, settings))
     yield from once("Buffers", _buffers(stage, settings.buffers, explained))
-    if stage.plan.stage.name == "train":
+    if stage.stage.name == "train":
         yield from paragraph("Backward", _backward(stage, settings))
         yield from _tables(_at(stage, "backward"), stage.ranks)
     yield from _after_steps(stage, settings)
@@ -100,7 +100,7 @@ def _forward(stage: StageExplained, settings: TrainSettings) -> str:
             "Ranks hold the same from the start, and all take their steps by the same mean gradient, so they "
             "stay the same."
         )
-    elif stage.plan.stage.name == "forward" and settings.update is None:
+    elif stage.stage.name == "forward" and settings.update is None:
         why = "Nothing changes them here."
     elif settings.plan.period == 1:
         why = "Each rank changes its own, and they are averaged after the step."
@@ -129,20 +129,14 @@ def _buffers(stage: StageExplained, setting: Buffers, explained: Explained) -> s
         when = "None are sent in this stage. Nor before evaluate and save: each rank keeps its own."
     else:
         when = "None are sent in this stage. They are sent before evaluate and save."
+    change = "none changes in training, but for counters."
+    if use.changing:
+        change = f"{len(use.changing)} {'changes' if len(use.changing) == 1 else 'change'} in training "
+        change += f"({ends(use.changing)}, {size(use.bytes)}), and training "
+        change += "reads them." if use.read else "never reads them."
     all_bytes = size(sum(one.nbytes for one in held.values()))
     ddp = f"DDP's own broadcast would send {all_bytes} before each forward pass."
-    return f"{chosen}{_buffer_use(use, len(held))} {when} {ddp}"
-
-
-def _buffer_use(use: BufferUse, held: int) -> str:
-    if not use.changing:
-        return f"of {count(held, 'buffer')} none changes in training, but for counters."
-    change = "changes" if len(use.changing) == 1 else "change"
-    read = "reads them" if use.read else "never reads them"
-    return (
-        f"of {count(held, 'buffer')} {len(use.changing)} {change} in training ({ends(use.changing)}, "
-        f"{size(use.bytes)}), and training {read}."
-    )
+    return f"{chosen}of {count(len(held), 'buffer')} {change} {when} {ddp}"
 
 
 def _drifts(settings: TrainSettings) -> bool:
@@ -164,7 +158,7 @@ def _backward(stage: StageExplained, settings: TrainSettings) -> str:
         return f"{what}. DDP's buckets are unknown: {exchange.unknown}."
     return (
         f"{what}, in {count(len(exchange.buckets), 'bucket')}, each sent as soon as backward has filled it, "
-        "while backward goes on."
+        "while backward continues."
     )
 
 
@@ -182,8 +176,8 @@ def _after_steps(stage: StageExplained, settings: TrainSettings) -> Iterator[str
         lines.append(
             f"the other {idle} of {'every ' if _repeats(stage) else ''}{stage.cycle} steps: nothing."
         )
-    for index, line in enumerate(_thinned(lines)):
-        yield from paragraph("" if index else "After a step", _capital(line))
+    for label, line in zip_longest(["After a step"], _thinned(lines), fillvalue=""):
+        yield from paragraph(label, _capital(line))
     if overlap := max((one.delay for one in settings.plan.transfers), default=0):
         when = f"is applied exactly {count(overlap, 'step')} later"
         yield from paragraph("", f"An exchange overlaps with training, and {when}.")
@@ -191,7 +185,7 @@ def _after_steps(stage: StageExplained, settings: TrainSettings) -> Iterator[str
 
 
 def _end(stage: StageExplained) -> Iterator[str]:
-    if stage.plan.left_apart:
+    if stage.left_apart:
         yield from paragraph("End", "Ranks stay as they are: the next stage takes them so.")
     elif stage.end is None:
         yield from paragraph("End", "If the last step leaves ranks apart, they synchronise once more.")
@@ -204,7 +198,7 @@ def _end(stage: StageExplained) -> Iterator[str]:
 
 
 def _control_messages(stage: StageExplained) -> str:
-    steps = stage.plan.control_messages
+    steps = stage.control_messages
     if not steps:
         return "None: ranks exchange no messages before the stage's end."
     if max(steps) <= stage.cycle:
@@ -227,19 +221,19 @@ def _loss(settings: TrainSettings) -> str:
         what = f"It is not averaged. {own}; gradients are averaged inside a host only."
     else:
         what = f"It is not averaged. {own}; no gradients are averaged."
-    return f"{what} The log's mean loss is computed beside training, and nothing depends on it."
+    return f"{what} The log's mean loss is computed separately; nothing depends on it."
 
 
 def _without_steps(stage: StageExplained, explained: Explained) -> Iterator[str]:
     if stage.end:
         what = _all_named(stage.end)
-        if stage.plan.stage.name not in ("average", "broadcast"):
+        if stage.stage.name not in ("average", "broadcast"):
             what = f"first, as far as they have changed: {what}"
         yield from paragraph("", f"{_capital(what)}.")
         yield from _tables(stage.end, stage.ranks)
         yield from _sizes_table([_sizes("once", stage.whole_amount)])
         return
-    before = [one.plan.settings for one in explained.stages[: stage.index] if one.plan.settings is not None]
+    before = [one.settings for one in explained.stages[: stage.index] if one.settings is not None]
     setting = before[-1].buffers if before else explained.loaded.pipeline.buffers
     own = setting.when == "never" and explained.buffers != {}
     yield from paragraph(
@@ -248,12 +242,13 @@ def _without_steps(stage: StageExplained, explained: Explained) -> Iterator[str]
 
 
 def _sums(stage: StageExplained) -> Iterator[str]:
-    rows = []
-    for pattern in stage.patterns:
-        rest = len(stage.patterns) > 1 and pattern is stage.patterns[-1]
-        rows.append(_sizes(_when(pattern.steps, stage, rest=rest), pattern.amount))
+    several = len(stage.patterns) > 1
+    rows = [
+        _sizes(_when(one.steps, stage, rest=several and one is stage.patterns[-1]), one.amount)
+        for one in stage.patterns
+    ]
     rows = _thinned(rows, ("…", "", "", ""))
-    if len(stage.patterns) > 1:
+    if several:
         rows.append(_sizes("mean of all steps", stage.cycle_amount, stage.cycle))
     rows.append(_sizes("1,000 steps", stage.cycle_amount, stage.cycle, 1000))
     if stage.steps is not None:
@@ -302,7 +297,7 @@ def _shown(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_shown, value)) + "]"
-    return "null" if value is None else str(value)
+    return write(value)
 
 
 # Exchanges.
@@ -314,27 +309,23 @@ def _all_named(exchanges: Sequence[Exchange]) -> str:
 
 def _named(exchange: Exchange, *, numbered: bool = True) -> str:
     """What an exchange is; `numbered`: with its buckets, if it is of some only."""
-    route, ranks = exchange.route, _ranks_of(exchange)
-    if exchange.carried is not None and not any(one.legs for one in exchange.carried):
+    kind, source, ranks = exchange.route.kind, exchange.route.source, _ranks_of(exchange)
+    if exchange.amount is not None and not any(one.legs for one in exchange.buckets or ()):
         return "nothing, as noop gives each rank its own back"
-    match route.kind, route.through:
-        case "delta", _:
-            which = ""
-            if numbered and exchange.buckets is not None:
-                first, last = exchange.buckets[0].index, exchange.buckets[-1].index
-                which = f" (bucket {first})" if first == last else f" (buckets {first} to {last})"
-            return f"what parameters have changed by, averaged over {ranks}{which}"
-        case "parameters", "broadcast":
-            return f"the parameters of rank {route.source}, as they are, to {ranks}"
-        case "parameters", _:
-            return f"the parameters as they are, averaged over {ranks}"
-        case "optimizer", _:
-            return f"the optimizer's state as it is, averaged over {ranks}"
-        case "buffers", "broadcast":
-            return f"the buffers of rank {route.source}, to {ranks}"
-        case "buffers", _:
-            return f"the buffers, averaged over {ranks}"
-    return f"the gradients, averaged over {ranks}"
+    if exchange.route.through == "broadcast":
+        return f"the {kind} of rank {source}{', as they are' if kind == 'parameters' else ''}, to {ranks}"
+    what = {
+        "gradient": "the gradients,",
+        "delta": "what parameters have changed by,",
+        "parameters": "the parameters as they are,",
+        "optimizer": "the optimizer's state as it is,",
+        "buffers": "the buffers,",
+    }[kind]
+    which = ""
+    if kind == "delta" and numbered and exchange.buckets is not None:
+        first, last = exchange.buckets[0].bucket, exchange.buckets[-1].bucket
+        which = f" (bucket {first})" if first == last else f" (buckets {first} to {last})"
+    return f"{what} averaged over {ranks}{which}"
 
 
 def _ranks_of(exchange: Exchange) -> str:
@@ -361,36 +352,35 @@ def _tables(exchanges: Sequence[Exchange], ranks: int) -> Iterator[str]:
     for alike in by_route.values():
         if len(by_route) > 1:
             yield from paragraph("", f"{_capital(_named(alike[0], numbered=False))}:")
-        rows = _thinned([row for exchange in alike for row in _rows(exchange, ranks)], ("…", *[""] * 5))
+        buckets = [bucket for exchange in alike for bucket in exchange.buckets or ()]
+        rows = _thinned([_row(bucket, ranks) for bucket in buckets], ("…", *[""] * 5))
         head = ("bucket", "dtype", "values", "bytes", "sent per rank", "parameters")
         yield from _labelled("", table([head, *rows], "><>>><"))
         unknown = next((exchange.unknown for exchange in alike if exchange.unknown), "")
         if unknown:
             yield from paragraph("", f"How they travel is unknown: {unknown}.")
-        yield from _legs([one for exchange in alike for one in exchange.carried or ()])
+        yield from _legs(buckets)
 
 
-def _rows(exchange: Exchange, ranks: int) -> Iterator[tuple[str, ...]]:
-    layouts = exchange.buckets or ()
-    for layout, one in zip(layouts, exchange.carried or [None] * len(layouts), strict=True):
-        sent = "unknown" if one is None else size(one.amount.all_ranks / ranks)
-        names = ends([param.name for param in layout.params])
-        yield str(layout.index), layout.dtype, f"{layout.numel:,}", size(bucket_bytes(layout)), sent, names
+def _row(one: Bucket, ranks: int) -> tuple[str, ...]:
+    sent = "unknown" if one.sent is None else size(one.sent.all_ranks / ranks)
+    return str(one.bucket), one.dtype, f"{one.numel:,}", size(one.bytes), sent, ends(one.params)
 
 
-def _legs(carried: Sequence[Carried]) -> Iterator[str]:
-    """How buckets travel; those that travel alike in one paragraph."""
-    alike: dict[tuple[tuple[str, str, Among, int], ...], list[Carried]] = {}
-    for one in carried:
-        alike.setdefault(tuple((leg.op, leg.dtype, leg.among, leg.ranks) for leg in one.legs), []).append(one)
-    for ways, buckets in alike.items():
-        which = "Each bucket"
-        if len(alike) > 1:
-            which = f"Bucket {', '.join(str(one.layout.index) for one in buckets)}"
-        legs = []
-        for index, (op, dtype, among, ranks) in enumerate(ways):
-            bytes_of_all = size(sum(one.legs[index].bytes for one in buckets))
-            legs.append(f"{op} of {dtype} among {_group(ranks, among)} ({bytes_of_all})")
+def _legs(buckets: Sequence[Bucket]) -> Iterator[str]:
+    """How buckets travel, as far as that is known; those that travel alike in one paragraph."""
+    alike: dict[tuple[tuple[str, str, Among, int], ...], list[Bucket]] = {}
+    for one in buckets:
+        if one.legs is not None:
+            way = tuple((leg.op, leg.dtype, leg.among, leg.ranks) for leg in one.legs)
+            alike.setdefault(way, []).append(one)
+    for way, some in alike.items():
+        which = "Each bucket" if len(alike) == 1 else f"Bucket {', '.join(str(one.bucket) for one in some)}"
+        columns = zip(*[one.legs or () for one in some], strict=True)
+        legs = [
+            f"{op} of {dtype} among {_group(ranks, among)} ({size(sum(leg.bytes for leg in column))})"
+            for (op, dtype, among, ranks), column in zip(way, columns, strict=True)
+        ]
         if len(legs) <= 1:
             yield from paragraph("", f"{which}: {legs[0] if legs else 'nothing is sent'}.")
             continue

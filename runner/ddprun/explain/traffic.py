@@ -1,10 +1,11 @@
-"""What sends cost: every rank's part in them, rehearsed."""
+"""What each bucket costs: every rank's part in it, simulated."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ from ddprun.sync.synchronizer import QueueRequirements, requirements
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import GroupRequirements, RankGroup, combine
 from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_group
-from ddprun_hooks.comm.trace import CollectiveTrace
+from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace
 from ddprun_hooks.config.options import BUILT_IN, parse_spec
 from ddprun_hooks.errors import HooksError, HookSetupError
 from ddprun_hooks.payload import Kind
@@ -43,15 +44,11 @@ class Amount:
         return cls((0,) * ranks, (0,) * ranks)
 
     def __add__(self, other: Amount) -> Amount:
-        return Amount(
-            tuple(a + b for a, b in zip(self.by_rank, other.by_rank, strict=True)),
-            tuple(a + b for a, b in zip(self.between_hosts, other.between_hosts, strict=True)),
-        )
+        between_hosts = map(add, self.between_hosts, other.between_hosts)
+        return Amount(tuple(map(add, self.by_rank, other.by_rank)), tuple(between_hosts))
 
     def __mul__(self, times: int) -> Amount:
-        return Amount(
-            tuple(times * sent for sent in self.by_rank), tuple(times * sent for sent in self.between_hosts)
-        )
+        return Amount(tuple(times * b for b in self.by_rank), tuple(times * b for b in self.between_hosts))
 
     @property
     def all_ranks(self) -> int:
@@ -60,12 +57,13 @@ class Amount:
 
     def sizes(self, steps: int = 1, wanted: int = 1) -> dict[str, float]:
         """What `wanted` average steps send, in bytes, if `steps` of them send this amount."""
-        all_ranks = self.all_ranks * wanted / steps
-        return {
+        all_ranks, between_hosts = (sum(sent) * wanted / steps for sent in (self.by_rank, self.between_hosts))
+        sizes = {
             "per_rank": all_ranks / len(self.by_rank),
             "all_ranks": all_ranks,
-            "between_hosts": sum(self.between_hosts) * wanted / steps,
+            "between_hosts": between_hosts,
         }
+        return {name: int(sent) if sent.is_integer() else sent for name, sent in sizes.items()}
 
 
 def total(amounts: Iterable[Amount | None], ranks: int) -> Amount | None:
@@ -104,34 +102,32 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class SentLeg:
-    """One collective, of all ranks that take part in it."""
+class Leg:
+    """One collective, of all ranks that take part in it; its fields are those of JSON."""
 
     op: str
     among: Among
     ranks: int  # how many ranks are in each of its groups
     dtype: str
     bytes: int  # size of what is summed, gathered or exchanged, in bytes; where ranks differ, the largest
-    amount: Amount
+    sent: Amount
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """What it takes to carry one bucket over the ranks."""
+class Bucket:
+    """A bucket, and what it takes to carry it over the ranks once; its fields are those of JSON."""
 
-    layout: BucketLayout
-    legs: tuple[SentLeg, ...]
-    amount: Amount
+    bucket: int
+    dtype: str
+    numel: int
+    bytes: int  # before any hook
+    params: tuple[str, ...]
+    sent: Amount | None  # None: not known, as `legs`
+    legs: tuple[Leg, ...] | None
 
 
 class Simulations:
-    """Carries buckets over ranks that are not there.
-
-    Args:
-        loaded: the pipeline.
-        world: the ranks.
-        device: where payloads are.
-        importing: hooks of the user's may be imported.
+    """Carries buckets, on `device`, over ranks that are not there.
 
     Raises:
         PipelineError: the ranks do not lie as a stage needs them.
@@ -153,12 +149,60 @@ class Simulations:
         ]
         """Of each rank, those of all ranks, by queue; the others are their splits."""
 
-        self._known: dict[tuple[str, Route, BucketLayout], Carried] = {}
+        self._known: dict[tuple[str, Route, BucketLayout], Bucket] = {}
 
     def unknown(self, stage: StepStage | None, route: Route) -> str:
         """Why it cannot be known what the hooks on a route send; empty if it can."""
         names = self._not_imported(stage) if stage is not None and route.hooked else []
         return f'"hooks: {names[0]}" is not imported' if names else ""
+
+    def carry(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Bucket:
+        """What it takes to carry a bucket that meets the hooks of `stage`, if the route has any.
+
+        Raises:
+            PipelineError: a hook that would break the run.
+        """
+        if self.unknown(stage, route):
+            return _bucket(layout, None, None)
+        stack = self._stack(stage, route)
+        key = stack.described if route.hooked else "", route, layout
+        if key not in self._known:
+            # Where no hook looks at values there need not be any.
+            values = bool(stack.names) and route.through != "broadcast"
+            first = example_payload(layout, route.kind, self._device if values else torch.device("meta"))
+            traces = []
+            try:
+                for groups in self.groups:
+                    payload = replace(first, tensor=first.tensor.clone(), findings=[])
+                    group = route.group(groups[route.queue])
+                    traces.append(simulate(payload, self._stack(stage, route), group))
+            except HooksError as error:
+                path = stage.key_path("hooks") if stage is not None else ""
+                raise PipelineError([self._loaded.fault(path, str(error))]) from None
+            by_name = _groups_by_name(self.groups[0][route.queue])
+            legs = tuple(_joined([trace.collectives for trace in traces], by_name))
+            self._known[key] = _bucket(layout, _sent_by(traces), legs)
+        return self._known[key]
+
+    def _stack(self, stage: StepStage | None, route: Route) -> Stack:
+        """What carries a bucket on a route; made anew each time, since hooks keep state."""
+        if route.through == "sum":
+            return all_reduce_stack()
+        if route.through == "broadcast":
+            return broadcast_stack(route.source)
+        assert stage is not None, "hooks are a stage's"
+        return self._hooks(stage, inside_host=route.through == "host_hooks")
+
+    def _hooks(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
+        """The stage's hooks, made anew; plain all-reduce where they are not known.
+
+        Raises:
+            PipelineError: a hook that cannot be had.
+        """
+        if self._not_imported(stage):
+            return Stack([])
+        hooks = stage.effective(self._loaded.pipeline).hooks
+        return build.build_stack(self._loaded, stage.key_path("hooks"), hooks, inside_host=inside_host)
 
     def _not_imported(self, stage: StepStage) -> list[str]:
         """Names of the stage's hooks that are somebody else's code, legs included."""
@@ -170,62 +214,6 @@ class Simulations:
                 specs = [spec for leg in ("within", "across") for spec in hook.options.get(leg, ())]
                 found += [name for spec in specs if (name := parse_spec(spec)[0]) not in BUILT_IN]
         return found
-
-    def _hooks(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
-        """The stage's hooks, made anew since they keep state; plain all-reduce where they are not known.
-
-        Raises:
-            PipelineError: a hook that cannot be had.
-        """
-        if self._not_imported(stage):
-            return Stack([])
-        hooks = stage.effective(self._loaded.pipeline).hooks
-        return build.build_stack(self._loaded, stage.key_path("hooks"), hooks, inside_host=inside_host)
-
-    def carry(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Carried | None:
-        """What it takes to carry a bucket; None if the hooks that it meets are not known.
-
-        `stage`: whose hooks it meets; None if it meets none.
-
-        Raises:
-            PipelineError: a hook that would break the run.
-        """
-        if self.unknown(stage, route):
-            return None
-        key = self._hooks(stage).described if stage is not None and route.hooked else "", route, layout
-        if key not in self._known:
-            try:
-                self._known[key] = self._carry(stage, route, layout)
-            except HooksError as error:
-                path = stage.key_path("hooks") if stage is not None else ""
-                raise PipelineError([self._loaded.fault(path, str(error))]) from None
-        return self._known[key]
-
-    def _carry(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Carried:
-        traces = []
-        # Where no hook looks at values there need not be any.
-        values = bool(self._stack(stage, route).names) and route.through != "broadcast"
-        first = example_payload(layout, route.kind, self._device if values else torch.device("meta"))
-        for groups in self.groups:
-            group = route.group(groups[route.queue])
-            payload = replace(first, tensor=first.tensor.clone(), findings=[])
-            traces.append(simulate(payload, self._stack(stage, route), group))
-        return Carried(
-            layout,
-            tuple(_joined([trace.collectives for trace in traces], _places(self.groups[0][route.queue]))),
-            Amount(
-                tuple(trace.wire_bytes for trace in traces),
-                tuple(trace.between_hosts_bytes for trace in traces),
-            ),
-        )
-
-    def _stack(self, stage: StepStage | None, route: Route) -> Stack:
-        if route.through == "sum":
-            return all_reduce_stack()
-        if route.through == "broadcast":
-            return broadcast_stack(route.source)
-        assert stage is not None, "hooks are a stage's"
-        return self._hooks(stage, inside_host=route.through == "host_hooks")
 
     def _check(self, stage: StepStage, stack: Stack, needs: GroupRequirements) -> None:
         """Check that the ranks lie as a stage needs them; a fault names what of it needs them otherwise."""
@@ -240,21 +228,31 @@ class Simulations:
                 raise PipelineError([self._loaded.fault(stage.key_path(key), str(error))]) from None
 
 
-def _places(world: RankGroup) -> dict[str, tuple[Among, int]]:
+def _bucket(layout: BucketLayout, sent: Amount | None, legs: tuple[Leg, ...] | None) -> Bucket:
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    params = tuple(param.name for param in layout.params)
+    bytes_before = layout.numel * dtype.itemsize
+    return Bucket(layout.index, layout.dtype, layout.numel, bytes_before, params, sent, legs)
+
+
+def _sent_by(traces: Sequence[BucketTrace[int] | CollectiveTrace[int] | None]) -> Amount:
+    """What each rank has sent; None: nothing."""
+    return Amount(
+        tuple(0 if trace is None else trace.wire_bytes for trace in traces),
+        tuple(0 if trace is None else trace.between_hosts_bytes for trace in traces),
+    )
+
+
+def _groups_by_name(world: RankGroup) -> dict[str, tuple[Among, int]]:
     """By the name of each group: which ranks are in one, and how many."""
     found: dict[str, tuple[Among, int]] = {world.name: ("all", world.size)}
     for host, across in world.splits.values():
-        found[host.name] = "host", host.size
-        found[across.name] = "across", across.size
-    for part in world.parts.values():
-        found[part.name] = "part", part.size
-    return found
+        found |= {host.name: ("host", host.size), across.name: ("across", across.size)}
+    return found | {part.name: ("part", part.size) for part in world.parts.values()}
 
 
-def _joined(
-    legs: list[list[CollectiveTrace[int]]], places: dict[str, tuple[Among, int]]
-) -> Iterator[SentLeg]:
-    """The legs of all ranks, those together that are one collective on each.
+def _joined(legs: list[list[CollectiveTrace[int]]], groups: dict[str, tuple[Among, int]]) -> Iterator[Leg]:
+    """The legs of all ranks, with those joined that are one collective on each.
 
     A rank may have fewer than others: one whose share of a bucket is empty sends nothing between hosts.
     """
@@ -266,14 +264,4 @@ def _joined(
             rows.setdefault((*what, times[what]), [None] * len(legs))[rank] = leg
             times[what] += 1
     for (op, group, dtype, _), row in rows.items():
-        there = [leg for leg in row if leg is not None]
-        yield SentLeg(
-            op,
-            *places[group],
-            dtype,
-            max(leg.bytes for leg in there),
-            Amount(
-                tuple(leg.wire_bytes if leg is not None else 0 for leg in row),
-                tuple(leg.between_hosts_bytes if leg is not None else 0 for leg in row),
-            ),
-        )
+        yield Leg(op, *groups[group], dtype, max(leg.bytes for leg in row if leg is not None), _sent_by(row))

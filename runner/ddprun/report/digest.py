@@ -1,4 +1,5 @@
-"""What a report needs of a run's records, in one pass over them and in bounded memory.
+"""What a report needs of a run's records, in one pass over them and in bounded memory; and what stands out in
+it, in three sentences: where the time went, who was late, and what to try.
 
 Long runs are thinned: a curve shows means over as many equal intervals of steps as a chart has room for, and
 bucket records are read of steps that are drawn at random from the whole run.
@@ -16,6 +17,8 @@ from typing import Any
 
 from ddprun.report.runs import Run
 from ddprun.telemetry.steps import PARTS
+from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
+from ddprun.units import count
 
 _POINTS = 400  # of a curve, at most
 _BUCKET_LINES = 200_000
@@ -24,6 +27,17 @@ _TIMELINE_RANKS = 64
 _RANK_LOSSES = 16
 _MARKED_GRADIENTS = 16
 _NAMED_PARAMS = 8
+_MUCH = 0.15  # a share of a step's time that is worth a change
+_MUCH_OF_THE_WAITING = 0.25  # a late rank that causes less of all waiting is not what to begin with
+_WINDOW = 20  # synchronising steps that stragglers are looked for in, by default
+_ADVICE = {
+    "data": "Try more `loader.workers`, or look at that rank's disk.",
+    "forward": "Look at what else runs on that rank's cores or GPU, and at inputs that cost more.",
+    "backward": "Look at the layers of that bucket, and at what else runs on that rank's cores or GPU.",
+    "optimizer": "Look at what else runs on that rank's cores or GPU.",
+    "sync": "Look at what that rank does between steps.",
+    "communication": "Look at that rank's link, and at hooks that work on its training thread.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +100,9 @@ class Digest:
     @property
     def mean_parts_us(self) -> dict[str, float]:
         """The mean time of each part of a step, and `step_us`, over ranks."""
-        count = max(1, self.ranks)
+        known = max(1, self.ranks)
         return {
-            part: sum(one.get(part, 0.0) for one in self.parts_us) / count for part in (*PARTS, "step_us")
+            part: sum(one.get(part, 0.0) for one in self.parts_us) / known for part in (*PARTS, "step_us")
         }
 
 
@@ -101,7 +115,7 @@ class _Column:
         self.counts = array("l", bytes(array("l").itemsize * len(steps)))
 
     def add(self, index: int | None, value: float | None) -> None:
-        # While a run goes on, records of later steps than `steps` come.
+        # While a run is going on, records of later steps than `steps` come.
         if value is not None and index is not None:
             self.sums[index] += value
             self.counts[index] += 1
@@ -140,7 +154,7 @@ def digest(run: Run) -> Digest:
     columns = {name: _Column(steps) for name in ("mean_loss", *PARTS, "step_us")}
     means = []
     for rank, own_loss in zip(run.ranks, rank_losses, strict=True):
-        totals, count = dict.fromkeys((*PARTS, "step_us"), 0), 0
+        totals, lines = dict.fromkeys((*PARTS, "step_us"), 0), 0
         for line in run.steps(rank):
             at = _index(steps, line["step"])
             own_loss.add(at, line["loss"])
@@ -148,8 +162,8 @@ def digest(run: Run) -> Digest:
                 column.add(at, line[name])
             for part in totals:
                 totals[part] += line[part]
-            count += 1
-        means.append({part: total / count for part, total in totals.items()} if count else {})
+            lines += 1
+        means.append({part: total / lines for part, total in totals.items()} if lines else {})
     found = Digest(
         run=run,
         recorded=[number for number, count in zip(steps, columns["step_us"].counts, strict=True) if count],
@@ -206,9 +220,9 @@ def _read_buckets(found: Digest) -> None:
 
 def _steps_to_show(recorded: Sequence[int], step: _Column, waited: _Column) -> dict[int, str]:
     """Steps whose timeline is shown, and why: some evenly over the run, and the three that stand out."""
-    count = min(len(recorded), _TIMELINES - 2)
-    places = [round(index * (len(recorded) - 1) / max(1, count - 1)) for index in range(count)]
-    chosen = {recorded[index]: "" for index in places}
+    shown = min(len(recorded), _TIMELINES - 2)
+    positions = [round(index * (len(recorded) - 1) / max(1, shown - 1)) for index in range(shown)]
+    chosen = {recorded[index]: "" for index in positions}
     later = recorded[len(recorded) // 10 :]  # the first steps are slower than all others
     by_length = sorted(later, key=step.of)
     special = {
@@ -228,15 +242,12 @@ def _timelines(run: Run, chosen: Mapping[int, str]) -> Iterator[dict[str, Any]]:
         for one in run.buckets(rank, chosen.__contains__):
             buckets[one["step"]].append(one)
         for line in run.steps(rank, chosen.__contains__):
-            start, us, laps = line["start_us"], 0, []
-            for part, length in line.get("laps", ()):
-                laps.append([part, us, length])
-                us += length
+            start = line["start_us"]
             of_steps[line["step"]].append(
                 {
                     "rank": rank,
                     "start_us": run.clocks.aligned(rank, start),
-                    "laps": laps,
+                    "laps": line.get("laps", ()),
                     "waits": [[begin - start, end - begin] for begin, end in line.get("waits", ())],
                     "buckets": [_on_timeline(one, start) for one in buckets[line["step"]]],
                 }
@@ -265,3 +276,134 @@ def _on_timeline(bucket: Mapping[str, Any], start_us: float) -> dict[str, Any]:
         "wire_bytes": bucket["wire_bytes"],
         "gradients": gradients[-_MARKED_GRADIENTS:],
     }
+
+
+# What stands out.
+
+
+def sentences(digest: Digest) -> list[str]:
+    """The sentences about one run; names of keys and commands in them are in backticks."""
+    if not digest.recorded:
+        return [
+            "The run has no step records, so it is unknown where its time went.",
+            "It may have ended before its first step.",
+            "Its events, below, show how far it got.",
+        ]
+    shares = _shares(digest)
+    sums = straggler_totals(stragglers(digest))
+    return [_where(digest, shares), _who(digest, sums), _what(digest, shares, sums)]
+
+
+def stragglers(digest: Digest) -> list[dict[str, Any]]:
+    """Each episode in which a rank was late."""
+    summary = digest.run.summary
+    if summary is not None and "stragglers" in summary:
+        found: list[dict[str, Any]] = summary["stragglers"]
+        return found
+    return [{**event, "rank": event["straggler"]} for event in digest.run.all("straggler")]
+
+
+def _shares(digest: Digest) -> dict[str, float]:
+    """Of a step's time, means over ranks."""
+    us = digest.mean_parts_us
+    parts = {
+        "compute": ("forward_us", "backward_us", "optimizer_us"),
+        "data": ("data_us",),
+        "hook": ("exposed_hook_us",),
+        "wait": ("exposed_wait_us",),
+        "wire": ("exposed_wire_us",),
+        "sync": ("sync_us", "other_us"),
+    }
+    return {name: sum(us[part] for part in some) / (us["step_us"] or 1.0) for name, some in parts.items()}
+
+
+def _where(digest: Digest, shares: Mapping[str, float]) -> str:
+    exposed = shares["hook"] + shares["wait"] + shares["wire"]
+    found = [
+        (shares["compute"], "forward, backward and optimizer"),
+        (
+            exposed,
+            f"exposed communication ({shares['wire']:.0%} on the wire, {shares['wait']:.0%} waiting for the "
+            f"last rank, {shares['hook']:.0%} in hooks)",
+        ),
+        (shares["data"], "loading data"),
+        (shares["sync"], "between steps"),
+    ]
+    named = [f"{share:.0%} {what}" for share, what in sorted(found, reverse=True) if share >= 0.005]
+    listed = named[0] if len(named) == 1 else f"{', '.join(named[:-1])}, and {named[-1]}"
+    return f"A step took {digest.mean_parts_us['step_us'] / 1000:.1f} ms on average: {listed}."
+
+
+def _who(digest: Digest, sums: Sequence[StragglerTotal]) -> str:
+    if digest.ranks < 2:
+        return "There was one rank, so no rank waited for another."
+    if not sums and digest.synced_steps < _WINDOW:
+        return "Ranks synchronised too rarely, or in too few steps, to tell whether one was late."
+    if not sums:
+        return "No rank was late for long."
+    worst, *rest = sums
+    params = ", ".join(worst.params[:3]) + (" …" if len(worst.params) > 3 else "")
+    bucket = "" if worst.bucket is None else f", before bucket {worst.bucket} ({params})"
+    more = sum(one.episodes for one in rest)
+    others = f"; {count(more, 'more episode')} of late ranks below" if more else ""
+    return (
+        f"Rank {worst.rank} was {worst.late_us / 1000:.1f} ms late in {worst.cause}{bucket}, {worst.when()}, "
+        f"and the others waited for it{others}."
+    )
+
+
+def _what(digest: Digest, shares: Mapping[str, float], sums: Sequence[StragglerTotal]) -> str:
+    wait = shares["wait"]
+    if wait > _MUCH and sums and _waiting_for(digest, sums[0]) > _MUCH_OF_THE_WAITING * wait:
+        return _ADVICE.get(sums[0].cause, _ADVICE["optimizer"])
+    if shares["data"] > _MUCH:
+        return "Try more `loader.workers`: the training thread waits for its data."
+    if shares["hook"] > _MUCH:
+        return (
+            "Try without the hooks, or with cheaper ones: they may cost more time than they save on the "
+            "wire; `ddprun compare` measures it."
+        )
+    if shares["wire"] > _MUCH:
+        return _against_the_wire(digest)
+    if wait > _MUCH:
+        return (
+            f"Try {_less_often(digest)}: another rank is the last one each time, and every synchronisation "
+            "waits for it."
+        )
+    if shares["sync"] > _MUCH:
+        return (
+            "Try to do less between steps: audits, fidelity, buffer exchanges and mutation are in `sync_us`."
+        )
+    if shares["compute"] > 0.8:
+        return (
+            "Communication is hidden or small; to go faster, try `precision: bf16`, a larger "
+            "`loader.batch_size`, or more ranks."
+        )
+    return "Nothing stands out: no single change is likely to gain much."
+
+
+def _against_the_wire(digest: Digest) -> str:
+    if {one.hooks for one in digest.sent if one.kind in ("gradient", "delta")} != {()}:
+        return f"Try {_less_often(digest)}."
+    also = ", `[hierarchical]`" if any(one.between_hosts_bytes for one in digest.sent) else ""
+    return (
+        f"Try to send less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`{also}), or try "
+        f"{_less_often(digest)}."
+    )
+
+
+def _less_often(digest: Digest) -> str:
+    begun = digest.run.all("stage_started")
+    sync = begun[-1].get("sync") if begun else None
+    if isinstance(sync, Mapping) and sync:
+        name, options = next(iter(sync.items()))
+        if isinstance(options, Mapping) and options:
+            now = ", ".join(f"{key}: {value}" for key, value in options.items())
+            return f"a longer period of `{name}` (`{now}` now)"
+    return "to synchronise less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`)"
+
+
+def _waiting_for(digest: Digest, late: StragglerTotal) -> float:
+    """The share of the run's time that ranks waited for a late one, mean over ranks."""
+    steps = max(late.steps, digest.recorded[-1] - digest.recorded[0] + 1)
+    return late.lost_steps / steps * (digest.ranks - 1) / digest.ranks

@@ -1,25 +1,23 @@
 """`report.html`: one page about one run or several, which loads nothing from elsewhere.
 
-This module gathers what stands on the page: sections of texts, tables and charts. How it looks is in the
-folder `page`: the template, the style sheet, and the script that draws the charts with plotly.
+This module gathers what is on the page: sections of texts, tables and charts, the last as plain data for
+plotly.js. How it looks is in the folder `page`: the template, the style sheet, and the script that draws.
 """
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ddprun import __version__
-from ddprun.report import charts
-from ddprun.report.charts import LOOKS, Chart
-from ddprun.report.digest import Curve, Digest
-from ddprun.report.findings import sentences, stragglers
+from ddprun.report.digest import Curve, Digest, sentences, stragglers
 from ddprun.report.runs import event_name
 from ddprun.telemetry.steps import PARTS
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
@@ -40,12 +38,45 @@ _MOST_FAULTS = 50
 _CURVE_ROWS = 20
 _NO_STEPS = "No step records."
 
+Chart = dict[str, Any]  # as plotly.js takes it
 Runs = Sequence[tuple[str, Digest]]  # each with the name under which the page shows it
+
+
+class _Look(NamedTuple):
+    """How a part of a step is shown."""
+
+    name: str
+    colour: str
+    pattern: str = ""
+
+    @property
+    def marker(self) -> dict[str, Any]:
+        """For plotly's bars."""
+        pattern = {"shape": self.pattern, "fillmode": "overlay", "fgcolor": "rgba(0,0,0,0.45)", "size": 6}
+        return {"color": self.colour, "pattern": pattern}
+
+
+# Colours that colour-blind readers tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/), and patterns
+# and dashes, so that nothing depends on colour alone.
+_LOOKS = {
+    "data_us": _Look("loading data", "#999999", "."),
+    "forward_us": _Look("forward", "#56B4E9"),
+    "backward_us": _Look("backward", "#0072B2"),
+    "exposed_hook_us": _Look("hooks, exposed", "#CC79A7", "x"),
+    "exposed_wait_us": _Look("waiting for the last rank", "#D55E00", "/"),
+    "exposed_wire_us": _Look("wire, exposed", "#E69F00", "\\"),
+    "optimizer_us": _Look("optimizer", "#009E73"),
+    "sync_us": _Look("between steps", "#F0E442", "-"),
+    "other_us": _Look("other", "#777777", "+"),
+}
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_OUTLINE = {"color": "rgba(0,0,0,0)", "line": {"color": "#D55E00", "width": 1.5}}
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A heading, a paragraph or a note; what stands in backticks is shown as code."""
+    """A heading, a paragraph or a note; what is in backticks is shown as code."""
 
     text: str
     kind: str = "paragraph"
@@ -88,7 +119,7 @@ Block = Text | Table | Figure
 
 
 def page(runs: Runs, comparison: Table | None = None) -> str:
-    """The page about at least one run; a table that compares them stands first."""
+    """The page about at least one run; a table that compares them comes first."""
     found: dict[str, list[Block]] = {"Comparison": [comparison] if comparison else []}
     found |= {title: list(blocks(runs)) for title, blocks in _SECTIONS.items()}
     sections = {title: blocks for title, blocks in found.items() if blocks}
@@ -158,6 +189,11 @@ def _each(
     return section
 
 
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], caption: str, otherwise: str) -> Block:
+    """A table; without rows a note instead."""
+    return Table(heads, rows, caption) if rows else Text(otherwise, "note")
+
+
 def _chart(chart: Chart, label: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[Block]:
     """A chart, and its numbers as a table."""
     yield Figure(label, chart)
@@ -219,35 +255,36 @@ def _loss(runs: Runs) -> Iterator[Block]:
         of_ranks = zip(digest.run.ranks, digest.rank_losses, strict=False)
         named = {"mean over ranks": digest.loss}
         named |= {f"rank {rank}": curve for rank, curve in of_ranks if digest.ranks > 1}
-    yield from _curves(charts.curves(named, "loss"), "Loss over steps", named, "loss")
+    yield from _curves(_curve_chart(named, "loss"), "Loss over steps", named, "loss")
 
 
 def _step_time(runs: Runs) -> Iterator[Block]:
-    heads = ["rank", *(LOOKS[part].name for part in PARTS), "step"]
+    heads = ["rank", *(_LOOKS[part].name for part in PARTS), "step"]
 
-    def rows(digest: Digest, prefix: str = "") -> list[list[Any]]:
-        return [
-            [f"{prefix}rank {rank}", *(one.get(part, 0.0) / 1000 for part in (*PARTS, "step_us"))]
-            for rank, one in zip(digest.run.ranks, digest.parts_us, strict=True)
-        ]
+    def of_ranks(digest: Digest, prefix: str = "") -> dict[str, dict[str, float]]:
+        ranks = [f"{prefix}rank {rank}" for rank in digest.run.ranks]
+        return dict(zip(ranks, digest.parts_us, strict=True))
+
+    def rows(named: Mapping[str, Mapping[str, float]]) -> list[list[Any]]:
+        parts = (*PARTS, "step_us")
+        return [[name, *(us.get(part, 0.0) / 1000 for part in parts)] for name, us in named.items()]
 
     def of_run(digest: Digest) -> Iterator[Block]:
         if not digest.recorded:
             yield Text(_NO_STEPS, "note")
             return
-        of_ranks = {f"rank {rank}": one for rank, one in zip(digest.run.ranks, digest.parts_us, strict=True)}
-        chart = charts.split(of_ranks, "milliseconds per step")
-        yield from _chart(chart, "Step time by rank, in milliseconds", heads, rows(digest))
-        used = {LOOKS[part].name: curve for part, curve in digest.parts_ms.items() if any(curve.means)}
+        ranks = of_ranks(digest)
+        chart = _parts_chart(ranks, "milliseconds per step")
+        yield from _chart(chart, "Step time by rank, in milliseconds", heads, rows(ranks))
+        used = {_LOOKS[part].name: curve for part, curve in digest.parts_ms.items() if any(curve.means)}
         label = "Step time over the run, mean over ranks"
-        yield from _curves(charts.split_over_time(digest), label, used, "milliseconds")
+        yield from _curves(_parts_over_time_chart(digest), label, used, "milliseconds")
 
     if len(runs) > 1:
-        chart = charts.split(
-            {name: digest.mean_parts_us for name, digest in runs}, "milliseconds per step, mean over ranks"
-        )
-        together = [row for name, digest in runs for row in rows(digest, f"{name}, ")]
-        yield from _chart(chart, "Step time of the runs, in milliseconds", heads, together)
+        means = {name: digest.mean_parts_us for name, digest in runs}
+        chart = _parts_chart(means, "milliseconds per step, mean over ranks")
+        all_rows = [row for name, digest in runs for row in rows(of_ranks(digest, f"{name}, "))]
+        yield from _chart(chart, "Step time of the runs, in milliseconds", heads, all_rows)
     yield from _each(of_run)(runs)
 
 
@@ -262,7 +299,7 @@ def _timeline(runs: Runs) -> Iterator[Block]:
 
     def of_run(digest: Digest) -> Iterator[Block]:
         choices = {
-            f"step {step['step']:,}{f' ({why})' if (why := step['why']) else ''}": charts.timeline(step)
+            f"step {step['step']:,}{f' ({why})' if (why := step['why']) else ''}": _timeline_chart(step)
             for step in digest.timelines
         }
         if not choices:
@@ -283,11 +320,9 @@ def _gradients(digest: Digest) -> Iterator[Block]:
             about = ["", ""] if index else [bucket, len(one.params)]
             spread = "" if index else one.us / total / 1000
             rows.append([*about, name, f"{times / total:.0%}", spread])
-    if rows:
-        heads = ["bucket", "parameters", "last gradient", "how often", "first to last gradient, ms"]
-        yield Table(heads, rows, "A bucket is sent when its last gradient is complete.")
-    else:
-        yield Text("Not recorded: `timings.gradients` is off.", "note")
+    heads = ["bucket", "parameters", "last gradient", "how often", "first to last gradient, ms"]
+    caption = "A bucket is sent when its last gradient is complete."
+    yield _table(heads, rows, caption, "Not recorded: `timings.gradients` is off.")
 
 
 def _communication(digest: Digest) -> Iterator[Block]:
@@ -301,20 +336,17 @@ def _communication(digest: Digest) -> Iterator[Block]:
         hooks = ", ".join(one.hooks) or "none: all-reduce"
         rows.append([one.kind, hooks, one.payloads / steps, *sizes, *times])
         shares.append(f"{one.kind} in {one.steps / max(1, digest.bucket_steps):.0%} of the steps")
-    if rows:
-        caption = (
-            "Means over ranks and over the steps with such an exchange; times are for one payload. "
-            f"Exchanged: {', '.join(shares)}."
-        )
-        yield Table(heads, rows, caption)
-    else:
-        yield Text("Nothing was exchanged, or there are no bucket records.", "note")
+    caption = (
+        "Means over ranks and over the steps with such an exchange; times are for one payload. "
+        f"Exchanged: {', '.join(shares)}."
+    )
+    yield _table(heads, rows, caption, "Nothing was exchanged, or there are no bucket records.")
 
 
 def _fidelity(digest: Digest) -> Iterator[Block]:
     if digest.fidelity:
         label = "Mean gradient with hooks compared with the exact mean, over steps"
-        yield from _curves(charts.curves(digest.fidelity, ""), label, digest.fidelity, "value")
+        yield from _curves(_curve_chart(digest.fidelity, ""), label, digest.fidelity, "value")
     else:
         yield Text("Not measured: `timings.fidelity_every` is 0.", "note")
 
@@ -349,10 +381,8 @@ def _stages(digest: Digest) -> Iterator[Block]:
         sync = sync if sync is None or isinstance(sync, str) else json.dumps(sync)
         about = [stage.get(key) for key in ("kind", "steps", "seconds")]
         rows.append([index, *about, sync, ", ".join(event.get("hooks", ())) or None])
-    if rows:
-        yield Table(["stage", "kind", "steps", "seconds", "sync", "hooks"], rows)
-    else:
-        yield Text("The run has no summary yet.", "note")
+    heads = ["stage", "kind", "steps", "seconds", "sync", "hooks"]
+    yield _table(heads, rows, "", "The run has no summary yet.")
 
 
 def _buffers(digest: Digest) -> Iterator[Block]:
@@ -394,3 +424,146 @@ _SECTIONS: dict[str, Callable[[Runs], Iterator[Block]]] = {
     "Buffers": _each(_buffers),
     "Faults and restarts": _each(_faults),
 }
+
+
+# Charts.
+
+
+def _layout(x: str, y: str = "", **more: Any) -> dict[str, Any]:
+    return {
+        "margin": {"l": 10, "r": 15, "t": 10, "b": 45},
+        "xaxis": {"title": {"text": x}, "automargin": True},
+        "yaxis": {"title": {"text": y}, "automargin": True, "rangemode": "tozero"},
+        "showlegend": False,
+        "hovermode": "x unified",
+        **more,
+    }
+
+
+def _curve_chart(named: Mapping[str, Curve], y: str) -> Chart:
+    """Lines over steps, each with the band between its lowest and its highest value."""
+    data: list[dict[str, Any]] = []
+    for index, (name, curve) in enumerate(named.items()):
+        colour = _COLOURS[index % len(_COLOURS)]
+        line = {"color": colour, "dash": _DASHES[index % len(_DASHES)], "width": 2}
+        if curve.lowest != curve.highest and len(named) <= 3:
+            hidden = {"hoverinfo": "skip", "showlegend": False, "mode": "lines", "line": {"width": 0}}
+            band = {"x": curve.steps, "fillcolor": f"{colour}33", **hidden}
+            data.append({**band, "y": _rounded(curve.lowest)})
+            data.append({**band, "y": _rounded(curve.highest), "fill": "tonexty"})
+        mode = "lines" if len(curve.steps) > 1 else "markers"
+        data.append({"x": curve.steps, "y": _rounded(curve.means), "name": name, "mode": mode, "line": line})
+    layout = _layout("step", y)
+    layout["yaxis"]["rangemode"] = "normal"
+    return {"data": data, "layout": layout}
+
+
+def _parts_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
+    """A bar of milliseconds for each row: its parts of a step, given in microseconds, one after the other."""
+    data = []
+    for part in PARTS:
+        ms = [us.get(part, 0.0) / 1000 for us in rows.values()]
+        if max(ms, default=0.0) > 0:
+            name = _LOOKS[part].name
+            bar = _bars(name, _LOOKS[part].marker, f"{name}: %{{x:.2f}} ms<extra>%{{y}}</extra>")
+            data.append({**bar, "y": list(rows), "x": ms})
+    layout = _layout(x, barmode="stack", hovermode="closest")
+    layout["yaxis"] = {"autorange": "reversed", "automargin": True}
+    return {"data": data, "layout": layout, "height": f"{min(60, 9 + 2 * len(rows))}rem"}
+
+
+def _parts_over_time_chart(digest: Digest) -> Chart:
+    """The parts of a step over the run, means over ranks."""
+    data = []
+    for part in PARTS:
+        look, curve = _LOOKS[part], digest.parts_ms[part]
+        if any(curve.means):
+            line = {"width": 0.5, "color": look.colour}
+            area = {"stackgroup": "step", "mode": "lines", "line": line, "fillcolor": look.colour}
+            data.append({"x": curve.steps, "y": _rounded(curve.means), "name": look.name, **area})
+    return {"data": data, "layout": _layout("step", "milliseconds")}
+
+
+def _timeline_chart(step: Mapping[str, Any]) -> Chart:
+    """What every rank did in one step: its training thread, and below it each bucket."""
+    bars: dict[str, dict[str, list[Any]]] = defaultdict(lambda: {"y": [], "base": [], "x": [], "text": []})
+    rows: list[str] = []
+
+    def add(kind: str, row: str, start_us: float, us: float, text: str) -> None:
+        if us > 0:
+            values = {"y": row, "base": start_us / 1000, "x": us / 1000, "text": text}
+            for key, value in values.items():
+                bars[kind][key].append(value)
+
+    for one in step["ranks"]:
+        start, thread, at = one["start_us"], f"rank {one['rank']}", 0
+        rows.append(thread)
+        for part, us in one["laps"]:
+            kind = f"{part}_us" if f"{part}_us" in _LOOKS else "other_us"
+            for begin, length in _without(at, us, one["waits"]):
+                add(kind, thread, start + begin, length, f"{_LOOKS[kind].name}, {length / 1000:.2f} ms")
+            at += us
+        for begin, us in one["waits"]:
+            add("waits", thread, start + begin, us, f"waits, {us / 1000:.2f} ms")
+        for bucket in one["buckets"]:
+            row = f"{thread}, {bucket['kind']} {bucket['bucket']}"
+            rows.append(row)
+            ready, done = bucket["ready_us"], bucket["done_us"]
+            all_ready = min(max(bucket["all_ready_us"] or ready, ready), done)
+            about = f"bucket {bucket['bucket']}: {', '.join(bucket['params'])}"
+            late, wire = all_ready - ready, done - all_ready
+            add(
+                "exposed_wait_us",
+                row,
+                start + ready,
+                late,
+                f"{about}: {late / 1000:.2f} ms until the last rank",
+            )
+            sent = f"{about}: {wire / 1000:.2f} ms, {bucket['wire_bytes']:,} bytes"
+            add("wire", row, start + all_ready, wire, sent)
+    looks = {part: (look.name, look.marker) for part, look in _LOOKS.items()}
+    looks["waits"] = "the training thread waits", _OUTLINE
+    looks["wire"] = "exchange", _LOOKS["exposed_wire_us"].marker
+    hover = "%{text}<extra>%{y}</extra>"
+    data = [{**_bars(*looks[kind], hover), "textposition": "none", **bar} for kind, bar in bars.items()]
+    data += _gradient_marks(step, hover)
+    layout = _layout("milliseconds since the step began", barmode="overlay", hovermode="closest")
+    order = {"categoryorder": "array", "categoryarray": rows[::-1], "range": [-0.5, len(rows) - 0.5]}
+    layout["yaxis"] = {**order, "automargin": True}
+    return {"data": data, "layout": layout, "height": f"{min(90, 8 + 1.4 * len(rows))}rem"}
+
+
+def _gradient_marks(step: Mapping[str, Any], hover: str) -> list[dict[str, Any]]:
+    """A mark where each gradient was complete, if that was recorded."""
+    marks: dict[str, list[Any]] = {"x": [], "y": [], "text": []}
+    for one in step["ranks"]:
+        for bucket in one["buckets"]:
+            for name, at in bucket["gradients"]:
+                last = ", and with it the bucket" if name == bucket["gradients"][-1][0] else ""
+                marks["x"].append((one["start_us"] + at) / 1000)
+                marks["y"].append(f"rank {one['rank']}, {bucket['kind']} {bucket['bucket']}")
+                marks["text"].append(f"{name} is complete{last}")
+    if not marks["x"]:
+        return []
+    marker = {"symbol": "line-ns-open", "size": 14, "line": {"width": 2}, "color": "#CC79A7"}
+    about = {"type": "scatter", "mode": "markers", "name": "gradient complete", "marker": marker}
+    return [{**about, "hovertemplate": hover, **marks}]
+
+
+def _without(at: int, us: int, waits: Sequence[list[int]]) -> list[tuple[int, int]]:
+    """What is left of an interval without the waits in it: (start, length) each."""
+    found, end = [], at + us
+    for begin, length in sorted(waits):
+        low, high = max(begin, at), min(begin + length, end)
+        if low < high:
+            found.append((at, low - at))
+            at = high
+    return [(start, length) for start, length in (*found, (at, end - at)) if length > 0]
+
+
+def _bars(name: str, marker: Mapping[str, Any], hover: str) -> dict[str, Any]:
+    return {"type": "bar", "orientation": "h", "name": name, "marker": marker, "hovertemplate": hover}
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else float(f"{value:.5g}") for value in values]

@@ -21,7 +21,6 @@ from ddprun.telemetry.steps import PARTS
 from ddprun.telemetry.writer import EVENTS, PROFILE, file_of, ranks_in
 
 _STEP_NUMBER = re.compile(rb'"step": ?(\d{1,18})\b')
-_TAIL_BYTES = 1 << 20
 _MAX_LINE_BYTES = 64 << 20
 _MAX_SUMMARY_BYTES = 256 << 20
 _MAX_PROFILED_STEPS = 100_000
@@ -272,17 +271,10 @@ class Run:
         except OSError as error:
             raise self._unreadable(error) from None
 
-    @cached_property
+    @property
     def last_step(self) -> int:
         """The last recorded step; 0 if there is none."""
-        return max((self._last_step(rank) for rank in self.ranks), default=0)
-
-    def _last_step(self, rank: int) -> int:
-        with self._open(file_of("steps", rank)) as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            found = _STEP_NUMBER.findall(file.read())
-        return int(found[-1]) if found else 0
+        return self.recorded[-1] if self.recorded else 0
 
     @cached_property
     def recorded(self) -> Sequence[int]:

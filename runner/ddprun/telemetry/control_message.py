@@ -27,7 +27,7 @@ SUMS = ("loss_sum", "samples", "steps", "us", *OWN_PARTS)  # `us`: how long the 
 LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(5)
 REQUESTS_AT = len(SUMS)
 FINDING_AT, SYNC_READY_AT, READY_AT = range(REQUESTS_AT + 1, REQUESTS_AT + 4)
-"""Where in a message are: the first finding (`first_finding`); when the last bucket beside backward was
+"""Where in a message are: the first finding (`first_finding`); when the last bucket outside backward was
 ready; when the gradient buckets that `reported_buckets` names were ready, zeros if this rank exchanged none.
 """
 
@@ -145,10 +145,9 @@ class Accumulator:
         by_row, by_message = resolved.findings, dict[int, Sequence[BucketTrace[int]]]()
         if not (by_row or self.found or self.first_finding):
             return by_message
-        message_of = {row: message for message, row in enumerate(rows)}
-        for row in range(len(resolved.steps)):
+        for row, message in enumerate(_message_of(rows, resolved).tolist()):
             self.note_findings(by_row.get(row, ()))
-            if (message := message_of.get(row)) is not None:
+            if message >= 0:
                 numbers[message, FINDING_AT] = self.first_finding
                 if self.found:  # also where only another rank's values may have been lost
                     by_message[message] = self.found
@@ -178,22 +177,17 @@ def all_ready_us(
 ) -> Numbers:
     """When the last rank had each trace's bucket ready, on this rank's clock; 0: not known. Shape (traces,).
 
-    Backward fills buckets in order, so a bucket that is not reported was ready when the next one was.
-
-    Args:
-        resolved: this rank's steps.
-        own: its messages about them.
-        messages: those of all ranks, shape (messages, ranks, numbers of a message); None: there are none.
-        buckets: gradient buckets of the stage.
-        offset_us: how far this rank's clock is ahead of rank 0's.
+    `own` are this rank's messages, `messages` those of all ranks, shape (messages, ranks, numbers of a
+    message); None: there are none. Backward fills buckets in order, so a bucket that is not reported was
+    ready when the next one was.
     """
     if messages is None:
         return np.zeros(len(resolved.traces))
     sections, bucket, _, _ = resolved.landed
-    about, beside = _message_of(own.rows, resolved)[sections // 2], sections % 2 > 0
+    about, outside = _message_of(own.rows, resolved)[sections // 2], sections % 2 > 0
     at = READY_AT + np.searchsorted(reported_buckets(buckets), bucket)
-    known = (about >= 0) & (beside | (bucket < buckets))
-    ready = messages.max(1)[about, np.where(beside | ~known, SYNC_READY_AT, at)]
+    known = (about >= 0) & (outside | (bucket < buckets))
+    ready = messages.max(1)[about, np.where(outside | ~known, SYNC_READY_AT, at)]
     all_ready: Numbers = np.where(known & (ready > 0), ready + offset_us, 0.0)
     return all_ready
 
@@ -203,11 +197,11 @@ def _put_ready_times(
 ) -> None:
     """Put into this rank's messages when it had its buckets ready."""
     sections, bucket, ready, _ = resolved.landed
-    about, beside = _message_of(rows, resolved)[sections // 2], sections % 2 > 0
+    about, outside = _message_of(rows, resolved)[sections // 2], sections % 2 > 0
     reported, at = np.array(reported_buckets(buckets)), ready - offset_us
-    mine = (about >= 0) & ~beside & np.isin(bucket, reported)
+    mine = (about >= 0) & ~outside & np.isin(bucket, reported)
     numbers[about[mine], READY_AT + np.searchsorted(reported, bucket[mine])] = at[mine]
-    mine = (about >= 0) & beside
+    mine = (about >= 0) & outside
     np.maximum.at(numbers[:, SYNC_READY_AT], about[mine], at[mine])
 
 

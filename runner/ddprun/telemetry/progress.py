@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere; all on stderr.
+"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere; all on stderr.
 
 Engine's reporter passes on what all ranks know (`recorder.GlobalStep`), and shows the summary at the end.
 """
@@ -102,7 +102,7 @@ class Bar(Plain):
             TextColumn("{task.fields[tail]}", markup=False),
             TimeRemainingColumn(),
             console=self._console,
-            auto_refresh=False,  # drawn between steps, never by a second thread beside them
+            auto_refresh=False,  # drawn between steps, never by a second thread
         )
         self._task = self._progress.add_task(stage, total=steps, tail="")
         self._progress.start()

@@ -1,4 +1,4 @@
-"""The recorder of steps: marks in a step, control messages beside it, records after it.
+"""The recorder of steps: marks in a step, control messages about it, records after it.
 
 The loop calls `start`, `lap` and `end`, which only append to a `MarkBuffer` (`steps.py`). About every half
 second `end` resolves the steps that are over, and posts this rank's control messages about those in which
@@ -235,7 +235,7 @@ class StepRecorder:
 
     @property
     def sync(self) -> Traffic:
-        """Takes what is exchanged beside backward, in the running step or between steps."""
+        """Takes what is exchanged outside backward, in the running step or between steps."""
         if self._step is None:
             return self._between_steps
         if self._step.sync is None:
@@ -311,15 +311,17 @@ class StepRecorder:
         step since ranks synchronised.
         """
         self._last_end = None
-        self._resolve(0, rest=True)
-        return self._read_all_messages()
+        return self.drain(rest=True)
 
-    def drain(self) -> list[GlobalStep]:
-        """Resolve and finish all steps that are over; what ranks have added up since they synchronised stays
-        for the next message. Called by all ranks after the same step.
+    def drain(self, *, rest: bool = False) -> list[GlobalStep]:
+        """Resolve and finish all steps that are over. Called by all ranks after the same step.
+
+        What ranks have added up since they synchronised stays for the next message; `rest` sends it now.
         """
-        self._resolve(0)
-        return self._read_all_messages()
+        self._resolve(0, rest=rest)
+        known = self._read_messages(len(self._batches))
+        self.deferred.do_all()
+        return known
 
     def pause(self) -> list[GlobalStep]:
         """Like `drain`; and what happens before the next step does not count as its time."""
@@ -360,14 +362,14 @@ class StepRecorder:
         if self._clock.lag:
             return  # the device may never get there
         batches, self._batches = self._batches, deque()
-        unfinished = [(batch.resolved, batch.own) for batch in batches]
+        for batch in batches:
+            if batch.resolved is not None:
+                self.deferred.add(self._finish(batch.resolved, batch.own, None))
         buffer, self._buffer = self._buffer, MarkBuffer()
         buffer.drop_running()
         if buffer.steps:
-            unfinished.append((resolve(buffer, self._clock, every=self._every), no_messages(0)))
-        for resolved, own in unfinished:
-            if resolved is not None:
-                self.deferred.add(self._finish(resolved, own, None))
+            resolved = resolve(buffer, self._clock, every=self._every)
+            self.deferred.add(self._finish(resolved, no_messages(0), None))
         self.deferred.do_all()
 
     # Steps that are over.
@@ -387,11 +389,9 @@ class StepRecorder:
         return readable >= self._most_per_post or now_us() - self._resolved_at >= _POST_EVERY_US
 
     def _resolve(self, keep: int, *, rest: bool = False) -> None:
-        """Resolve the steps that are over, and post the messages about them.
+        """Resolve the steps that are over, but for the newest `keep`, and post the messages about them.
 
-        Args:
-            keep: newest steps that are left, whose marks cannot be read yet without waiting.
-            rest: post one message more, for steps since ranks last synchronised.
+        `rest`: post one message more, for steps since ranks last synchronised.
         """
         self.deferred.do_all()
         self._resolved_at = now_us()
@@ -406,9 +406,8 @@ class StepRecorder:
                 self._note_uncounted(zip(numbers, resolved.traces, strict=True))
             self.own_loss = resolved.loss(-1)
             if self.nonfinite is None and not math.isfinite(sum(resolved.loss_sums)):
-                losses = zip(resolved.steps, resolved.loss_sums, strict=True)
-                lost = ((step.number, loss) for step, loss in losses if not math.isfinite(loss))
-                self.nonfinite = next(lost, None)
+                losses = zip([step.number for step in resolved.steps], resolved.loss_sums, strict=True)
+                self.nonfinite = next((lost for lost in losses if not math.isfinite(lost[1])), None)
             own = self._accumulator.messages(resolved, buckets=self._buckets, offset_us=self.offset_us)
         if rest:
             own.add_rest(self._accumulator, last_step)
@@ -429,11 +428,6 @@ class StepRecorder:
                     self._known_uncounted.add(note)
                     self.uncounted.append((step, note))
 
-    def _read_all_messages(self) -> list[GlobalStep]:
-        known = self._read_messages(len(self._batches))
-        self.deferred.do_all()
-        return known
-
     def _read_messages(self, batches: int) -> list[GlobalStep]:
         """Read the messages about the oldest batches, whose steps are finished some time later."""
         known = []
@@ -448,9 +442,9 @@ class StepRecorder:
             self._batches.popleft()  # only now, so that it is salvaged if the other ranks are gone
             if batch.resolved is not None:
                 self.deferred.add(self._finish(batch.resolved, batch.own, messages))
-            if messages is not None:
-                newest = global_step(batch.own, messages, self.stragglers)
-                known += [] if newest is None else [newest]
+            newest = None if messages is None else global_step(batch.own, messages, self.stragglers)
+            if newest is not None:
+                known.append(newest)
         return known
 
     def _finish(self, resolved: ResolvedSteps, own: OwnMessages, messages: Numbers | None) -> Iterator[None]:

@@ -9,7 +9,7 @@ fields `docs/records.md` explains.
 Many steps are read at once, as arrays with a row for each, since Python code that runs once in a step costs
 several times what it costs in a loop: the model has pushed it out of the processor's caches in between. Each
 step has two *sections* in which buckets travel, with traces and waits of their own: its backward pass
-(2 * row), and everything that is exchanged beside it (2 * row + 1).
+(2 * row), and everything that is exchanged outside it (2 * row + 1).
 """
 
 import math
@@ -53,7 +53,7 @@ _OWN = [_HOOK if part == "hook_us" else _COLUMN[part] for part in OWN_PARTS]
 
 @dataclass(slots=True)
 class Traffic:
-    """What is exchanged beside backward, in a running step or between steps."""
+    """What is exchanged outside backward, in a running step or between steps."""
 
     sent: list[BucketTrace[Any]] = field(default_factory=list)  # it may not have landed yet
     landed: list[BucketTrace[Any]] = field(default_factory=list)  # waited for; maybe sent in an earlier step
@@ -171,10 +171,8 @@ class ResolvedSteps:
 def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
     """Read the marks of steps that are over; waits for those that the device has not passed.
 
-    Args:
-        buffer: with at least one step, and no running one; its traces are taken out.
-        clock: which took the marks; it measures later ones from the last step's end.
-        every: gradient times are read for every n-th step.
+    `buffer` has at least one step and no running one; its traces are taken out. The clock measures later
+    marks from the last step's end. Gradient times are read for every n-th step (`every`).
     """
     steps, count = buffer.steps, len(buffer.steps)
     times = clock.times(buffer.marks)
@@ -254,13 +252,9 @@ def divide(resolved: ResolvedSteps, all_ready_us: Numbers) -> Ints:
     after all ranks had all buckets ready. `exposed_wait_us`: what is left. Nothing could move then, since
     some rank had not got there yet.
 
-    Args:
-        resolved: whose `us` are changed.
-        all_ready_us: when the last rank had each trace's bucket ready, on this rank's clock; 0: long ago, or
-            not known. Shape (traces,).
-
-    Returns:
-        All exposed communication of each step; shape (steps,).
+    `all_ready_us`: when the last rank had each trace's bucket ready, on this rank's clock; 0: long ago, or
+    not known. Shape (traces,). Changes `resolved.us`, and returns all exposed communication of each step,
+    shape (steps,).
     """
     count = len(resolved.in_hooks_us)
     exposed = np.zeros((3, count), dtype=np.int64)  # hook, wait, wire
@@ -303,20 +297,18 @@ def under_way_us(landed: Ints, count: int) -> Ints:
 def covered_us(intervals: Ints, windows: Ints) -> Ints:
     """How much of each window the union of intervals covers, on several time lines at once: shape (windows,).
 
-    Args:
-        intervals: time line (counted from 0), start and end of each, microseconds; shape (3, intervals). One
-            that ends before it starts covers nothing.
-        windows: likewise; shape (3, windows), at least one.
+    Both are time line (counted from 0), start and end, microseconds: shapes (3, intervals) and (3, windows).
+    There is at least one window; an interval that ends before it starts covers nothing.
     """
     low, high = int(windows[1].min()), int(windows[2].max())
 
-    def placed(table: Ints) -> Ints:
+    def laid_out(table: Ints) -> Ints:
         """Starts and ends with all time lines laid end to end, so that one sort serves all: shape (2, n)."""
         moments = np.minimum(np.maximum(table[1:], low), high)
-        places: Ints = table[0] * (high - low + 1) + (moments - low)
-        return places
+        positions: Ints = table[0] * (high - low + 1) + (moments - low)
+        return positions
 
-    start, end = placed(intervals)
+    start, end = laid_out(intervals)
     order = start.argsort(kind="stable")
     start = start[order]
     latest_end = np.zeros(len(start) + 1, dtype=np.int64)
@@ -325,10 +317,10 @@ def covered_us(intervals: Ints, windows: Ints) -> Ints:
     covered = np.zeros(len(start) + 1, dtype=np.int64)
     np.add.accumulate(np.maximum(more, 0), out=covered[1:])
 
-    places = placed(windows)
-    begun = start.searchsorted(places, "right")
-    # Of all intervals that began before a place, only the one that ends last can reach beyond it.
-    before = covered[begun] - np.maximum(latest_end[begun] - places, 0)
+    positions = laid_out(windows)
+    begun = start.searchsorted(positions, "right")
+    # Of all intervals that began before a position, only the one that ends last can reach beyond it.
+    before = covered[begun] - np.maximum(latest_end[begun] - positions, 0)
     within: Ints = before[1] - before[0]
     return within
 
@@ -394,14 +386,9 @@ def step_records(
     rank: int,
     every: int,
 ) -> Iterator[StepRecord]:
-    """The records of steps whose waiting has been divided; can be asked for once.
+    """The records of every n-th step (`every`), after `divide`; the traces of `resolved` are taken out.
 
-    Args:
-        resolved: the steps; their traces are taken out.
-        mean_losses: over all ranks, of each step; None where ranks did not synchronise.
-        all_ready_us: as for `divide`.
-        rank: this one.
-        every: only every n-th step is wanted.
+    `mean_losses`: over all ranks, of each step; None where ranks did not synchronise.
     """
     steps, times, us = resolved.steps, resolved.times, resolved.us.tolist()
     ended, durations = [_LAPS[part] for part in resolved.parts], resolved.durations.tolist()

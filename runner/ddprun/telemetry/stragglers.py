@@ -20,12 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ddprun.telemetry.control_message import (
-    OWN_COLUMNS,
-    READY_COLUMNS,
-    SYNC_READY_AT,
-    reported_buckets,
-)
+from ddprun.telemetry.control_message import OWN_COLUMNS, READY_COLUMNS, SYNC_READY_AT, reported_buckets
 from ddprun.telemetry.steps import OWN_PARTS, Numbers
 
 Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]
@@ -73,12 +68,12 @@ class _StepMessages(NamedTuple):
     """What all ranks say about one step."""
 
     step: int
-    skew_us: float  # from the first rank ready with its last bucket to the last; in backward and beside it
+    skew_us: float  # from the first rank ready with its last bucket to the last; in backward and outside it
     numbers: Numbers  # shape (ranks, numbers of a message)
 
 
 class Stragglers:
-    """Looks for stragglers while training goes on, in bounded memory.
+    """Looks for stragglers during training, in bounded memory.
 
     A straggler is late by more than the share `over` of a step, in the median of `window` steps.
     """
@@ -116,7 +111,7 @@ class Stragglers:
             Each change of `current`: the step, and who is late from then on (None: nobody any more).
         """
         messages = messages[: len(steps)]
-        last_ready = messages[..., sorted({SYNC_READY_AT, messages.shape[2] - 1})]  # beside backward, in it
+        last_ready = messages[..., sorted({SYNC_READY_AT, messages.shape[2] - 1})]  # outside backward, in it
         skews = (last_ready.max(1) - last_ready.min(1)).sum(1).tolist()
         # Where no bucket was exchanged, as around an audit, no rank waited for another one.
         new = [
@@ -177,7 +172,7 @@ class Stragglers:
         if skews[(len(skews) - 1) // 2] <= _LEAST_US / _HYSTERESIS:
             return None
         numbers = np.stack([one.numbers for one in self._steps])  # (steps, ranks, numbers of a message)
-        # Where ranks exchange buckets in backward and beside it, they wait for each other twice in a step.
+        # Where ranks exchange buckets in backward and outside it, they wait for each other twice in a step.
         ready = (numbers[..., READY_COLUMNS], numbers[..., SYNC_READY_AT : SYNC_READY_AT + 1])
         last_ready = [at[..., -1] for at in ready if at.shape[2] and at.all()]
         if not last_ready:
@@ -243,20 +238,15 @@ def _last_ready(messages: _StepMessages) -> float:
     return float(messages.numbers[:, SYNC_READY_AT:].max())
 
 
-@dataclass(frozen=True, slots=True)
-class StragglerTotal:
-    """All episodes in which a rank was late for one cause and, in backward, before one bucket."""
+@dataclass(slots=True)
+class StragglerTotal(Straggler):
+    """All episodes in which a rank was late for one cause and, in backward, before one bucket.
 
-    rank: int
-    cause: str
-    bucket: int | None
-    params: tuple[str, ...]
-    late_us: float  # by how much in each synchronisation: the mean over `steps`
-    step_us: float  # the time between two synchronisations, which may be several steps: the mean over `steps`
+    `late_us` and `step_us`, the time between two synchronisations, are means over `steps`.
+    """
+
     steps: int  # how many steps the episodes lasted
     episodes: int
-    first_step: int
-    last_step: int
 
     @property
     def lost_steps(self) -> float:
@@ -272,7 +262,7 @@ class StragglerTotal:
 
 def straggler_totals(episodes: Iterable[Mapping[str, Any]]) -> list[StragglerTotal]:
     """Totals of a summary's episodes by rank, cause, bucket and parameters; the one that cost most first."""
-    alike: dict[tuple[int, str, int | None, tuple[str, ...]], list[Mapping[str, Any]]] = {}
+    alike: dict[tuple[int, Cause, int | None, tuple[str, ...]], list[Mapping[str, Any]]] = {}
     for one in episodes:
         alike.setdefault((one["rank"], one["cause"], one["bucket"], tuple(one["params"])), []).append(one)
     totals = []
@@ -284,5 +274,5 @@ def straggler_totals(episodes: Iterable[Mapping[str, Any]]) -> list[StragglerTot
             for name in ("late_us", "step_us")
         )
         first, last = min(one["first_step"] for one in some), max(one["last_step"] for one in some)
-        totals.append(StragglerTotal(*who, late_us, step_us, steps, len(some), first, last))
+        totals.append(StragglerTotal(*who, late_us, step_us, first, last, steps, len(some)))
     return sorted(totals, key=lambda one: one.lost_steps, reverse=True)

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import orjson
 import structlog
@@ -154,27 +154,17 @@ def event_log(
     records), the caller's fields and those that are `bound`, all as `redact` returns them without secrets.
     """
 
-    def stamp(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        event["monotonic_us"] = now_us()
-        return event
-
-    def render(_: Any, __: str, event: MutableMapping[str, Any]) -> bytes:
-        return dumps(redact(dict(event)))
-
-    class Sink:
-        def msg(self, line: bytes) -> None:
-            if writer is not None:
-                writer.put(EVENTS, line)
-
-        debug = info = warning = error = critical = msg
+    def write(_: Any, __: str, event: MutableMapping[str, Any]) -> NoReturn:
+        if writer is not None:
+            writer.put(EVENTS, dumps(redact({**event, "monotonic_us": now_us()})))
+        raise structlog.DropEvent  # structlog has nothing to print
 
     logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
-        Sink(),
+        None,
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
-            stamp,
-            render,
+            write,
         ],
         wrapper_class=structlog.make_filtering_bound_logger("info"),
     ).bind(**bound)
@@ -197,12 +187,9 @@ def ranks_in(run_dir: Path, kind: str) -> list[int]:
 
 
 class RecordFiles:
-    """Where this rank writes its records, and how rank 0's folder gets them.
+    """Where this rank writes its records, and how the run's folder, which rank 0 sees, gets them.
 
-    Args:
-        folder: the run's folder, by the same path on every host.
-        control: over which ranks that do not see rank 0's folder send their records.
-        tell_all: what rank 0 makes under a key, on every rank; to find out which ranks see its folder.
+    `tell_all` returns what rank 0 makes under a key, on every rank: to find out which ranks see its folder.
     """
 
     def __init__(
@@ -273,38 +260,34 @@ def truncate_records(run_dir: Path, step: int) -> None:
 
     A record of a step up to a checkpoint's is always written before those of later steps.
     """
+
+    def stays(line: bytes) -> bool:
+        return bool(parse(line, finite=False)["step"] <= step)
+
     for kind in FOLDERS:
         for rank in ranks_in(run_dir, kind):
-            _truncate(run_dir, file_of(kind, rank), step)
+            _truncate(run_dir, file_of(kind, rank), stays)
 
 
 def truncate_torn_event(run_dir: Path) -> None:
     """Cut a torn last line off the events, before more are appended; events are history."""
     with suppress(FileNotFoundError):
-        _truncate(run_dir, EVENTS, None)
+        _truncate(run_dir, EVENTS, lambda line: True)
 
 
-def _truncate(run_dir: Path, name: str, step: int | None) -> None:
+def _truncate(run_dir: Path, name: str, stays: Callable[[bytes], bool]) -> None:
+    """Cut a file after the last whole line that stays; one on which `stays` fails does not."""
     with open_file(run_dir, name, "r+b") as file:
-        size = file.seek(0, 2)
-        if size and (end := _end_of(file, step)) < size:
+        size = end = file.seek(0, 2)
+        if not size:
+            return  # nothing can be mapped
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            end = data.rfind(b"\n") + 1
+            while end:
+                start = data.rfind(b"\n", 0, end - 1) + 1
+                with suppress(ValueError, KeyError, TypeError):
+                    if stays(data[start:end]):
+                        break
+                end = start
+        if end < size:
             file.truncate(end)
-
-
-def _end_of(file: IO[bytes], step: int | None) -> int:
-    """Where the last whole line that stays ends, in bytes; `file` is not empty."""
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        end = data.rfind(b"\n") + 1
-        while end:
-            start = data.rfind(b"\n", 0, end - 1) + 1
-            if _stays(data[start:end], step):
-                break
-            end = start
-        return end
-
-
-def _stays(line: bytes, step: int | None) -> bool:
-    try:
-        return step is None or parse(line, finite=False)["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False

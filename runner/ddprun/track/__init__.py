@@ -1,5 +1,95 @@
 """Where else curves and metrics go: `Tracker` is the base of each, and a module of `backends` has one."""
 
-from ddprun.track.tracker import RunInfo, StepInfo, Tracker, curves, finite_only
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
-__all__ = ["RunInfo", "StepInfo", "Tracker", "curves", "finite_only"]
+from ddprun import options
+from ddprun.plugins import Plugin
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What a tracker may know of the run; secrets are left out of it."""
+
+    name: str
+    """The pipeline's."""
+
+    folder: Path
+    pipeline: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """One step of rank 0."""
+
+    record: Mapping[str, Any]
+    """As in `steps/rank-00000.jsonl` (`docs/records.md`)."""
+
+    sent: Mapping[tuple[str, str], int]
+    """Bytes that rank 0 sent, by kind and by the names of the hooks."""
+
+
+class Tracker(Plugin):
+    """Shows the curves and metrics of a run elsewhere.
+
+    It lives on a thread of its own on rank 0. Whatever it raises ends the tracker and not the run.
+    """
+
+    class Options(options.Options):
+        """Base of the options of trackers: nothing unknown, no other types, finite numbers only."""
+
+    needs: ClassVar[str] = ""
+    """The package that it imports when it is made, by the name under which Python imports it."""
+
+    def __init__(self, options: Any, run: RunInfo) -> None:
+        """Begin; `options` are the `Options` of its class, as the pipeline has them."""
+
+    def step(self, step: StepInfo) -> None:
+        """A step has ended, and its record is complete."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """An evaluate stage has measured these finite values after so many steps."""
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """The run has ended: flush. `summary` is as in `summary.json`, or `{"status": "failed"}`."""
+
+
+class CurveTracker(Tracker):
+    """Adds the curves of every n-th step, as its option `every` says, and all metrics: one `add` for both."""
+
+    def __init__(self, options: Any, run: RunInfo) -> None:
+        """Begin; `options` has `every`, the steps from one point of a curve to the next."""
+        self._every: int = options.every
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to each of these curves."""
+        raise NotImplementedError
+
+    def step(self, step: StepInfo) -> None:
+        """Add a point to every curve."""
+        if step.record["step"] % self._every == 0:
+            self.add(step.record["step"], curves(step))
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to every metric."""
+        self.add(step, {f"evaluate/{name}": value for name, value in values.items()})
+
+
+def curves(step: StepInfo) -> dict[str, float]:
+    """A step's numbers, in seconds and bytes, by the names under which trackers show them."""
+    record = step.record
+    parts = {key[:-3]: value for key, value in record.items() if key.endswith("_us") and key != "start_us"}
+    found = {f"time/{part}_seconds": us / 1e6 for part, us in parts.items()}
+    found["loss/rank_0"] = record["loss"]
+    if record["mean_loss"] is not None:
+        found["loss/mean"] = record["mean_loss"]
+    found["communication/bytes"] = float(sum(step.sent.values()))
+    return finite_only(found)
+
+
+def finite_only(values: Mapping[str, float]) -> dict[str, float]:
+    """Those that are numbers: a curve has no point at NaN or an infinity."""
+    return {name: float(value) for name, value in values.items() if math.isfinite(value)}

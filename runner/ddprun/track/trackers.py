@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddprun.track.tracker import RunInfo, StepInfo, Tracker, finite_only
+from ddprun.track import RunInfo, StepInfo, Tracker, finite_only
 
 _ENDS_S = 20.0
 """How long the end of a run waits for all trackers together."""
 
 _FAILS_S, _HOLDS_S = 5.0, 10.0
 _QUEUE_LIMIT = 10_000
-_POLL_S = 0.2
 
 Make = Callable[[RunInfo], Tracker]
 
@@ -25,45 +24,35 @@ class _Feed:
     def __init__(self, name: str, make: Make, run: RunInfo, failed: Callable[[str, str], None]) -> None:
         self.name, self.dropped = name, 0
         self._make, self._run, self._failed = make, run, failed
-        self._queue: queue.Queue[Callable[[Tracker], None]] = queue.Queue(_QUEUE_LIMIT)
-        self._summary: Mapping[str, Any] = {}
-        self._end = threading.Event()
+        self._queue: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=f"ddprun-{name}", daemon=True)
         self.thread.start()
 
     def put(self, call: Callable[[Tracker], None]) -> None:
-        try:
-            self._queue.put_nowait(call)
-        except queue.Full:
+        if self.thread.is_alive() and self._queue.qsize() < _QUEUE_LIMIT:
+            self._queue.put(call)
+        else:
             self.dropped += 1
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """Close it once the queue is empty, however full that is."""
-        self._summary = summary
-        self._end.set()
+        self._queue.put(lambda tracker: tracker.close(summary))
+        self._queue.put(None)
 
     def _work(self) -> None:
         try:
             tracker = self._make(self._run)
-            while not (self._end.is_set() and self._queue.empty()):
-                try:
-                    call = self._queue.get(timeout=_POLL_S)
-                except queue.Empty:
-                    continue
+            while call := self._queue.get():
                 call(tracker)
-            tracker.close(self._summary)
-        except Exception as error:  # a tracker may raise anything, and the run goes on
+        except Exception as error:  # a tracker may raise anything, and the run continues
             self._failed(self.name, f"{type(error).__name__}: {error}")
-            self._queue = queue.Queue(1)  # frees what is left in the queue
+            self._queue = queue.SimpleQueue()  # frees what is left in the queue
 
 
 class Trackers:
-    """All trackers of a run, each on a thread of its own.
+    """All trackers of a run, each made by one of the `makers` on a thread of its own.
 
-    Args:
-        makers: each by name; called on its thread.
-        run: what they are about.
-        failed: called on a tracker's thread with its name and why it failed; it gets nothing more then.
+    `failed` is called there with a tracker's name and why it failed; the tracker gets nothing more then.
     """
 
     def __init__(self, makers: Mapping[str, Make], run: RunInfo, failed: Callable[[str, str], None]) -> None:

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddprun.options import PositiveInt
-from ddprun.track import RunInfo, StepInfo, Tracker, curves
+from ddprun.track import CurveTracker, RunInfo
 
 _VALUE_CHARACTERS = 500  # what every MLflow server takes
 
 
-class Mlflow(Tracker):
+class Mlflow(CurveTracker):
     """MLflow. Needs the package mlflow."""
 
-    class Options(Tracker.Options):
+    class Options(CurveTracker.Options):
         tracking_uri: str | None = None
         """The server; null: what `MLFLOW_TRACKING_URI` says, or MLflow's default."""
 
@@ -29,30 +29,21 @@ class Mlflow(Tracker):
         """Begin a run there."""
         from mlflow.tracking import MlflowClient
 
-        self._every = options.every
+        super().__init__(options, run)
         client = self._client = MlflowClient(tracking_uri=options.tracking_uri)
         known = client.get_experiment_by_name(options.experiment)
-        place = known.experiment_id if known is not None else client.create_experiment(options.experiment)
-        self._id = client.create_run(place, run_name=run.folder.name).info.run_id
+        experiment = known.experiment_id if known else client.create_experiment(options.experiment)
+        self._id = client.create_run(experiment, run_name=run.folder.name).info.run_id
         for key, value in _flat(run.pipeline):
             client.log_param(self._id, key, str(value)[:_VALUE_CHARACTERS])
-
-    def step(self, step: StepInfo) -> None:
-        """Add a point to every curve."""
-        number = step.record["step"]
-        if number % self._every == 0:
-            self._add(number, curves(step))
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to every metric."""
-        self._add(step, {f"evaluate/{name}": value for name, value in values.items()})
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Say how it ended."""
         states = {"done": "FINISHED", "interrupted": "KILLED"}
         self._client.set_terminated(self._id, states.get(str(summary.get("status")), "FAILED"))
 
-    def _add(self, step: int, values: Mapping[str, float]) -> None:
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to each of these curves."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)

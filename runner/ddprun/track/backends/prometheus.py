@@ -6,6 +6,7 @@ Names and units are as Prometheus wants them (https://prometheus.io/docs/practic
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -34,25 +35,18 @@ class Prometheus(Tracker):
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
 
         registry = self._registry = CollectorRegistry()
-        self._steps = Counter("ddprun_steps", "Optimizer steps.", registry=registry)
-        self._samples = Counter("ddprun_samples", "Samples of rank 0.", registry=registry)
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self._steps = counter("ddprun_steps", "Optimizer steps.")
+        self._samples = counter("ddprun_samples", "Samples of rank 0.")
+        took = "How long a step of rank 0 took."
         self._durations = Histogram(
-            "ddprun_step_duration_seconds",
-            "How long a step of rank 0 took.",
-            buckets=_STEP_SECONDS,
-            registry=registry,
+            "ddprun_step_duration_seconds", took, buckets=_STEP_SECONDS, registry=registry
         )
-        self._parts = Counter(
-            "ddprun_step_part_seconds",
-            "Time of rank 0's training thread by part.",
-            ["part"],
-            registry=registry,
-        )
-        self._bytes = Counter(
-            "ddprun_comm_bytes", "Bytes that rank 0 sent.", ["kind", "hook"], registry=registry
-        )
-        self._loss = Gauge("ddprun_loss", "Mean loss over all ranks.", registry=registry)
-        self._measured = Gauge("ddprun_evaluation", "What was measured last.", ["metric"], registry=registry)
+        parts = "Time of rank 0's training thread by part."
+        self._parts = counter("ddprun_step_part_seconds", parts, ["part"])
+        self._bytes = counter("ddprun_comm_bytes", "Bytes that rank 0 sent.", ["kind", "hook"])
+        self._loss = gauge("ddprun_loss", "Mean loss over all ranks.")
+        self._measured = gauge("ddprun_evaluation", "What was measured last.", ["metric"])
         about = {"pipeline": run.name, "run": run.folder.name}
         Info("ddprun_run", "The run.", registry=registry).info(about)
         self._file, self._server, self._written_s = str(run.folder / "metrics.prom"), None, 0.0

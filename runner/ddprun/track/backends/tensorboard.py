@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddprun.options import PositiveInt
-from ddprun.track import RunInfo, StepInfo, Tracker, curves
+from ddprun.track import CurveTracker, RunInfo
 
 
-class Tensorboard(Tracker):
+class Tensorboard(CurveTracker):
     """TensorBoard event files in the run's folder. Needs the package tensorboard."""
 
-    class Options(Tracker.Options):
+    class Options(CurveTracker.Options):
         every: PositiveInt = 1
         """Steps from one point of a curve to the next."""
 
@@ -21,24 +21,15 @@ class Tensorboard(Tracker):
         """Open a file in `tensorboard/` of the run's folder."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._every = options.every
+        super().__init__(options, run)
         self._writer = EventFileWriter(str(run.folder / "tensorboard"))
-
-    def step(self, step: StepInfo) -> None:
-        """Add a point to every curve."""
-        number = step.record["step"]
-        if number % self._every == 0:
-            self._add(number, curves(step))
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to every metric."""
-        self._add(step, {f"evaluate/{name}": value for name, value in values.items()})
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Bring everything to disk."""
         self._writer.close()
 
-    def _add(self, step: int, values: Mapping[str, float]) -> None:
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to each of these curves."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ddprun.options import PositiveInt
-from ddprun.track import RunInfo, StepInfo, Tracker, curves
+from ddprun.track import CurveTracker, RunInfo
 
 
-class Wandb(Tracker):
+class Wandb(CurveTracker):
     """Weights & Biases. Needs the package wandb."""
 
-    class Options(Tracker.Options):
+    class Options(CurveTracker.Options):
         project: str = "ddprun"
         """Where the run appears."""
 
@@ -29,7 +29,7 @@ class Wandb(Tracker):
         """Begin a run there."""
         import wandb
 
-        self._every = options.every
+        super().__init__(options, run)
         self._run = wandb.init(
             project=options.project,
             entity=options.entity,
@@ -41,15 +41,9 @@ class Wandb(Tracker):
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
 
-    def step(self, step: StepInfo) -> None:
-        """Add a point to every curve."""
-        number = step.record["step"]
-        if number % self._every == 0:
-            self._run.log(curves(step), step=number)
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to every metric."""
-        self._run.log({f"evaluate/{name}": value for name, value in values.items()}, step=step)
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to each of these curves."""
+        self._run.log(dict(values), step=step)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Say how it ended."""
