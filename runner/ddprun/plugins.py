@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from ddprun_hooks.config.installed import import_installed, installed
+from ddprun_hooks.config.import_path import import_installed, installed
 from ddprun_hooks.config.options import BUILT_IN, ENTRY_POINT_GROUP
 from ddprun_hooks.config.trust import TrustSettingError, Wanted
 from ddprun_hooks.errors import DottedNameError

@@ -11,8 +11,17 @@ from pydantic_core import ErrorDetails
 from ddprun.config.faults import Fault, listing, suggest
 from ddprun.config.scalars import bool_hint, number_hint
 from ddprun.config.tree import Nearest, Node, find, show
-from ddprun.options import FORMS, OWN, KeyPath, Validated, combine, problem, repeat
-from ddprun_hooks.config.messages import BOUNDS, WANTED, Sentence, described, out_of_bounds, unknown_option
+from ddprun.options import FORMS, KeyPath, Validated, combine, problem
+from ddprun_hooks.config.messages import (
+    BOUNDS,
+    OWN,
+    WANTED,
+    Sentence,
+    described,
+    repeat,
+    unknown_option,
+    worded,
+)
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -146,16 +155,8 @@ def _sentence(
 ) -> Sentence:
     """What an error says of a value; `node` is None if the file does not have the value."""
     kind, context = item["type"], item.get("ctx", {})
-    if kind == OWN and "problem" in context:
-        return context["problem"], context["allowed"], context["suggestion"]
     got = _described(node, value, redact)
     word = got.removesuffix(" (a string)")
-    if kind == OWN or kind in WANTED:
-        wanted = context["wanted"] if kind == OWN else WANTED[kind]
-        hint = _hint(wanted, node, value) or context.get("allowed")
-        return f"expected {wanted}, got {got}", hint, None
-    if kind in BOUNDS:
-        return out_of_bounds(kind, context, got), _REASONS.get(path[-2:]), None
     match kind:
         case "too_short" | "too_long":
             key, bound = ("min_length", "at least") if kind == "too_short" else ("max_length", "at most")
@@ -172,8 +173,10 @@ def _sentence(
             return "must not be empty", None, None
         case "string_too_long":
             return f"is longer than {context['max_length']} characters", None, None
-    message: str = item["msg"]
-    return message[:1].lower() + message[1:], None, None
+    text, allowed, near = worded(item, got)
+    if wanted := WANTED.get(kind) or context.get("wanted"):
+        allowed = _hint(wanted, node, value) or allowed
+    return text, _REASONS.get(path[-2:]) if kind in BOUNDS else allowed, near
 
 
 def _described(node: Node | None, value: Any, redact: Callable[[str], str]) -> str:
