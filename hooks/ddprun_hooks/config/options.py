@@ -39,7 +39,7 @@ ENTRY_POINT_GROUP = "ddprun.hooks"
 
 
 def parse_spec(spec: Any, known: Callable[[], list[str]] | None = None) -> tuple[str, dict[str, Any]]:
-    """Name and options of `name` or `{name: options}`, which are not checked; a message lists what is `known`.
+    """Name and options of `name` or `{name: options}`, not checked; a message lists what is `known`.
 
     Raises:
         ValidationError: it is neither.

@@ -6,19 +6,15 @@ from pathlib import Path
 
 import click
 
+from ddprun.cli.run import format_option, override_option
+
 
 @click.command()
 @click.argument("pipelines", metavar="PIPELINE…", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value, as in `ddprun run`."
-)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json", "github"]),
-    default="text",
-    show_default=True,
-    help="How faults are printed: for a reader, as a JSON list, or as GitHub annotations.",
+@override_option("Override a value, as in `ddprun run`.")
+@format_option(
+    *("text", "json", "github"),
+    text="How faults are printed: for a reader, as a JSON list, or as GitHub annotations.",
 )
 @click.option(
     "--resolved", is_flag=True, help="Print the whole pipeline as it will run, each value's origin beside it."

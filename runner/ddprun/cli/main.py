@@ -9,32 +9,26 @@ from typing import Any
 
 import click
 
-from ddprun import __version__, screen
-from ddprun.cli import catalog, check, compare, doctor, explain, init, report, resume, run, schema, submit
+from ddprun import BAD_INPUT, DONE, FAILED, INTERRUPTED, __version__, screen
+from ddprun.cli import catalog, check, compare, doctor, explain, init, report, run, submit
 
 _RUNS = ("run", "resume")
 _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
-
-
-class _OutputLostError(click.ClickException):
-    """What was asked for did not get to where stdout leads: a disk is full, or its reader has had enough."""
-
-    def __init__(self, failure: OSError) -> None:
-        super().__init__(f"cannot write to standard output: {failure.strerror}")
-        self.quiet = isinstance(failure, BrokenPipeError)
 
 
 class _Commands(click.Group):
     """A group in which `ddprun pipeline.yaml` means `ddprun run pipeline.yaml`."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command, and see that its output got out; a run is what it is without its last line."""
+        """Run a command. Output that is lost (a disk is full, its reader has had enough) is a failure, except
+        of a run, which is what it is without its last line.
+        """
         result = super().invoke(ctx)
-        if not result and ctx.invoked_subcommand not in _RUNS:
-            failure = screen.failure_of_stdout()
-            if failure is not None:
-                raise _OutputLostError(failure)
-        return result
+        if result or ctx.invoked_subcommand in _RUNS or (failure := screen.failure_of_stdout()) is None:
+            return result
+        if not isinstance(failure, BrokenPipeError):
+            screen.say(f"ddprun: cannot write to standard output: {failure.strerror}")
+        return FAILED
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert `run` where no command is named."""
@@ -121,14 +115,14 @@ def cli() -> None:
 
 for _command in (
     run.run,
-    resume.resume,
+    run.resume,
     check.check,
     explain.explain,
     report.report,
     compare.compare,
     init.init,
     catalog.catalog,
-    schema.schema,
+    catalog.schema,
     submit.submit,
     doctor.doctor,
 ):
@@ -151,18 +145,22 @@ def main(args: Sequence[str] | None = None) -> int:
         )
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
-        return 2
+        return BAD_INPUT
     except click.ClickException as error:
         from ddprun.config.secrets import Secrets
 
         message = " ".join(Secrets.of().redact(error.format_message()).split()).rstrip(".")
-        if isinstance(error, _OutputLostError):
-            if not error.quiet:
-                screen.say(f"ddprun: {message}")
-            return 1
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "ddprun"
         click.echo(f"{command}: {message[:1].lower()}{message[1:]}; see `{command} --help`", err=True)
-        return 2
+        return BAD_INPUT
     except click.Abort:
-        return 130
-    return result if isinstance(result, int) else 0
+        return INTERRUPTED
+    except Exception as error:
+        from ddprun.cli import printing
+        from ddprun.config import PipelineError
+
+        if not isinstance(error, PipelineError):
+            raise
+        printing.show(error.faults)
+        return BAD_INPUT
+    return result if isinstance(result, int) else DONE

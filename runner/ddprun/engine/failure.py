@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ddprun import screen
+from ddprun import BAD_INPUT, FAILED, screen
 from ddprun.config import PipelineError
 from ddprun.config.secrets import Secrets
 from ddprun.engine.finish import LostError, write_summary
@@ -25,8 +25,6 @@ from ddprun.telemetry.writer import Writer, event_log
 from ddprun.watchdog.hang import Report, RunContext, handle_hang, open_log
 from ddprun.watchdog.rank_watchdog import RankWatchdog
 from ddprun_hooks.errors import DisagreementError
-
-FAILED, BAD_INPUT = 1, 2
 
 _LOST_PEER = (
     "connection closed by peer",

@@ -8,12 +8,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ddprun import LAUNCHED, __version__, screen
+from ddprun import DONE, FAILED, INTERRUPTED, LAUNCHED, __version__, screen
 from ddprun.config import AverageStage, BroadcastStage, Evaluate, Forward, Loaded, Save, Train
 from ddprun.engine.checkpoints import close_checkpoints, take_checkpoint
 from ddprun.engine.evaluate import evaluate
-from ddprun.engine.failure import BAD_INPUT as BAD_INPUT
-from ddprun.engine.failure import FAILED, Progress, open_watchdog, prepare_nccl, report_failure
+from ddprun.engine.failure import Progress, open_watchdog, prepare_nccl, report_failure
 from ddprun.engine.finish import Status, finish_run
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
 from ddprun.engine.loop import forward, train
@@ -30,7 +29,6 @@ from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import Resuming
 from ddprun.watchdog.rank_watchdog import GROUPS_LATER_S
 
-DONE, INTERRUPTED = 0, 130
 _CODES: dict[Status, int] = {"done": DONE, "failed": FAILED, "interrupted": INTERRUPTED}
 
 _WATCH_ENDS_S = 10.0
