@@ -7,8 +7,7 @@ from pydantic import ValidationError
 
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.load import Loaded
-from ddprun.config.resolved import plain
-from ddprun.config.scalars import write
+from ddprun.config.resolved import flow, plain
 from ddprun.config.schema import OVERRIDABLE, Pipeline, StepStage, pipeline_model
 from ddprun.config.tree import show
 
@@ -44,11 +43,11 @@ def changes(loaded: Loaded, before: dict[str, Any], *, next_stage: int, begun: i
         old = pipeline_model().model_validate(before)
     except ValidationError as error:
         text = f"this version of ddprun cannot read the checkpoint's pipeline: {error.error_count()} faults"
-        raise PipelineError([loaded.fault("", text)]) from None
+        raise loaded.error("", text) from None
     if faults := [*_fixed(loaded, old), *_stages(loaded, old, next_stage, begun)]:
         raise PipelineError(faults)
     return [
-        f"{show(path)}: {_shown(was)} in the checkpoint, {_shown(now)} now"
+        f"{show(path)}: {flow(was)} in the checkpoint, {flow(now)} now"
         for path, was, now in _differences(before, loaded.plain(), ())
     ]
 
@@ -103,7 +102,7 @@ def _stages(loaded: Loaded, old: Pipeline, next_stage: int, begun: int | None) -
 
 
 def _refused(loaded: Loaded, path: str, was: Any, now: Any, why: str) -> Fault:
-    text = f"{_shown(now)} here, and {_shown(was)} in the checkpoint: {why}"
+    text = f"{flow(now)} here, and {flow(was)} in the checkpoint: {why}"
     return loaded.fault(path, text, "leave it as it was, or start a new run")
 
 
@@ -117,11 +116,3 @@ def _differences(old: Any, new: Any, path: tuple[str | int, ...]) -> Iterator[tu
             yield from _differences(*pair, (*path, index))
     elif old != new:
         yield path, old, new
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{write(key)}: {_shown(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_shown, value)) + "]"
-    return write(value)

@@ -67,6 +67,12 @@ class Loaded:
             fault = replace(fault, line=0, column=0, source_line="")
         return _redacted([fault], self.secrets)[0]
 
+    def error(
+        self, key: str | KeyPath, problem: str, allowed: str | None = None, suggestion: str | None = None
+    ) -> PipelineError:
+        """The error of this one `fault`."""
+        return PipelineError([self.fault(key, problem, allowed, suggestion)])
+
     def has(self, key_path: str) -> bool:
         """Whether the file or an override has the key."""
         found = find(self.root, _segments(key_path))

@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from yaml.parser import Parser
-from yaml.reader import Reader
-from yaml.scanner import Scanner
 
 from ddprun.config.faults import Fault, suggest
 from ddprun.config.scalars import resolve
@@ -76,15 +73,6 @@ class Tree:
     faults: list[Fault]
 
 
-class _Events(Reader, Scanner, Parser):
-    """PyYAML's pure-Python parser without its composer, resolver and constructor."""
-
-    def __init__(self, text: str) -> None:
-        Reader.__init__(self, text)
-        Scanner.__init__(self)
-        Parser.__init__(self)
-
-
 def read_file(path: Path) -> Tree:
     """Read a pipeline file. A file that cannot be read is a fault like any other."""
     name = str(path)
@@ -120,7 +108,7 @@ def read_text(text: str, source: Source, line: int = 1, column: int = 1, path: K
     `path` leads to it in the pipeline.
     """
     found = list(_FORBIDDEN.finditer(text))
-    events = _Events(_FORBIDDEN.sub(_DAMAGED, text) if found else text)
+    events = yaml.SafeLoader(_FORBIDDEN.sub(_DAMAGED, text) if found else text)
     builder = _Builder(events, source, line, column, damaged=bool(found))
     for match in found[:_MAX_CONTROL_FAULTS]:
         before = Source.of("", 0, text[: match.start()]).lines
@@ -148,7 +136,9 @@ class _FatalError(Exception):
 class _Builder:
     """Turns events into nodes. It recurses at most `MAX_DEPTH` levels deep."""
 
-    events: Any
+    events: yaml.SafeLoader
+    """Asked for events only: its resolver and constructor are not used."""
+
     source: Source
     line: int
     column: int
