@@ -11,7 +11,7 @@ import pytest
 
 from ddprun import __version__
 from ddprun.cli import main
-from ddprun.config import Fault, Loaded, PipelineError, load
+from ddprun.config import Fault, Loaded, load
 
 GOOD = "model:\n  mlp: {inputs: 64, outputs: 10}\ndata: digits\noptimizer: sgd\n"
 Out = pytest.CaptureFixture[str]
@@ -123,7 +123,7 @@ def test_a_fault_of_the_run_is_told_alike(good: Path, monkeypatch: pytest.Monkey
     launch = ModuleType("ddprun.launch")
 
     def start(loaded: Loaded, *rest: object, resuming: str) -> int:
-        raise PipelineError([loaded.fault("model.mlp", "is too small")])
+        raise loaded.error("model.mlp", "is too small")
 
     launch.start = start  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ddprun.launch", launch)

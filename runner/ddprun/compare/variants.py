@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ddprun.config import PipelineError, load
+from ddprun.config import load
 
 _NOOP = "hooks=[noop]"
 
@@ -62,7 +62,7 @@ def fitted(variant: Variant, steps: int | None) -> Variant:
     if steps is not None:
         if len(stages) != 1:
             text = f"{len(stages)} stages take steps: --steps needs a pipeline with one"
-            raise PipelineError([loaded.fault("stages", text, "leave --steps out, or name one stage")])
+            raise loaded.error("stages", text, "leave --steps out, or name one stage")
         more.append(_with_steps(stages[0], loaded.root.data().get("stages"), steps))
     if noop:
         own = [stage for stage in stages if "hooks" in stage.model_fields_set]

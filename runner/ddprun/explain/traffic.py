@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from ddprun.config import Loaded, PipelineError, StepStage
+from ddprun.config import Loaded, StepStage
 from ddprun.engine import build
 from ddprun.explain.model_probe import World, is_foreign
 from ddprun.sync.plan import Partition
@@ -198,7 +198,7 @@ class Simulations:
                 self._known[key] = self._carry(stage, route, layout)
             except HooksError as error:
                 path = stage.key_path("hooks") if stage is not None else ""
-                raise PipelineError([self._loaded.fault(path, str(error))]) from None
+                raise self._loaded.error(path, str(error)) from None
         return self._known[key]
 
     def _carry(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Carried:
@@ -237,7 +237,7 @@ class Simulations:
             try:
                 simulated_group("world", layout, of)
             except HookSetupError as error:
-                raise PipelineError([self._loaded.fault(stage.key_path(key), str(error))]) from None
+                raise self._loaded.error(stage.key_path(key), str(error)) from None
 
 
 def _places(world: RankGroup) -> dict[str, tuple[Among, int]]:
