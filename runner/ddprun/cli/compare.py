@@ -62,18 +62,13 @@ def compare(
     from ddprun.compare import compare as comparing
     from ddprun.compare import text
     from ddprun.compare.variants import fitted, variants
-    from ddprun.config import PipelineError, load
-    from ddprun.config.faults import Fault
+    from ddprun.config import load
     from ddprun.config.overrides import alternatives
     from ddprun.report import html
 
-    found = [alternatives(value, "--vary", number) for number, value in enumerate(vary, start=1)]
-    if faults := [one for one in found if isinstance(one, Fault)]:
-        raise PipelineError(faults)
     keys = [
-        (one[0], [json.dumps(value, ensure_ascii=False) for value in one[1]])
-        for one in found
-        if not isinstance(one, Fault)
+        (key, [json.dumps(value, ensure_ascii=False) for value in values])
+        for key, values in alternatives(vary, "--vary")
     ]
     everywhere = [*overrides, *([f"timings.fidelity_every={turn}"] if fidelity else [])]
     chosen = [fitted(one, steps) for one in variants(pipelines, everywhere, keys, noop=noop, twin=control)]

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from ddprun.config.faults import Fault, listing, suggest
 from ddprun.config.scalars import bool_hint, number_hint
-from ddprun.config.tree import Nearest, Node, find, show
+from ddprun.config.tree import Node, find, show
 from ddprun.options import FORMS, KeyPath, Validated, combine, problem
 from ddprun_hooks.config.messages import (
     BOUNDS,
@@ -118,36 +118,21 @@ def faults(error: ValidationError, root: Node, redact: Callable[[str], str]) -> 
     made = []
     for item in error.errors(include_url=False):
         path: KeyPath = item["loc"]
-        of_key = path[-1:] == ("[key]",)
-        if of_key:
-            path = path[:-1]
+        of_key = path[-1:] == ("[key]",)  # of the last key before it, where keys are the user's own
+        path = path[:-1] if of_key else path
         found = find(root, path)
-        if not found.broken and not _counts_faulty_items(item, found):
-            made.append(_fault(item, path, found, redact, of_key=of_key))
+        exact, holds = not found.missing, found.node.value
+        # Pydantic finds a list too short if its items are faulty; those have faults of their own already.
+        enough = isinstance(holds, list) and exact and len(holds) >= item.get("ctx", {}).get("min_length", 0)
+        if found.broken or (item["type"] == "too_short" and enough):
+            continue
+        node = found.node if exact and not of_key else None
+        value = path[-1] if of_key else found.node.data() if exact else item["input"]
+        at_key = of_key or item["type"] == "missing" or item.get("ctx", {}).get("on_key")
+        at_key = at_key and (exact or isinstance(holds, dict) or holds is None)
+        place = found.key if at_key else found.node.place
+        made.append(place.fault(show(path), *_sentence(item, path, node, value, redact)))
     return made
-
-
-def _counts_faulty_items(item: Any, found: Nearest) -> bool:
-    """Pydantic finds a list too short if its items are faulty; those have faults of their own already."""
-    return (
-        item["type"] == "too_short"
-        and isinstance(found.node.value, list)
-        and not found.missing
-        and len(found.node.value) >= item["ctx"]["min_length"]
-    )
-
-
-def _fault(item: Any, path: KeyPath, found: Nearest, redact: Callable[[str], str], *, of_key: bool) -> Fault:
-    """Of the value at a path, or of the last key in it, where keys are the user's own."""
-    exact = not found.missing
-    node = found.node if exact and not of_key else None
-    value = path[-1] if of_key else found.node.data() if exact else item["input"]
-    at_key = of_key or item["type"] == "missing" or item.get("ctx", {}).get("on_key")
-    if at_key and (exact or isinstance(found.node.value, dict) or found.node.value is None):
-        place = found.key
-    else:
-        place = found.node.place
-    return place.fault(show(path), *_sentence(item, path, node, value, redact))
 
 
 def _sentence(
