@@ -164,9 +164,7 @@ class Trust:
                 f'"{where}" is an object, and a name may go through modules and classes only', NO_METHOD
             )
         elif isinstance(inspect.getattr_static(owner, part, None), types.FunctionType):
-            for origin in origins(getattr(owner, part)):
-                if reason := self.refusal(origin):
-                    raise UntrustedError(f'"{where}.{part}" is {origin}: {reason}', self.allowed())
+            self._admit_origins(f"{where}.{part}", getattr(owner, part))
             raise UntrustedError(f'"{where}.{part}" {METHOD}', NO_METHOD)
 
     def admit(self, name: str, found: Any, wanted: Wanted | None) -> None:
@@ -175,15 +173,18 @@ class Trust:
         Raises:
             UntrustedError: it comes from elsewhere, or is of another kind than wanted.
         """
-        if self.prefixes is None:
+        if not self.limited:
             return
-        for origin in origins(found):
-            if reason := self.refusal(origin, wanted.kind if wanted is not None else ""):
-                raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed())
+        self._admit_origins(name, found, wanted.kind if wanted is not None else "")
         if isinstance(found, types.MethodType) and not isinstance(found.__self__, type):
             raise UntrustedError(f'"{name}" {METHOD}', NO_METHOD)
         if wanted is not None and not _is_of_kind(found, wanted):
             raise UntrustedError(f'"{name}" is {next(origins(found))}', wanted.words)
+
+    def _admit_origins(self, name: str, found: Any, kind: str = "") -> None:
+        for origin in origins(found):
+            if reason := self.refusal(origin, kind):
+                raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed())
 
 
 def trust(environment: Mapping[str, str] = os.environ) -> Trust:

@@ -72,14 +72,12 @@ def _words(args: Sequence[str], command: click.Command) -> Iterator[str]:
         if isinstance(option, click.Option) and not option.is_flag
         for name in option.opts
     }
-    values = 0
-    for arg in args:
-        if values:
-            values -= 1
-        elif not arg.startswith("-"):
+    rest = iter(args)
+    for arg in rest:
+        if not arg.startswith("-"):
             yield arg
         elif arg.replace("_", "-") in with_value:
-            values = 1
+            next(rest, None)
 
 
 def _without_secret(setting: str) -> str:

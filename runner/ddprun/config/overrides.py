@@ -54,10 +54,8 @@ def alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[Any]]]
         try:
             key, steps, value = _read(text, Source.of(f"{name} {number}", number, text))
             if not isinstance(value.value, list) or not value.value:
-                path, hint = (
-                    tuple(segment for segment, _ in steps),
-                    "write KEY=[A, B], as in hooks=[[], [fp16]]",
-                )
+                path = tuple(segment for segment, _ in steps)
+                hint = "write KEY=[A, B], as in hooks=[[], [fp16]]"
                 raise _refused(value.place, path, "is not a list of values", hint)
             found.append((key, value.data()))
         except PipelineError as refused:

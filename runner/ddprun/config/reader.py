@@ -95,11 +95,16 @@ def read_file(path: Path) -> Tree:
         problem = f"byte 0x{raw[error.start]:02x} at offset {error.start} is not UTF-8"
         return Tree(None, [place.fault("", problem, "save the file as UTF-8")])
     tree = read_text(text, Source.of(name, 0, text))
-    if tree.root is not None and not isinstance(tree.root.value, dict):
-        tree.faults.append(_not_a_mapping(tree.root))
-        tree.root = None
-    elif tree.root is None and not tree.faults:
+    root = tree.root
+    if (root is None and not tree.faults) or (root is not None and root.value is None):
         tree.faults.append(_whole(name, "the file is empty", "`ddprun init` writes one to start from"))
+    elif root is not None and not isinstance(root.value, dict):
+        got = "a list" if isinstance(root.value, list) else "a single value"
+        hint = "put a space after the colon" if root.text and ":" in root.text else None
+        problem = f"expected `key: value` lines at the top, got {got}"
+        tree.faults.append(root.place.fault("", problem, hint))
+    if root is not None and not isinstance(root.value, dict):
+        tree.root = None
     return tree
 
 
@@ -312,12 +317,3 @@ def _unreadable(path: Path, error: OSError) -> Fault:
         return _whole(name, "this is a directory", "name a pipeline file in it")
     reason = (error.strerror or str(error)).lower()
     return _whole(name, f"the file cannot be read: {reason}")
-
-
-def _not_a_mapping(root: Node) -> Fault:
-    if isinstance(root.value, list):
-        return root.place.fault("", "expected `key: value` lines at the top, got a list")
-    hint = "put a space after the colon" if root.text and ":" in root.text else None
-    if root.value is None:
-        return _whole(root.place.source.name, "the file is empty", "`ddprun init` writes one to start from")
-    return root.place.fault("", "expected `key: value` lines at the top, got a single value", hint)
