@@ -82,7 +82,7 @@ class Plugins:
         """Import a plug-in's class.
 
         Raises:
-            DottedNameError: the installed one cannot be imported, is no plug-in of this kind, or may not be
+            DottedNameError: the installed one cannot be imported, is not a plug-in of this kind, or may not be
                 imported (UntrustedError).
             TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
         """

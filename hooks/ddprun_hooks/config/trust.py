@@ -3,7 +3,7 @@
 Unset, a name may reach anything, and what holds the names is as trusted as a script. Set, it lists packages
 and dotted prefixes (`torchvision,mylab.nets`), and a name is judged three times: by itself before anything is
 imported, by where the object that it leads to really comes from (`logging.os.system` is not logging's), and
-by its kind (a model is no `Popen`). Set and empty, nothing may be imported.
+by its kind (a model is not a `Popen`). Set and empty, nothing may be imported.
 
 Torch is too large to be trusted by a prefix: some of its functions and methods compile, download or write
 what their options say. Of torch a few public places are open, and at each of them one kind of object.
@@ -279,8 +279,9 @@ def _is_of_kind(found: Any, wanted: Wanted) -> bool:
         return True  # written in C: what it returns is seen when it is called
     if returned is None:
         return False
-    tells = isinstance(returned, type) and returned not in (inspect.Signature.empty, Any)
-    return not tells or issubclass(returned, wanted.returns)
+    if not isinstance(returned, type) or returned in (inspect.Signature.empty, Any):
+        return True
+    return issubclass(returned, wanted.returns)
 
 
 def _below(name: str, prefix: str) -> bool:

@@ -22,7 +22,7 @@ from ddprun.cli.run import format_option, override_option
 def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, resolved: bool) -> int:
     """List every fault of pipeline files, without running or importing anything they name.
 
-    Exit code 0 if every file can run (warnings are no faults), 2 if not.
+    Exit code 0 if every file can run (warnings do not count), 2 if not.
     """
     from ddprun.cli import printing
     from ddprun.config import Fault, PipelineError, load

@@ -52,7 +52,7 @@ class _Commands(click.Group):
             raise click.UsageError(f'"{word}" is neither a command nor a pipeline file{hint}')
         if any("--set" in param.opts for param in command.params):
             for given in filter(_is_setting, _words(args[1:], command)):
-                raise click.UsageError(f'"{_without_secret(given)}" is no file: write {_as_option(given)}')
+                raise click.UsageError(f'"{_without_secret(given)}" is not a file: write {_as_option(given)}')
         return super().resolve_command(ctx, args)
 
     def _means_run(self, args: Sequence[str]) -> bool:

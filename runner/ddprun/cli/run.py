@@ -23,8 +23,8 @@ _TORCHRUN: dict[str, tuple[Any, str]] = {
     "master-addr": (str, "Address of host 0, for the static rendezvous."),
     "master-port": (click.IntRange(0, 65535), "Port on host 0, for the static rendezvous."),
     "local-addr": (str, "Address of this host."),
-    "max-restarts": (click.IntRange(min=0), "How often ranks are started again after a failure."),
-    "monitor-interval": (click.FloatRange(min=0), "Seconds between two looks at the ranks."),
+    "max-restarts": (click.IntRange(min=0), "How often ranks are restarted after a failure."),
+    "monitor-interval": (click.FloatRange(min=0), "Seconds between two checks of the ranks."),
     "role": (str, "Name of the ranks' role in logs."),
 }
 
@@ -66,7 +66,7 @@ def format_option(*names: str, text: str | None = None) -> Callable[[Any], Any]:
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Folder for what the run leaves behind.")
 @click.option(
-    "--or-resume", is_flag=True, help="Go on with the run if --run-dir holds one, as `ddprun resume` does."
+    "--or-resume", is_flag=True, help="Resume the run if --run-dir holds one, as `ddprun resume` does."
 )
 def run(
     pipeline: Path, overrides: tuple[str, ...], run_dir: Path | None, or_resume: bool, **flags: Flag

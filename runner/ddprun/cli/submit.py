@@ -46,7 +46,7 @@ def submit(
     """Hand a pipeline to a cluster; prints the job's id.
 
     What is asked for stands in the file under `launch` and under the cluster's own name. The cluster runs it:
-    ddprun is no scheduler.
+    ddprun is not a scheduler.
     """
     from ddprun.cli import printing
     from ddprun.cluster import ClusterError, Submission

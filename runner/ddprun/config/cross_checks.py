@@ -317,7 +317,7 @@ def _restarts(pipeline: Pipeline) -> Iterator[CrossCheck]:
         text = f'"nnodes: {pipeline.launch.nnodes}" needs "max_restarts": losing a host would end the run'
         yield CrossCheck(("launch", "nnodes"), text, "write max_restarts: 3", "warning")
     if restarts and not pipeline.checkpoint.keep:
-        text = f'"max_restarts: {restarts}" needs checkpoints, and "keep" is 0: the run would start anew'
+        text = f'"max_restarts: {restarts}" needs checkpoints, and "keep" is 0: the run would start over'
         yield CrossCheck(("launch", "max_restarts"), text, "keep at least 1", "warning")
 
 

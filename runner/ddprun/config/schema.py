@@ -151,7 +151,7 @@ class Timings(Options):
     """Record when each parameter's gradient was complete, and which one completed its bucket."""
 
     profile: FirstAndLast | None = None
-    """`[first, last]`: the steps that torch's profiler looks at, on all ranks; null does not use it."""
+    """`[first, last]`: the steps that torch's profiler records, on all ranks; null does not use it."""
 
     straggler_window: Annotated[int, Field(ge=2, le=10_000)] = 20
     """Steps in which ranks synchronise, over which is judged whether one is late."""

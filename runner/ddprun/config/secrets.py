@@ -64,7 +64,7 @@ _SHORT_WORD = 7
 _ONE_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _VOWEL, _CONSONANTS = re.compile(r"[aeiouy]", re.IGNORECASE), re.compile(r"[^aeiouy]{5}", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?([0-9]{1,9}|[0-9]{0,9}\.[0-9]{1,17}|[0-9]{1,9}\.)([eE][-+]?[0-9]{1,3})?%?")
-"""A number as settings have them: of ten digits and more it is none."""
+"""A number as settings have them: with ten digits and more it may be a secret."""
 
 _COMMON = frozenset(
     {
