@@ -121,7 +121,7 @@ class Trust:
         root = name.partition(".")[0]
         if root in sys.stdlib_module_names:
             return "Python's own library is never trusted"
-        if not any(_below(name, prefix) for prefix in self.prefixes):
+        if not any(f"{name}.".startswith(f"{prefix}.") for prefix in self.prefixes):
             return f'"{root}" is not trusted' if root not in self.roots() else "it is not trusted"
         return _torch_refusal(name, kind) if root == "torch" else None
 
@@ -282,10 +282,6 @@ def _is_of_kind(found: Any, wanted: Wanted) -> bool:
     if not isinstance(returned, type) or returned in (inspect.Signature.empty, Any):
         return True
     return issubclass(returned, wanted.returns)
-
-
-def _below(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(prefix + ".")
 
 
 def _torch_refusal(name: str, kind: str) -> str | None:

@@ -1,7 +1,7 @@
 """Pydantic's errors in plain sentences, each at its place in the file."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -61,7 +61,11 @@ def with_known_keys(
     items: list[ErrorDetails] = []
     for item in error.errors(include_url=False):
         *above, key = item["loc"] or ("",)
-        section, name, wrong = _model_at(model, above), str(key), None
+        section, name, wrong = model, str(key), None
+        for segment in above:
+            if (below := section_of(section.model_fields.get(str(segment)))) is None:
+                break
+            section = below
         if item["type"] == "extra_forbidden":
             wrong = _unknown_key(name, section, owner)
         elif item["type"] == "missing" and owner and not above:
@@ -70,16 +74,6 @@ def with_known_keys(
             wrong = problem("is required", listing(allowed), on_key=True)
         items += combine([wrong], at=item["loc"]).errors(include_url=False) if wrong else [item]
     return repeat(items, path)
-
-
-def _model_at(model: type[BaseModel], location: Sequence[str | int]) -> type[BaseModel]:
-    """The model that a path of nested sections leads to."""
-    for segment in location:
-        section = section_of(model.model_fields.get(str(segment)))
-        if section is None:
-            break
-        model = section
-    return model
 
 
 def section_of(field: FieldInfo | None) -> type[BaseModel] | None:

@@ -25,10 +25,11 @@ def json_schema() -> Schema:
     schema = _of_model(Pipeline, definitions)
     definitions |= {kind.name: _of_kind(kind, definitions) for kind in KINDS.values()}
     stages = {name: _of_stage(stage, definitions) for name, stage in STAGES.items()}
+    times = _one_of_many({name: _of_model(model, definitions) for name, model in TIMES.items()})
     count: Schema = {"type": "integer", "minimum": 1}
     definitions |= {
         "stage": _one_of_many(stages),
-        "buffers": _of_buffers(definitions),
+        "buffers": {"anyOf": [*times["anyOf"], _of_model(Period, definitions)]},
         "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _of_model(DataPair, definitions)]},
         "nnodes": {"anyOf": [count, {"type": "string", "pattern": HOSTS}]},
     }
@@ -88,12 +89,6 @@ def _of_stage(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
         ]
         schema["required"] = []  # for `_one_of_many`: the bare name is not enough
     return schema
-
-
-def _of_buffers(definitions: dict[str, Schema]) -> Schema:
-    """A time by its name, with or without options, or a period."""
-    named = _one_of_many({name: _of_model(model, definitions) for name, model in TIMES.items()})
-    return {"anyOf": [*named["anyOf"], _of_model(Period, definitions)]}
 
 
 def _of_kind(kind: Kind, definitions: dict[str, Schema]) -> Schema:

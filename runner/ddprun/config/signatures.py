@@ -110,11 +110,13 @@ def find(kind: TorchKind, name: str) -> str | None:
     return _by_spelling(kind).get(spelling(name))
 
 
+@functools.cache
 def refusal(kind: TorchKind, name: str) -> str | None:
     """Why a class of torch is not offered; None if it is."""
     reason = _NOT_OFFERED[kind].get(name)
     if reason is None and kind == "loss":
-        taken = _forward_arguments(name)
+        forward = _method(_parse(_classes("loss")[name]), name, "forward")
+        taken = [argument.arg for argument in forward.args.args[1:]] if forward else []
         if len(taken) != 2:
             reason = f"it takes {', '.join(taken)}, and a loss here is called with (output, target)"
     return reason
@@ -261,12 +263,6 @@ def _method(tree: ast.Module, name: str, method: str) -> ast.FunctionDef | None:
                 return item
         queue += [base.id for base in found.bases if isinstance(base, ast.Name)]
     return None
-
-
-@functools.cache
-def _forward_arguments(name: str) -> tuple[str, ...]:
-    forward = _method(_parse(_classes("loss")[name]), name, "forward")
-    return tuple(argument.arg for argument in forward.args.args[1:]) if forward else ()
 
 
 def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[Parameter, ...]:
