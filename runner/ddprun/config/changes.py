@@ -1,5 +1,7 @@
 """What a resumed run may have changed in its pipeline since the checkpoint was taken."""
 
+import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,9 @@ _FIXED = {
     "data": "the position in the data would be another",
     "loss": "the optimizer's state belongs to it",
     "precision": "weights and loss scale belong to it",
+    "optimizer": "the checkpoint holds no state for it",
+    "loader.shuffle": "samples would be seen twice, others not at all",
+    "loader.sharded": "samples would be seen twice, others not at all",
 }
 """What cannot change, and why."""
 
@@ -66,16 +71,11 @@ def schedule_changed(loaded: Loaded, before: dict[str, Any], stage: int) -> bool
 
 
 def _fixed(loaded: Loaded, old: Pipeline) -> Iterator[Fault]:
-    new, before, here = loaded.pipeline, plain(old), loaded.plain()
-    fixed = [(key, before[key], here[key], why) for key, why in _FIXED.items()]
-    why = "the checkpoint holds no state for it"
-    fixed.append(("optimizer", old.optimizer.name, new.optimizer.name, why))
-    why = "samples would be seen twice, others not at all"
-    fixed += [
-        (f"loader.{key}", getattr(old.loader, key), getattr(new.loader, key), why)
-        for key in ("shuffle", "sharded")
-    ]
-    for path, was, now, why in fixed:
+    # Of the optimizer its name alone is fixed; its options may change.
+    before = plain(old) | {"optimizer": old.optimizer.name}
+    here = loaded.plain() | {"optimizer": loaded.pipeline.optimizer.name}
+    for path, why in _FIXED.items():
+        was, now = (functools.reduce(operator.getitem, path.split("."), side) for side in (before, here))
         if was != now:
             yield _refused(loaded, path, was, now, why)
 

@@ -272,24 +272,18 @@ def _static_with_unused(pipeline: Pipeline) -> Iterator[CrossCheck]:
 
 
 @_reads("ddp", "sync", "stages")
-def _unused_parameters_inside_hosts(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    inside = any(stage.effective(pipeline).gradients == "host" for stage in pipeline.train_stages())
-    if pipeline.ddp.find_unused_parameters and inside:
+def _ddp_and_gradients(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    gradients = {stage.effective(pipeline).gradients for stage in pipeline.train_stages()}
+    if pipeline.ddp.find_unused_parameters and "host" in gradients:
         text = (
             '"find_unused_parameters: true" slows "hierarchical_sgd" with "within: 1": at every step DDP '
             "tells all ranks which parameters were used, so hosts wait for each other"
         )
         hint = "remove it if every parameter is used"
         yield CrossCheck(("ddp", "find_unused_parameters"), text, hint, "warning")
-
-
-@_reads("ddp", "sync", "stages")
-def _ddp_without_gradients(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    if any(stage.effective(pipeline).gradients for stage in pipeline.train_stages()):
-        return
     for key in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
         value = getattr(pipeline.ddp, key)
-        if value != getattr(Ddp(), key):
+        if gradients <= {None} and value != getattr(Ddp(), key):
             text = f'"{key}: {str(value).lower()}" has no effect: no train stage averages gradients'
             yield CrossCheck(("ddp", key), text, "remove it", "warning")
 

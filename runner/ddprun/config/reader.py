@@ -141,8 +141,8 @@ class _FatalError(Exception):
 class _Builder:
     """Turns events into nodes. It recurses at most `MAX_DEPTH` levels deep."""
 
-    events: yaml.SafeLoader
-    """Asked for events only: its resolver and constructor are not used."""
+    events: Any
+    """PyYAML's loader in Python, asked for events only: its resolver and constructor are not used."""
 
     source: Source
     line: int
