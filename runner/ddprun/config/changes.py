@@ -1,7 +1,5 @@
 """What a resumed run may have changed in its pipeline since the checkpoint was taken."""
 
-import functools
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,12 +70,13 @@ def schedule_changed(loaded: Loaded, before: dict[str, Any], stage: int) -> bool
 
 def _fixed(loaded: Loaded, old: Pipeline) -> Iterator[Fault]:
     # Of the optimizer its name alone is fixed; its options may change.
-    before = plain(old) | {"optimizer": old.optimizer.name}
-    here = loaded.plain() | {"optimizer": loaded.pipeline.optimizer.name}
+    was: Any = plain(old) | {"optimizer": old.optimizer.name}
+    now: Any = loaded.plain() | {"optimizer": loaded.pipeline.optimizer.name}
     for path, why in _FIXED.items():
-        was, now = (functools.reduce(operator.getitem, path.split("."), side) for side in (before, here))
-        if was != now:
-            yield _refused(loaded, path, was, now, why)
+        section, _, key = path.rpartition(".")
+        before, here = (side[section][key] if section else side[key] for side in (was, now))
+        if before != here:
+            yield _refused(loaded, path, before, here, why)
 
 
 def _stages(loaded: Loaded, old: Pipeline, next_stage: int, begun: int | None) -> Iterator[Fault]:
