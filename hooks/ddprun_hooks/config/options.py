@@ -4,11 +4,18 @@ Nothing here imports torch, so `ddprun check` and `ddprun catalog` can read it i
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, core_schema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
 from ddprun_hooks.config.import_path import installed
 from ddprun_hooks.config.messages import combine, expected, listing, problem, sentence, suggest
@@ -74,14 +81,13 @@ def read_hook(spec: Any) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-Reader = Callable[[Any], tuple[str, Mapping[str, Any]]]
-"""Reads one hook as `read_hook` does."""
-
-
-def _read_stack(value: Any, read: Reader) -> tuple[HookSpec, ...]:
-    """Read the hooks of one leg; each fault has its place in the leg."""
+def _read_leg(value: Any, info: ValidationInfo) -> tuple[HookSpec, ...]:
+    """Read the hooks of one leg; each fault has its place in the leg. The reader of pipeline files has a
+    `read_hook` of its own in the validation's context.
+    """
     if not isinstance(value, list | tuple):
         raise expected("a list", got=value)
+    read: Callable[[Any], tuple[str, Mapping[str, Any]]] = (info.context or {}).get("read_hook", read_hook)
     hooks: list[HookSpec] = []
     errors: list[ValidationError] = []
     for index, spec in enumerate(value):
@@ -95,6 +101,15 @@ def _read_stack(value: Any, read: Reader) -> tuple[HookSpec, ...]:
     return tuple(hooks)
 
 
+LegStack = Annotated[
+    tuple[HookSpec, ...],
+    PlainValidator(_read_leg),
+    PlainSerializer(list),
+    WithJsonSchema({"type": "array", "items": {"definition": "hook"}}),
+]
+"""A stack for one leg of `hierarchical`."""
+
+
 def installed_names() -> list[str]:
     """Names that installed packages add; nothing is imported."""
     return list(installed(ENTRY_POINT_GROUP))
@@ -105,31 +120,6 @@ def unknown_hook(name: str) -> str:
     known = [*BUILT_IN, *installed_names()]
     allowed = listing([*known, "or a dotted name such as package.module.name"])
     return sentence(f'unknown hook "{name}"', allowed, suggest(name, known))
-
-
-@dataclass(frozen=True)
-class _Leg:
-    """Marks an option that is a stack of its own.
-
-    The reader of pipeline files passes its own `Reader` as `read_hook` in the validation's context.
-    """
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def read(value: Any, info: core_schema.ValidationInfo) -> tuple[HookSpec, ...]:
-            return _read_stack(value, (info.context or {}).get("read_hook", read_hook))
-
-        return core_schema.with_info_plain_validator_function(
-            read, serialization=core_schema.plain_serializer_function_ser_schema(list)
-        )
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {"type": "array", "items": {"definition": "hook"}}
-
-
-LegStack = Annotated[tuple[HookSpec, ...], _Leg()]
-"""A stack for one leg of `hierarchical`."""
 
 
 Options = TypeVar("Options", bound=HookOptions)
