@@ -73,12 +73,7 @@ def installed(group: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def import_installed(group: str, name: str, wanted: Wanted) -> Any:
-    """Import what an installed package adds under a name.
-
-    Args:
-        group: of entry points.
-        name: one of `installed(group)`.
-        wanted: the kind of object that it must be; judged where `DDPRUN_TRUSTED` sets a limit.
+    """Import what an installed package adds under a name, which is one of `installed(group)`.
 
     Raises:
         DottedNameError: several packages add the name, or it cannot be imported.

@@ -94,14 +94,9 @@ def problem(
     at: str | KeyPath = (),
     on_key: bool = False,
 ) -> ValidationError:
-    """An error that says `text; allowed (did you mean suggestion?)`.
+    """An error that says `text; allowed (did you mean suggestion?)`; `allowed` may also say what to do.
 
-    Args:
-        text: what is wrong.
-        allowed: what is allowed, or what to do.
-        suggestion: the word that was probably meant.
-        at: where it is, below the value that is being validated.
-        on_key: show it at the key there, not at the value.
+    It is shown at the value that is being validated, or `at` a place below it; `on_key`: at the key there.
     """
     context = {"problem": text, "allowed": allowed, "suggestion": suggestion, "on_key": on_key}
     return _error("{problem}", context, at)
@@ -158,12 +153,9 @@ def worded(item: ErrorDetails, got: str) -> Sentence:
 
 
 def option_faults(error: ValidationError, at: str, models: Mapping[str, type[BaseModel]]) -> list[str]:
-    """Pydantic's errors about options, each with its path: `hooks[0].topk.density: must be …`.
+    """Pydantic's errors about the options of a choice at a path: `hooks[0].topk.density: must be …`.
 
-    Args:
-        error: its paths begin with the name of a choice.
-        at: the path of the choice.
-        models: the options of each choice.
+    The errors' own paths begin with the choice's name; `models` has the options of each choice.
     """
     lines = []
     for item in error.errors(include_url=False):

@@ -128,14 +128,7 @@ for _command in (
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        args: without the program's name; those of the process if left out.
-
-    Returns:
-        The exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
-    """
+    """Run the command line, by default that of the process (without the program's name); gives the exit code."""
     screen.protect()
     try:
         result: Any = cli.main(

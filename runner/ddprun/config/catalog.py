@@ -42,7 +42,8 @@ def catalog(kind: str) -> list[Entry]:
     entries = [_of_model(kind, name, model) for name, model in found.built_in.items()]
     if found.torch:
         entries += [_of_torch(kind, found.torch, name) for name in signatures.names(found.torch)]
-    return entries + [_of_installed(kind, *added) for added in found.options_of_installed().items()]
+    installed = found.plugins.options_of_installed() if found.plugins else {}
+    return entries + [_of_installed(kind, *added) for added in installed.items()]
 
 
 def _of_model(kind: str, name: str, model: type[BaseModel]) -> Entry:

@@ -73,10 +73,6 @@ class Kind:
             return self.options
         return {**self.options, **{name: self.plugins.options(name) for name in self.plugins.built_in()}}
 
-    def options_of_installed(self) -> dict[str, type[BaseModel] | None]:
-        """Of everything that installed packages add; None where a run alone may import it."""
-        return self.plugins.options_of_installed() if self.plugins else {}
-
     def names(self) -> list[str]:
         """Every name without a dot that is known."""
         found = list(self.built_in)

@@ -109,7 +109,8 @@ def _of_kind(kind: Kind, definitions: dict[str, Schema]) -> Schema:
             if kind.torch == "loss":
                 spellings.append(signatures.functional_name(name))
             options |= dict.fromkeys(spellings, reference)
-    for name, options_model in kind.options_of_installed().items():
+    installed = kind.plugins.options_of_installed() if kind.plugins else {}
+    for name, options_model in installed.items():
         options[name] = {"type": "object"} if options_model is None else _of_model(options_model, definitions)
     return _one_of_many(options, dotted=bool(kind.dotted))
 

@@ -147,12 +147,8 @@ class Loaded:
 
 
 def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) -> Loaded:
-    """Read a pipeline file and apply overrides. Neither torch nor user code is imported.
-
-    Args:
-        path: the file.
-        overrides: each `key.path=value`, the value as YAML, applied in order.
-        folder: where names and files in it are looked for; None: in the file's own folder.
+    """Read a pipeline file and apply overrides, each `key.path=value`, in order. Neither torch nor user code is
+    imported. `folder` is where names and files in it are searched for, by default the file's own.
 
     Raises:
         PipelineError: with every fault that was found.
