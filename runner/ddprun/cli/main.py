@@ -128,7 +128,7 @@ for _command in (
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line, by default that of the process (without the program's name); gives the exit code."""
+    """Run a command line, without the program's name; by default that of the process. Gives the exit code."""
     screen.protect()
     try:
         result: Any = cli.main(

@@ -147,8 +147,10 @@ class Loaded:
 
 
 def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) -> Loaded:
-    """Read a pipeline file and apply overrides, each `key.path=value`, in order. Neither torch nor user code is
-    imported. `folder` is where names and files in it are searched for, by default the file's own.
+    """Read a pipeline file and apply overrides, each `key.path=value`, in order.
+
+    Neither torch nor user code is imported. `folder` is where names and files in the pipeline are searched
+    for, by default the file's own.
 
     Raises:
         PipelineError: with every fault that was found.
