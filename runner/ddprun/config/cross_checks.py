@@ -413,23 +413,13 @@ def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[CrossCheck]:
         if settings.steps is None or period <= settings.steps:
             continue
         effect = "ranks synchronise only at its end"
-        if _next_takes_ranks_apart(pipeline, stage):
+        if not pipeline.reconciles_after(stage):
             effect = "ranks do not synchronise in it"
         elif len({transfer.fragment for transfer in settings.plan.transfers}) > 1:
             effect = "some fragments are exchanged only at its end"
         text = f'"{key}: {period}" is longer than "steps: {settings.steps}" of {stage.path}: {effect}'
         own = ("sync", settings.sync.name, key) if "sync" in stage.model_fields_set else ("steps",)
         yield CrossCheck(_own(stage, *own), text, "shorten the period or lengthen the stage", "warning")
-
-
-def _next_takes_ranks_apart(pipeline: Pipeline, stage: Stage) -> bool:
-    """Whether the next stage takes ranks as they are, so that this one does not end in a synchronisation."""
-    if stage.index + 1 == len(pipeline.stages):
-        return False
-    following = pipeline.stages[stage.index + 1]
-    if isinstance(following, StepStage):
-        return following.effective(pipeline).plan.keeps_apart
-    return isinstance(following, (AverageStage, BroadcastStage))
 
 
 @_reads("sync", "hooks", "stages")
@@ -451,8 +441,8 @@ def _parameters_are_equal_already(pipeline: Pipeline) -> Iterator[CrossCheck]:
 def _leaves_equal(pipeline: Pipeline, stage: Train | Forward, *, before: bool) -> bool:
     """Whether all ranks surely hold the same parameters after a stage."""
     settings = stage.effective(pipeline)
-    if not _next_takes_ranks_apart(pipeline, stage):
-        return True  # the stage ends in one more synchronisation
+    if pipeline.reconciles_after(stage):
+        return True
     if not _updates(stage) and settings.mutate is None:
         return before
     sent = settings.plan.period == 1 and all(hook.name != "noop" for hook in settings.hooks)

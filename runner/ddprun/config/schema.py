@@ -599,6 +599,15 @@ class Pipeline(Options):
         """The stages that take steps, in order."""
         return [stage for stage in self.stages if isinstance(stage, (Train, Forward))]
 
+    def reconciles_after(self, stage: Stage) -> bool:
+        """Whether a stage that leaves ranks apart ends in an average: yes, unless the next one makes ranks equal
+        itself, or wants them to differ.
+        """
+        following = next(iter(self.stages[stage.index + 1 :]), None)
+        if isinstance(following, StepStage):
+            return not following.effective(self).plan.keeps_apart
+        return not isinstance(following, AverageStage | BroadcastStage)
+
     def train_data(self) -> Choice:
         """What train stages read."""
         return self.data.train if isinstance(self.data, DataPair) else self.data

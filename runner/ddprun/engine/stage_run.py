@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ddprun.config import AverageStage, BroadcastStage, Stage, StepStage, TrainSettings
+from ddprun.config import StepStage, TrainSettings
 from ddprun.engine import build
 from ddprun.engine.data import StepBatches
 from ddprun.engine.replicas import audit_parameters, average_parameters
@@ -165,7 +165,7 @@ def end_stage(run: StageRun) -> None:
     """Make the ranks equal again, unless the next stage wants them as they are."""
     session, stage, state = run.session, run.stage, run.session.state
     replicas = state.replicas
-    reconcile = not _wants_ranks_apart(session, stage)
+    reconcile = session.runtime.loaded.pipeline.reconciles_after(stage)
     effect = run.synchronizer.finish(reconcile=reconcile and replicas.parameters != "common")
     if effect != "nothing":
         run.note_effect(effect)
@@ -185,12 +185,3 @@ def end_stage(run: StageRun) -> None:
 def _epochs_left(session: Session, epochs: int) -> int:
     """Epochs of the stage that are not over, the current one included."""
     return epochs - (session.runtime.feed.epoch - session.state.cursor.first_epoch)
-
-
-def _wants_ranks_apart(session: Session, stage: Stage) -> bool:
-    """Whether the next stage makes ranks equal itself, or wants them to differ."""
-    pipeline = session.runtime.loaded.pipeline
-    following = next(iter(pipeline.stages[stage.index + 1 :]), None)
-    if isinstance(following, StepStage):
-        return following.effective(pipeline).plan.keeps_apart
-    return isinstance(following, AverageStage | BroadcastStage)
