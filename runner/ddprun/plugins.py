@@ -82,8 +82,8 @@ class Plugins:
         """Import a plug-in's class.
 
         Raises:
-            DottedNameError: the installed one cannot be imported, is not a plug-in of this kind, or may not be
-                imported (UntrustedError).
+            DottedNameError: the installed one cannot be imported, is not of this kind, or may not be imported
+                (UntrustedError).
             TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
         """
         module, _, attribute = self.base.rpartition(".")

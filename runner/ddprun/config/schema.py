@@ -600,7 +600,7 @@ class Pipeline(Options):
         return [stage for stage in self.stages if isinstance(stage, (Train, Forward))]
 
     def reconciles_after(self, stage: Stage) -> bool:
-        """Whether a stage that leaves ranks apart ends in an average: yes, unless the next one makes ranks equal
+        """Whether a stage that leaves ranks apart ends in an average: unless the next one makes ranks equal
         itself, or wants them to differ.
         """
         following = next(iter(self.stages[stage.index + 1 :]), None)
