@@ -82,10 +82,11 @@ def read_file(path: Path) -> Tree:
     except OSError as error:
         return Tree(None, [_unreadable(path, error)])
     except ValueError:
-        return Tree(None, [_whole(name, "a path cannot hold a NUL character")])
+        return Tree(None, [Fault(file=name, problem="a path cannot hold a NUL character")])
     if len(raw) > MAX_BYTES:
         size = f"{MAX_BYTES // 1024} KiB"
-        return Tree(None, [_whole(name, f"the file is longer than {size}", f"at most {size}")])
+        fault = Fault(file=name, problem=f"the file is longer than {size}", allowed=f"at most {size}")
+        return Tree(None, [fault])
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -97,12 +98,13 @@ def read_file(path: Path) -> Tree:
     tree = read_text(text, Source.of(name, 0, text))
     root = tree.root
     if (root is None and not tree.faults) or (root is not None and root.value is None):
-        tree.faults.append(_whole(name, "the file is empty", "`ddprun init` writes one to start from"))
+        hint = "`ddprun init` writes one to start from"
+        tree.faults.append(Fault(file=name, problem="the file is empty", allowed=hint))
     elif root is not None and not isinstance(root.value, dict):
         got = "a list" if isinstance(root.value, list) else "a single value"
-        hint = "put a space after the colon" if root.text and ":" in root.text else None
+        colon = "put a space after the colon" if root.text and ":" in root.text else None
         problem = f"expected `key: value` lines at the top, got {got}"
-        tree.faults.append(root.place.fault("", problem, hint))
+        tree.faults.append(root.place.fault("", problem, colon))
     if root is not None and not isinstance(root.value, dict):
         tree.root = None
     return tree
@@ -301,19 +303,15 @@ def _syntax(builder: _Builder, error: yaml.MarkedYAMLError) -> Fault:
     return place.fault("", f"not valid YAML: {problem}", allowed)
 
 
-def _whole(name: str, problem: str, allowed: str | None = None, suggestion: str | None = None) -> Fault:
-    """A fault of the file as a whole."""
-    return Fault(file=name, problem=problem, allowed=allowed, suggestion=suggestion)
-
-
 def _unreadable(path: Path, error: OSError) -> Fault:
     name = str(path)
     if isinstance(error, FileNotFoundError):
         folder = path.parent
         others = {entry.stem: entry for entry in folder.glob("*.y*ml")} if folder.is_dir() else {}
         near = suggest(path.stem, others)
-        return _whole(name, "there is no such file", suggestion=str(others[near]) if near else None)
+        suggestion = str(others[near]) if near else None
+        return Fault(file=name, problem="there is no such file", suggestion=suggestion)
     if isinstance(error, IsADirectoryError):
-        return _whole(name, "this is a directory", "name a pipeline file in it")
+        return Fault(file=name, problem="this is a directory", allowed="name a pipeline file in it")
     reason = (error.strerror or str(error)).lower()
-    return _whole(name, f"the file cannot be read: {reason}")
+    return Fault(file=name, problem=f"the file cannot be read: {reason}")
