@@ -230,11 +230,14 @@ class Reducing(Options):
     """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
 
 
-class Period(Reducing):
+class Period(Options):
     """Buffers are made equal after every n-th step."""
 
     every: PositiveInt
     """Steps from one time to the next."""
+
+    reduce: Reduce = "broadcast"
+    """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
 
 
 TIMES: dict[str, type[NoOptions] | type[Reducing]] = {
