@@ -8,8 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ddprun_hooks.config import grammar
-from ddprun_hooks.config.import_path import import_dotted
-from ddprun_hooks.config.installed import import_installed, installed
+from ddprun_hooks.config.import_path import import_dotted, import_installed, installed
 from ddprun_hooks.config.messages import described, option_faults
 from ddprun_hooks.config.options import (
     BUILT_IN,

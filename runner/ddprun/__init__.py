@@ -17,5 +17,8 @@ ON_USR1 = "DDPRUN_ON_USR1"
 launcher end with `QUEUE_AGAIN`. Without it the run goes on.
 """
 
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes."""
+
 QUEUE_AGAIN = 138
 """Exit code of a run that has stopped to be queued again: 128 + SIGUSR1."""

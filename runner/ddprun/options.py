@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
 
+from ddprun_hooks.config.messages import KeyPath as KeyPath
+from ddprun_hooks.config.messages import combine as combine
+from ddprun_hooks.config.messages import expected as expected
 from ddprun_hooks.config.messages import listing, suggest
-
-OWN = "ddprun"
-"""Type of an error that brings its own sentence; every other type is pydantic's."""
-
-KeyPath = tuple[str | int, ...]
-"""Keys and list indices, such as `("stages", 2, "train", "steps")`."""
+from ddprun_hooks.config.messages import problem as problem
 
 
 class Options(BaseModel):
@@ -71,33 +69,6 @@ class Validated:
         return {"definition": self.schema} if isinstance(self.schema, str) else self.schema
 
 
-def problem(
-    text: str,
-    allowed: str | None = None,
-    suggestion: str | None = None,
-    *,
-    at: str | KeyPath = (),
-    on_key: bool = False,
-) -> ValidationError:
-    """An error that says `text; allowed (did you mean suggestion?)`.
-
-    Args:
-        text: what is wrong.
-        allowed: what is allowed, or what to do.
-        suggestion: the word that was probably meant.
-        at: where it is, below the value that is being validated.
-        on_key: show it at the key there, not at the value.
-    """
-    context = {"problem": text, "allowed": allowed, "suggestion": suggestion, "on_key": on_key}
-    return _error(PydanticCustomError(OWN, "{problem}", context), at)
-
-
-def expected(wanted: str, allowed: str | None = None, *, at: str | KeyPath = ()) -> ValidationError:
-    """An error that says `expected …, got …`; what was got is shown as the file has it."""
-    context = {"wanted": wanted, "allowed": allowed}
-    return _error(PydanticCustomError(OWN, "expected {wanted}", context), at)
-
-
 def unknown(
     what: str, word: str, known: Iterable[str], *, at: str | KeyPath = (), on_key: bool = False
 ) -> ValidationError:
@@ -105,30 +76,3 @@ def unknown(
     known = list(known)
     text = f'unknown {what} "{word}"'
     return problem(text, listing(known), suggest(word, known), at=at, on_key=on_key)
-
-
-def combine(errors: Iterable[ValidationError], *, at: KeyPath = ()) -> ValidationError:
-    """Several errors as one, further down in what is being validated."""
-    return repeat((item for error in errors for item in error.errors(include_url=False)), at)
-
-
-def repeat(items: Iterable[ErrorDetails], at: KeyPath = ()) -> ValidationError:
-    """The error that holds these items, further down in what is being validated."""
-    details = [
-        InitErrorDetails(
-            type=PydanticCustomError(
-                item["type"], "{message}", {"message": item["msg"], **item.get("ctx", {})}
-            ),
-            loc=(*at, *item["loc"]),
-            input=item["input"],
-        )
-        for item in items
-    ]
-    return ValidationError.from_exception_data("pipeline", details)
-
-
-def _error(error: PydanticCustomError, at: str | KeyPath) -> ValidationError:
-    place = (at,) if isinstance(at, str) else at
-    return ValidationError.from_exception_data(
-        "pipeline", [InitErrorDetails(type=error, loc=place, input=None)]
-    )

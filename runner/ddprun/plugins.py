@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from ddprun_hooks.config.installed import import_installed, installed
+from ddprun_hooks.config.import_path import import_installed, installed
 from ddprun_hooks.config.options import BUILT_IN, ENTRY_POINT_GROUP
 from ddprun_hooks.config.trust import TrustSettingError, Wanted
 from ddprun_hooks.errors import DottedNameError
@@ -82,8 +82,8 @@ class Plugins:
         """Import a plug-in's class.
 
         Raises:
-            DottedNameError: the installed one cannot be imported, is no plug-in of this kind, or may not be
-                imported (UntrustedError).
+            DottedNameError: the installed one cannot be imported, is not of this kind, or may not be imported
+                (UntrustedError).
             TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
         """
         module, _, attribute = self.base.rpartition(".")

@@ -50,8 +50,8 @@ class NotPlainError(OSError):
     """Where a file, or a folder, of a run should be there is something else; says what."""
 
     def __init__(self, path: Path, found: int, wanted: str) -> None:
-        told = f"{path.name} is {_KINDS.get(stat.S_IFMT(found), 'something else')}, not {wanted}"
-        super().__init__(errno.ELOOP, told, str(path))
+        problem = f"{path.name} is {_KINDS.get(stat.S_IFMT(found), 'something else')}, not {wanted}"
+        super().__init__(errno.ELOOP, problem, str(path))
 
 
 def as_path(text: str) -> str:
@@ -152,7 +152,7 @@ def parse(data: bytes, *, finite: bool = True) -> Any:
     """JSON that somebody else may have written.
 
     Raises:
-        ValueError: it is none, or nested too deeply.
+        ValueError: it is not JSON, or nested too deeply.
     """
     try:
         number = _finite if finite else None

@@ -11,7 +11,7 @@ import pytest
 
 from ddprun import __version__
 from ddprun.cli import main
-from ddprun.config import Fault, Loaded, PipelineError, load
+from ddprun.config import Fault, Loaded, load
 
 GOOD = "model:\n  mlp: {inputs: 64, outputs: 10}\ndata: digits\noptimizer: sgd\n"
 Out = pytest.CaptureFixture[str]
@@ -123,7 +123,7 @@ def test_a_fault_of_the_run_is_told_alike(good: Path, monkeypatch: pytest.Monkey
     launch = ModuleType("ddprun.launch")
 
     def start(loaded: Loaded, *rest: object, resuming: str) -> int:
-        raise PipelineError([loaded.fault("model.mlp", "is too small")])
+        raise loaded.error("model.mlp", "is too small")
 
     launch.start = start  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ddprun.launch", launch)
@@ -149,10 +149,10 @@ def test_warnings_do_not_stop_a_run(good: Path, started: list[Any], capsys: Out)
         (["x.yaml", "--start-method", "fork"], "no such option '--start-method'"),
         (["x.yaml", "--max-restarts", "-1"], "-1 is not in the range x>=0"),
         (["x.yaml", "y.yaml"], "unexpected extra argument"),
-        (["x.yaml", "seed=3"], '"seed=3" is no file: write --set seed=3; see'),
+        (["x.yaml", "seed=3"], '"seed=3" is not a file: write --set seed=3; see'),
         (["run", "x.yaml", "--nnodes", "1", "hooks=[fp16]"], "write --set 'hooks=[fp16]'"),
         (["x.yaml", "--set", "seed=3", "stages[0].train.steps=5"], "write --set 'stages[0].train.steps=5'"),
-        (["x.yaml", "data.a.B.token=abc123"], '"data.a.B.token=[redacted]" is no file'),
+        (["x.yaml", "data.a.B.token=abc123"], '"data.a.B.token=[redacted]" is not a file'),
         (["resume", "runs/x", "seed=3"], "write --set seed=3"),
         (["check", "x.yaml", "data.text.files=[/a/b]"], "write --set 'data.text.files=[/a/b]'"),
         (["explain", "x.yaml", "seed=3"], "write --set seed=3"),

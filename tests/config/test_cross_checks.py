@@ -337,7 +337,7 @@ def test_hosts_that_may_leave_need_restarts(loaded: Load) -> None:
     assert problem.endswith('needs "max_restarts": losing a host would end the run')
     path, problem = told(loaded, "launch: {max_restarts: 3}\ncheckpoint: {keep: 0}\n")[0]
     assert path == "launch.max_restarts"
-    assert problem.endswith('needs checkpoints, and "keep" is 0: the run would start anew')
+    assert problem.endswith('needs checkpoints, and "keep" is 0: the run would start over')
     assert told(loaded, 'launch: {nnodes: "1:2", max_restarts: 3}\n') == []
     assert told(loaded, 'launch: {nnodes: "2:2"}\n') == []
 

@@ -11,7 +11,7 @@ from ddprun.cli import main
 from ddprun.config import PipelineError, load
 from ddprun.config.schema import pipeline_model
 from ddprun.plugins import CLUSTERS, TRACKERS
-from ddprun_hooks.config import installed as installing
+from ddprun_hooks.config import import_path as installing
 
 BASE = "model: {mlp: {inputs: 64, outputs: 10}}\ndata: digits\noptimizer: sgd\n"
 GOOD = """

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddprun import BAD_INPUT
 from ddprun.config import load
-from ddprun.engine.worker import BAD_INPUT, work
+from ddprun.engine.worker import work
 from tests.config.bad import FOLDER, matches, read
 from tests.engine.running import run_pipeline, summary
 from tests.ranks import as_processes, ddprun

@@ -14,7 +14,7 @@ from torch import nn
 from ddprun.config import Loaded, PipelineError, load
 from ddprun.engine import build
 from ddprun_hooks import HookSetupError, registry
-from ddprun_hooks.config import installed as installing
+from ddprun_hooks.config import import_path as installing
 from ddprun_hooks.config.import_path import import_dotted
 from ddprun_hooks.config.trust import VARIABLE, TrustSettingError, UntrustedError, trust
 from ddprun_hooks.registry import make_hook, make_stack

@@ -1,10 +1,15 @@
-"""Import of what a dotted name means: the one place where a name of the user's becomes an object."""
+"""The one place where a name of the user's becomes an object: a dotted name, or one that an installed package
+adds by an entry point (hooks here; in ddprun sync policies, trackers and cluster backends).
+"""
 
 import difflib
+import functools
 import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
-from ddprun_hooks.config.trust import Trust, Wanted, trust
+from ddprun_hooks.config.trust import Trust, TrustSettingError, UntrustedError, Wanted, trust
 from ddprun_hooks.errors import DottedNameError
 
 
@@ -53,3 +58,39 @@ def _attribute(found: Any, where: str, path: list[str], limit: Trust) -> Any:
         found = getattr(found, part)
         where = f"{where}.{part}"
     return found
+
+
+@functools.cache
+def installed(group: str) -> Mapping[str, tuple[str, ...]]:
+    """The names in a group of entry points, each with the dotted names that it stands for; imports nothing.
+
+    A name stands for several if more than one package adds it.
+    """
+    found: dict[str, set[str]] = {}
+    for point in entry_points(group=group):
+        found.setdefault(point.name, set()).add(f"{point.module}.{point.attr}")
+    return {name: tuple(sorted(found[name])) for name in sorted(found)}
+
+
+def import_installed(group: str, name: str, wanted: Wanted) -> Any:
+    """Import what an installed package adds under a name, which is one of `installed(group)`.
+
+    Raises:
+        DottedNameError: several packages add the name, or it cannot be imported.
+        UntrustedError: `DDPRUN_TRUSTED` does not allow it.
+        TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
+    """
+    target, *others = installed(group)[name]
+    if others:
+        sources = " and ".join((target, *others))
+        raise DottedNameError(
+            f'the {wanted.kind} name "{name}" is claimed twice, by {sources}; uninstall one of them'
+        )
+    try:
+        return import_dotted(target, wanted)
+    except (UntrustedError, TrustSettingError):
+        raise
+    except Exception as error:  # a stranger's module may raise anything
+        raise DottedNameError(
+            f'the installed {wanted.kind} "{name}" ({target}) cannot be imported: {error}'
+        ) from error

@@ -1,4 +1,4 @@
-"""The wording of faults in options, the same for a pipeline file and for `register`.
+"""Errors in options and their wording, the same for a pipeline file and for `register`.
 
 Nothing here imports torch.
 """
@@ -8,10 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 Sentence = tuple[str, str | None, str | None]
 """What is wrong, what is allowed, and what was probably meant."""
+
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices, such as `("stages", 2, "train", "steps")`."""
+
+OWN = "ddprun"
+"""Type of an error that brings its own sentence; every other type is pydantic's."""
 
 WANTED = {
     "int_type": "a whole number",
@@ -55,14 +61,6 @@ def sentence(problem: str, allowed: str | None = None, suggestion: str | None = 
     return f'{text} (did you mean "{suggestion}"?)' if suggestion else text
 
 
-def out_of_bounds(kind: str, context: Mapping[str, Any], got: str) -> str:
-    """A number that is too large or too small; `kind` is one of `BOUNDS`."""
-    words, key = BOUNDS[kind]
-    bound = context[key]
-    shown = int(bound) if isinstance(bound, float) and bound.is_integer() else bound
-    return f"must be {words} {shown}, got {got}"
-
-
 def unknown_option(owner: str, key: str, known: Sequence[str]) -> Sentence:
     """An option that `owner` does not have."""
     if not known:
@@ -88,41 +86,84 @@ def described(value: Any) -> str:
     return f"{type(value).__name__} (an object)"
 
 
-def located(error: ValidationError, *path: str | int) -> list[InitErrorDetails]:
-    """The errors of a validation as ones that can be raised anew, `path` further down."""
-    return [
+def problem(
+    text: str,
+    allowed: str | None = None,
+    suggestion: str | None = None,
+    *,
+    at: str | KeyPath = (),
+    on_key: bool = False,
+) -> ValidationError:
+    """An error that says `text; allowed (did you mean suggestion?)`; `allowed` may also say what to do.
+
+    It is shown at the value that is being validated, or `at` a place below it; `on_key`: at the key there.
+    """
+    context = {"problem": text, "allowed": allowed, "suggestion": suggestion, "on_key": on_key}
+    return _error("{problem}", context, at)
+
+
+def expected(
+    wanted: str, allowed: str | None = None, *, at: str | KeyPath = (), got: Any = None
+) -> ValidationError:
+    """An error that says `expected …, got …`; of a pipeline, what was got is shown as the file has it."""
+    return _error("expected {wanted}", {"wanted": wanted, "allowed": allowed}, at, got)
+
+
+def _error(text: Any, context: dict[str, Any], at: str | KeyPath, got: Any = None) -> ValidationError:
+    details = InitErrorDetails(
+        type=PydanticCustomError(OWN, text, context), loc=(at,) if isinstance(at, str) else at, input=got
+    )
+    return ValidationError.from_exception_data("pipeline", [details])
+
+
+def combine(errors: Iterable[ValidationError], *, at: KeyPath = ()) -> ValidationError:
+    """Several errors as one, further down in what is being validated."""
+    return repeat((item for error in errors for item in error.errors(include_url=False)), at)
+
+
+def repeat(items: Iterable[ErrorDetails], at: KeyPath = ()) -> ValidationError:
+    """The error that holds these items, further down in what is being validated."""
+    details = [
         InitErrorDetails(
             type=PydanticCustomError(
                 item["type"], "{message}", {"message": item["msg"], **item.get("ctx", {})}
             ),
-            loc=(*path, *item["loc"]),
+            loc=(*at, *item["loc"]),
             input=item["input"],
         )
-        for item in error.errors(include_url=False)
+        for item in items
     ]
+    return ValidationError.from_exception_data("pipeline", details)
+
+
+def worded(item: ErrorDetails, got: str) -> Sentence:
+    """What an error says of a value that a message shows as `got`."""
+    kind, context = item["type"], item.get("ctx", {})
+    if kind == OWN and "problem" in context:
+        return context["problem"], context["allowed"], context["suggestion"]
+    if kind == OWN or kind in WANTED:
+        wanted = context["wanted"] if kind == OWN else WANTED[kind]
+        return f"expected {wanted}, got {got}", context.get("allowed"), None
+    if kind in BOUNDS:
+        words, key = BOUNDS[kind]
+        bound = context[key]
+        shown = int(bound) if isinstance(bound, float) and bound.is_integer() else bound
+        return f"must be {words} {shown}, got {got}", None, None
+    return item["msg"][:1].lower() + item["msg"][1:], None, None
 
 
 def option_faults(error: ValidationError, at: str, models: Mapping[str, type[BaseModel]]) -> list[str]:
-    """Pydantic's errors about options, each with its path: `hooks[0].topk.density: must be …`.
+    """Pydantic's errors about the options of a choice at a path: `hooks[0].topk.density: must be …`.
 
-    Args:
-        error: its paths begin with the name of a choice.
-        at: the path of the choice.
-        models: the options of each choice.
+    The errors' own paths begin with the choice's name; `models` has the options of each choice.
     """
     lines = []
     for item in error.errors(include_url=False):
-        kind, path = item["type"], item["loc"]
-        got, context = described(item["input"]), item.get("ctx", {})
-        if kind == "extra_forbidden":
-            known = list(models[str(path[-2])].model_fields)
-            text = sentence(*unknown_option(str(path[-2]), str(path[-1]), known))
-        elif kind in WANTED:
-            text = f"expected {WANTED[kind]}, got {got}"
-        elif kind in BOUNDS:
-            text = out_of_bounds(kind, context, got)
-        else:
-            text = item["msg"]
+        path = item["loc"]
+        said = worded(item, described(item["input"]))
+        if item["type"] == "extra_forbidden":
+            owner, key = str(path[-2]), str(path[-1])
+            said = unknown_option(owner, key, list(models[owner].model_fields))
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-        lines.append(f"{at}{where}: {text}")
+        lines.append(f"{at}{where}: {sentence(*said)}")
     return lines

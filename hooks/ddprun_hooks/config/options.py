@@ -4,14 +4,21 @@ Nothing here imports torch, so `ddprun check` and `ddprun catalog` can read it i
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
-from ddprun_hooks.config.installed import installed
-from ddprun_hooks.config.messages import described, listing, located, sentence, suggest
+from ddprun_hooks.config.import_path import installed
+from ddprun_hooks.config.messages import combine, expected, listing, problem, sentence, suggest
 
 Role = Literal["codec", "reducer", "alone"]
 """`codec`: changes the payload and passes it on. `reducer`: carries the payload over the ranks and ends the
@@ -38,8 +45,8 @@ names no reducer."""
 ENTRY_POINT_GROUP = "ddprun.hooks"
 
 
-def parse_spec(spec: Any) -> tuple[str, dict[str, Any]]:
-    """Name and options of `name` or `{name: options}`, which are not checked.
+def parse_spec(spec: Any, known: Callable[[], list[str]] | None = None) -> tuple[str, dict[str, Any]]:
+    """Name and options of `name` or `{name: options}`, not checked; a message lists what is `known`.
 
     Raises:
         ValidationError: it is neither.
@@ -47,13 +54,13 @@ def parse_spec(spec: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(spec, str):
         return spec, {}
     if not isinstance(spec, Mapping) or not spec or not all(isinstance(name, str) for name in spec):
-        raise _fault(f"expected a name, or `name: {{options}}`, got {described(spec)}")
+        raise expected("a name, or `name: {options}`", listing(known()) if known else None, got=spec)
     if len(spec) > 1:
         listed = ", ".join(f'"{name}"' for name in spec)
-        raise _fault(f"expected one hook, got {len(spec)}: {listed}; keep one", list(spec)[1])
+        raise problem(f"expected one hook, got {len(spec)}: {listed}", "keep one", at=list(spec)[1])
     ((name, options),) = spec.items()
     if options is not None and not isinstance(options, Mapping):
-        raise _fault(f"expected a mapping of {name}'s options, got {described(options)}", name)
+        raise expected(f"a mapping of {name}'s options", at=name, got=options)
     return name, dict(options or {})
 
 
@@ -68,37 +75,39 @@ def read_hook(spec: Any) -> tuple[str, dict[str, Any]]:
         try:
             return name, BUILT_IN[name].model_validate(options).model_dump(mode="json")
         except ValidationError as error:
-            raise ValidationError.from_exception_data("hook", located(error, name)) from None
+            raise combine([error], at=(name,)) from None
     if "." not in name and name not in installed_names():
-        raise _fault(unknown_hook(name))
+        raise problem(unknown_hook(name))
     return name, options
 
 
-def read_stack(value: Any) -> tuple[HookSpec, ...]:
-    """Read the hooks of one leg.
-
-    Raises:
-        ValidationError: each fault with its place in the leg.
+def _read_leg(value: Any, info: ValidationInfo) -> tuple[HookSpec, ...]:
+    """Read the hooks of one leg; each fault has its place in the leg. The reader of pipeline files has a
+    `read_hook` of its own in the validation's context.
     """
     if not isinstance(value, list | tuple):
-        raise _fault(f"expected a list, got {described(value)}")
-    read: list[HookSpec] = []
-    faults: list[InitErrorDetails] = []
+        raise expected("a list", got=value)
+    read: Callable[[Any], tuple[str, Mapping[str, Any]]] = (info.context or {}).get("read_hook", read_hook)
+    hooks: list[HookSpec] = []
+    errors: list[ValidationError] = []
     for index, spec in enumerate(value):
         try:
-            name, options = read_hook(spec)
-            read.append({name: options} if options else name)
+            name, options = read(spec)
+            hooks.append({name: dict(options)} if options else name)
         except ValidationError as error:
-            faults += located(error, index)
-    if faults:
-        raise ValidationError.from_exception_data("hooks", faults)
-    return tuple(read)
+            errors.append(combine([error], at=(index,)))
+    if errors:
+        raise combine(errors)
+    return tuple(hooks)
 
 
-def _fault(text: str, *path: str) -> ValidationError:
-    wrong = PydanticCustomError("hook", "{message}", {"message": text})
-    details = InitErrorDetails(type=wrong, loc=path, input=None)
-    return ValidationError.from_exception_data("hook", [details])
+LegStack = Annotated[
+    tuple[HookSpec, ...],
+    PlainValidator(_read_leg),
+    PlainSerializer(list),
+    WithJsonSchema({"type": "array", "items": {"definition": "hook"}}),
+]
+"""A stack for one leg of `hierarchical`."""
 
 
 def installed_names() -> list[str]:
@@ -111,33 +120,6 @@ def unknown_hook(name: str) -> str:
     known = [*BUILT_IN, *installed_names()]
     allowed = listing([*known, "or a dotted name such as package.module.name"])
     return sentence(f'unknown hook "{name}"', allowed, suggest(name, known))
-
-
-@dataclass(frozen=True)
-class _Leg:
-    """Marks an option that is a stack of its own.
-
-    The reader of pipeline files passes its own function, as `stack` in the validation's context, so that a
-    fault in a leg is located in the file.
-    """
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def read(value: Any, info: core_schema.ValidationInfo) -> tuple[HookSpec, ...]:
-            reader: Callable[[Any], tuple[HookSpec, ...]] = (info.context or {}).get("stack", read_stack)
-            return reader(value)
-
-        return core_schema.with_info_plain_validator_function(
-            read, serialization=core_schema.plain_serializer_function_ser_schema(list)
-        )
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {"type": "array", "items": {"definition": "hook"}}
-
-
-LegStack = Annotated[tuple[HookSpec, ...], _Leg()]
-"""A stack for one leg of `hierarchical`."""
 
 
 Options = TypeVar("Options", bound=HookOptions)

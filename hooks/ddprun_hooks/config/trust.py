@@ -3,7 +3,7 @@
 Unset, a name may reach anything, and what holds the names is as trusted as a script. Set, it lists packages
 and dotted prefixes (`torchvision,mylab.nets`), and a name is judged three times: by itself before anything is
 imported, by where the object that it leads to really comes from (`logging.os.system` is not logging's), and
-by its kind (a model is no `Popen`). Set and empty, nothing may be imported.
+by its kind (a model is not a `Popen`). Set and empty, nothing may be imported.
 
 Torch is too large to be trusted by a prefix: some of its functions and methods compile, download or write
 what their options say. Of torch a few public places are open, and at each of them one kind of object.
@@ -121,7 +121,7 @@ class Trust:
         root = name.partition(".")[0]
         if root in sys.stdlib_module_names:
             return "Python's own library is never trusted"
-        if not any(_below(name, prefix) for prefix in self.prefixes):
+        if not any(f"{name}.".startswith(f"{prefix}.") for prefix in self.prefixes):
             return f'"{root}" is not trusted' if root not in self.roots() else "it is not trusted"
         return _torch_refusal(name, kind) if root == "torch" else None
 
@@ -164,9 +164,7 @@ class Trust:
                 f'"{where}" is an object, and a name may go through modules and classes only', NO_METHOD
             )
         elif isinstance(inspect.getattr_static(owner, part, None), types.FunctionType):
-            for origin in origins(getattr(owner, part)):
-                if reason := self.refusal(origin):
-                    raise UntrustedError(f'"{where}.{part}" is {origin}: {reason}', self.allowed())
+            self._admit_origins(f"{where}.{part}", getattr(owner, part))
             raise UntrustedError(f'"{where}.{part}" {METHOD}', NO_METHOD)
 
     def admit(self, name: str, found: Any, wanted: Wanted | None) -> None:
@@ -175,15 +173,18 @@ class Trust:
         Raises:
             UntrustedError: it comes from elsewhere, or is of another kind than wanted.
         """
-        if self.prefixes is None:
+        if not self.limited:
             return
-        for origin in origins(found):
-            if reason := self.refusal(origin, wanted.kind if wanted is not None else ""):
-                raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed())
+        self._admit_origins(name, found, wanted.kind if wanted is not None else "")
         if isinstance(found, types.MethodType) and not isinstance(found.__self__, type):
             raise UntrustedError(f'"{name}" {METHOD}', NO_METHOD)
         if wanted is not None and not _is_of_kind(found, wanted):
             raise UntrustedError(f'"{name}" is {next(origins(found))}', wanted.words)
+
+    def _admit_origins(self, name: str, found: Any, kind: str = "") -> None:
+        for origin in origins(found):
+            if reason := self.refusal(origin, kind):
+                raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed())
 
 
 def trust(environment: Mapping[str, str] = os.environ) -> Trust:
@@ -278,12 +279,9 @@ def _is_of_kind(found: Any, wanted: Wanted) -> bool:
         return True  # written in C: what it returns is seen when it is called
     if returned is None:
         return False
-    tells = isinstance(returned, type) and returned not in (inspect.Signature.empty, Any)
-    return not tells or issubclass(returned, wanted.returns)
-
-
-def _below(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(prefix + ".")
+    if not isinstance(returned, type) or returned in (inspect.Signature.empty, Any):
+        return True
+    return issubclass(returned, wanted.returns)
 
 
 def _torch_refusal(name: str, kind: str) -> str | None:

@@ -6,19 +6,15 @@ from pathlib import Path
 
 import click
 
+from ddprun.cli.run import format_option, override_option
+
 
 @click.command()
 @click.argument("pipelines", metavar="PIPELINE…", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value, as in `ddprun run`."
-)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json", "github"]),
-    default="text",
-    show_default=True,
-    help="How faults are printed: for a reader, as a JSON list, or as GitHub annotations.",
+@override_option("Override a value, as in `ddprun run`.")
+@format_option(
+    *("text", "json", "github"),
+    text="How faults are printed: for a reader, as a JSON list, or as GitHub annotations.",
 )
 @click.option(
     "--resolved", is_flag=True, help="Print the whole pipeline as it will run, each value's origin beside it."
@@ -26,7 +22,7 @@ import click
 def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, resolved: bool) -> int:
     """List every fault of pipeline files, without running or importing anything they name.
 
-    Exit code 0 if every file can run (warnings are no faults), 2 if not.
+    Exit code 0 if every file can run (warnings do not count), 2 if not.
     """
     from ddprun.cli import printing
     from ddprun.config import Fault, PipelineError, load

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ddprun.cli.run import format_option, override_option
 from ddprun.screen import is_terminal
 
 
@@ -18,9 +19,7 @@ from ddprun.screen import is_terminal
     multiple=True,
     help="Compare a key's values: --vary 'hooks=[[], [fp16]]'. Several times: all combinations.",
 )
-@click.option(
-    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value in all of them."
-)
+@override_option("Override a value in all of them.")
 @click.option("--noop", is_flag=True, help="Also the first one with nothing sent: the upper bound.")
 @click.option("--fidelity", is_flag=True, help="Compare gradients with the exact mean once a turn.")
 @click.option("--steps", type=click.IntRange(min=1), help="Steps of each run; by default what the file says.")
@@ -41,14 +40,7 @@ from ddprun.screen import is_terminal
 @click.option(
     "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for what is left behind."
 )
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json", "csv", "markdown"]),
-    default="text",
-    show_default=True,
-    help="Of the table.",
-)
+@format_option("text", "json", "csv", "markdown", text="Of the table.")
 def compare(
     pipelines: tuple[Path, ...],
     vary: tuple[str, ...],
@@ -67,31 +59,20 @@ def compare(
     The runs take turns of a few steps, so that whatever disturbs the machine disturbs all alike. A page with
     all of them is written beside the table. Exit code 0; 1 if a run failed; 2 if the input is wrong.
     """
-    from ddprun.cli import printing
     from ddprun.compare import compare as comparing
-    from ddprun.config import PipelineError, load
-    from ddprun.config.faults import Fault
+    from ddprun.config import load
     from ddprun.config.overrides import alternatives
     from ddprun.report import html
 
-    found = [alternatives(value, "--vary", number) for number, value in enumerate(vary, start=1)]
-    faults = [one for one in found if isinstance(one, Fault)]
+    keys = [
+        (key, [json.dumps(value, ensure_ascii=False) for value in values])
+        for key, values in alternatives(vary, "--vary")
+    ]
     everywhere = [*overrides, *([f"timings.fidelity_every={turn}"] if fidelity else [])]
-    try:
-        if faults:
-            raise PipelineError(faults)
-        keys = [
-            (one[0], [json.dumps(value, ensure_ascii=False) for value in one[1]])
-            for one in found
-            if not isinstance(one, Fault)
-        ]
-        variants = comparing.variants(pipelines, everywhere, keys, noop=noop, twin=control)
-        chosen = [comparing.fitted(one, steps) for one in variants]
-        loaded = [load(variant.pipeline, variant.overrides) for variant in chosen]
-        loaded[0].check_environment()
-    except PipelineError as error:
-        click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
-        return 2
+    found = comparing.variants(pipelines, everywhere, keys, noop=noop, twin=control)
+    chosen = [comparing.fitted(one, steps) for one in found]
+    loaded = [load(variant.pipeline, variant.overrides) for variant in chosen]
+    loaded[0].check_environment()
     for key in ("seed", "data"):
         if any(getattr(one.pipeline, key) != getattr(loaded[0].pipeline, key) for one in loaded[1:]):
             click.echo(f"ddprun: warning: {key} is not the same in all runs: do not compare losses", err=True)

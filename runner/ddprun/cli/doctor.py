@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ddprun import screen
-from ddprun.cli.run import torchrun_flags
+from ddprun.cli.run import Flag, format_option, given, torchrun_flags
 from ddprun.units import count
 
 if TYPE_CHECKING:
@@ -20,15 +20,9 @@ _TONES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 _WIDTH, _INDENT = 110, 24
 
 
+@torchrun_flags
 @click.command(options_metavar="[OPTIONS]")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    show_default=True,
-    help="How findings are printed: for a reader, or as a JSON object.",
-)
+@format_option("text", "json", text="How findings are printed: for a reader, or as a JSON object.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -38,7 +32,7 @@ _WIDTH, _INDENT = 110, 24
     metavar="SECONDS",
     help="How long to wait for the other hosts, and for a collective.",
 )
-def doctor(form: str, timeout_s: float, **flags: str | int | float | bool | None) -> int:
+def doctor(form: str, timeout_s: float, **flags: Flag) -> int:
     """Check whether this host is fit to run, or all hosts of a launch together.
 
     With torchrun's own flags, on every host, or under srun or torchrun, hosts find each other as those of a
@@ -46,7 +40,6 @@ def doctor(form: str, timeout_s: float, **flags: str | int | float | bool | None
     there is.
     """
     from ddprun.cli import printing
-    from ddprun.cli.run import given
     from ddprun.doctor.run import run
     from ddprun.launch.launcher import LauncherError
 
@@ -66,9 +59,6 @@ def doctor(form: str, timeout_s: float, **flags: str | int | float | bool | None
         screen.flush()
         os._exit(done.code)  # threads may hang in collectives whose peers are gone
     return done.code
-
-
-torchrun_flags(doctor)
 
 
 def text(report: "Report", color: bool = False) -> str:

@@ -2,29 +2,21 @@
 
 import json
 import os
-import sys
 import traceback
 from pathlib import Path
 
 import click
 
+from ddprun.cli.run import format_option, override_option
+
 
 @click.command()
 @click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
-@click.option(
-    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value, as in `ddprun run`."
-)
+@override_option("Override a value, as in `ddprun run`.")
 @click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts; by default the file's.")
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks per host; by default as in a run.")
 @click.option("--no-import", is_flag=True, help="Import none of your own code; what stays unknown is named.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    show_default=True,
-    help="For a reader, or one JSON object with every parameter's name.",
-)
+@format_option("text", "json", text="For a reader, or one JSON object with every parameter's name.")
 def explain(
     pipeline: Path,
     overrides: tuple[str, ...],
@@ -48,17 +40,15 @@ def explain(
         secrets = loaded.secrets
         if not no_import:
             loaded.check_environment()
-        if loaded.warnings:
-            click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
+        printing.show(loaded.warnings)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
         from ddprun.explain import explain as explaining
 
         explained = explaining.explain(
             loaded, hosts=nnodes, ranks_per_host=nproc_per_node, importing=not no_import
         )
-    except PipelineError as error:
-        click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
-        return 2
+    except PipelineError:
+        raise
     except Exception as error:  # of the user's own code, such as a model's forward
         message = f"ddprun explain: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
         click.echo(secrets.redact(message), err=True)

@@ -9,32 +9,26 @@ from typing import Any
 
 import click
 
-from ddprun import __version__, screen
-from ddprun.cli import catalog, check, compare, doctor, explain, init, report, resume, run, schema, submit
+from ddprun import BAD_INPUT, DONE, FAILED, INTERRUPTED, __version__, screen
+from ddprun.cli import catalog, check, compare, doctor, explain, init, report, run, submit
 
 _RUNS = ("run", "resume")
 _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
-
-
-class _OutputLostError(click.ClickException):
-    """What was asked for did not get to where stdout leads: a disk is full, or its reader has had enough."""
-
-    def __init__(self, failure: OSError) -> None:
-        super().__init__(f"cannot write to standard output: {failure.strerror}")
-        self.quiet = isinstance(failure, BrokenPipeError)
 
 
 class _Commands(click.Group):
     """A group in which `ddprun pipeline.yaml` means `ddprun run pipeline.yaml`."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command, and see that its output got out; a run is what it is without its last line."""
+        """Run a command. Output that is lost (a disk is full, its reader has had enough) is a failure, except
+        of a run, which is what it is without its last line.
+        """
         result = super().invoke(ctx)
-        if not result and ctx.invoked_subcommand not in _RUNS:
-            failure = screen.failure_of_stdout()
-            if failure is not None:
-                raise _OutputLostError(failure)
-        return result
+        if result or ctx.invoked_subcommand in _RUNS or (failure := screen.failure_of_stdout()) is None:
+            return result
+        if not isinstance(failure, BrokenPipeError):
+            screen.say(f"ddprun: cannot write to standard output: {failure.strerror}")
+        return FAILED
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert `run` where no command is named."""
@@ -58,7 +52,7 @@ class _Commands(click.Group):
             raise click.UsageError(f'"{word}" is neither a command nor a pipeline file{hint}')
         if any("--set" in param.opts for param in command.params):
             for given in filter(_is_setting, _words(args[1:], command)):
-                raise click.UsageError(f'"{_without_secret(given)}" is no file: write {_as_option(given)}')
+                raise click.UsageError(f'"{_without_secret(given)}" is not a file: write {_as_option(given)}')
         return super().resolve_command(ctx, args)
 
     def _means_run(self, args: Sequence[str]) -> bool:
@@ -78,14 +72,12 @@ def _words(args: Sequence[str], command: click.Command) -> Iterator[str]:
         if isinstance(option, click.Option) and not option.is_flag
         for name in option.opts
     }
-    values = 0
-    for arg in args:
-        if values:
-            values -= 1
-        elif not arg.startswith("-"):
+    rest = iter(args)
+    for arg in rest:
+        if not arg.startswith("-"):
             yield arg
         elif arg.replace("_", "-") in with_value:
-            values = 1
+            next(rest, None)
 
 
 def _without_secret(setting: str) -> str:
@@ -121,14 +113,14 @@ def cli() -> None:
 
 for _command in (
     run.run,
-    resume.resume,
+    run.resume,
     check.check,
     explain.explain,
     report.report,
     compare.compare,
     init.init,
     catalog.catalog,
-    schema.schema,
+    catalog.schema,
     submit.submit,
     doctor.doctor,
 ):
@@ -136,14 +128,7 @@ for _command in (
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        args: without the program's name; those of the process if left out.
-
-    Returns:
-        The exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
-    """
+    """Run a command line, without the program's name; by default that of the process. Gives the exit code."""
     screen.protect()
     try:
         result: Any = cli.main(
@@ -151,18 +136,22 @@ def main(args: Sequence[str] | None = None) -> int:
         )
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
-        return 2
+        return BAD_INPUT
     except click.ClickException as error:
         from ddprun.config.secrets import Secrets
 
         message = " ".join(Secrets.of().redact(error.format_message()).split()).rstrip(".")
-        if isinstance(error, _OutputLostError):
-            if not error.quiet:
-                screen.say(f"ddprun: {message}")
-            return 1
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "ddprun"
         click.echo(f"{command}: {message[:1].lower()}{message[1:]}; see `{command} --help`", err=True)
-        return 2
+        return BAD_INPUT
     except click.Abort:
-        return 130
-    return result if isinstance(result, int) else 0
+        return INTERRUPTED
+    except Exception as error:
+        from ddprun.cli import printing
+        from ddprun.config import PipelineError
+
+        if not isinstance(error, PipelineError):
+            raise
+        printing.show(error.faults)
+        return BAD_INPUT
+    return result if isinstance(result, int) else DONE

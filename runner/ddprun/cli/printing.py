@@ -1,8 +1,9 @@
 """Faults as text for a terminal or a log, as JSON, and as GitHub's workflow commands."""
 
 import os
+import sys
 from collections.abc import Iterable
-from typing import IO
+from typing import IO, Any
 
 import click
 
@@ -20,6 +21,12 @@ def text(faults: Iterable[Fault], color: bool = False) -> str:
     return "\n".join(_colored(str(fault), fault) if color else str(fault) for fault in faults)
 
 
+def show(faults: Iterable[Fault]) -> None:
+    """Faults, if there are any, on stderr."""
+    if shown := text(faults, colored(sys.stderr)):
+        click.echo(shown, err=True)
+
+
 def _colored(plain: str, fault: Fault) -> str:
     head, _, quoted = plain.partition("\n")
     where, _, message = head.partition(": ")
@@ -31,20 +38,15 @@ def _colored(plain: str, fault: Fault) -> str:
     return "\n".join(lines)
 
 
-def as_object(fault: Fault) -> dict[str, str | int | None]:
+_OF_FAULT = (
+    *("file", "line", "column", "path", "severity", "message"),
+    *("problem", "allowed", "suggestion", "source_line"),
+)
+
+
+def as_object(fault: Fault) -> dict[str, Any]:
     """A fault as an object for `--format json`."""
-    return {
-        "file": fault.file,
-        "line": fault.line,
-        "column": fault.column,
-        "path": fault.path,
-        "severity": fault.severity,
-        "message": fault.message,
-        "problem": fault.problem,
-        "allowed": fault.allowed,
-        "suggestion": fault.suggestion,
-        "source_line": fault.source_line,
-    }
+    return {key: getattr(fault, key) for key in _OF_FAULT}
 
 
 def github(fault: Fault) -> str:

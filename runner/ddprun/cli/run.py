@@ -1,17 +1,16 @@
-"""`ddprun run`."""
+"""`ddprun run` and `ddprun resume`, and the options that several commands take."""
 
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from ddprun import COMPARED, LAUNCHED
+from ddprun import BAD_INPUT, COMPARED, LAUNCHED
+from ddprun.run_files import Resuming, open_file, read_object
 
-if TYPE_CHECKING:
-    from ddprun.run_files import Resuming
+Flag = str | int | float | bool | None
 
 _TORCHRUN: dict[str, tuple[Any, str]] = {
     "nnodes": (str, "Number of hosts, or MIN:MAX."),
@@ -24,8 +23,8 @@ _TORCHRUN: dict[str, tuple[Any, str]] = {
     "master-addr": (str, "Address of host 0, for the static rendezvous."),
     "master-port": (click.IntRange(0, 65535), "Port on host 0, for the static rendezvous."),
     "local-addr": (str, "Address of this host."),
-    "max-restarts": (click.IntRange(min=0), "How often ranks are started again after a failure."),
-    "monitor-interval": (click.FloatRange(min=0), "Seconds between two looks at the ranks."),
+    "max-restarts": (click.IntRange(min=0), "How often ranks are restarted after a failure."),
+    "monitor-interval": (click.FloatRange(min=0), "Seconds between two checks of the ranks."),
     "role": (str, "Name of the ranks' role in logs."),
 }
 
@@ -34,15 +33,12 @@ def torchrun_flags(command: click.Command) -> click.Command:
     """Add torchrun's own flags, spelled with - or with _."""
     for name, (kind, text) in _TORCHRUN.items():
         command.params.append(click.Option([f"--{name}"], type=kind, help=text))
-    command.params.append(
-        click.Option(
-            ["--standalone"], is_flag=True, help="One host with a rendezvous of its own on a free port."
-        )
-    )
+    text = "One host with a rendezvous of its own on a free port."
+    command.params.append(click.Option(["--standalone"], is_flag=True, help=text))
     return command
 
 
-def given(flags: Mapping[str, str | int | float | bool | None]) -> dict[str, str | bool]:
+def given(flags: Mapping[str, Flag]) -> dict[str, str | bool]:
     """Torchrun's own flags that were given."""
     return {
         name: value if isinstance(value, bool) else str(value)
@@ -51,25 +47,29 @@ def given(flags: Mapping[str, str | int | float | bool | None]) -> dict[str, str
     }
 
 
+def override_option(text: str) -> Callable[[Any], Any]:
+    """`--set KEY=VALUE`, as often as one likes."""
+    return click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help=text)
+
+
+def format_option(*names: str, text: str | None = None) -> Callable[[Any], Any]:
+    """`--format`; the first is the default."""
+    choice = click.Choice(names)
+    return click.option("--format", "form", type=choice, default=names[0], show_default=True, help=text)
+
+
+@torchrun_flags
 @click.command(options_metavar="[OPTIONS]")
 @click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
-@click.option(
-    "--set",
-    "overrides",
-    metavar="KEY=VALUE",
-    multiple=True,
-    help="Override a value, as in --set optimizer.sgd.lr=0.2; the value is YAML. May be given several times.",
+@override_option(
+    "Override a value, as in --set optimizer.sgd.lr=0.2; the value is YAML. May be given several times."
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Folder for what the run leaves behind.")
 @click.option(
-    "--or-resume", is_flag=True, help="Go on with the run if --run-dir holds one, as `ddprun resume` does."
+    "--or-resume", is_flag=True, help="Resume the run if --run-dir holds one, as `ddprun resume` does."
 )
 def run(
-    pipeline: Path,
-    overrides: tuple[str, ...],
-    run_dir: Path | None,
-    or_resume: bool,
-    **flags: str | int | float | bool | None,
+    pipeline: Path, overrides: tuple[str, ...], run_dir: Path | None, or_resume: bool, **flags: Flag
 ) -> int:
     """Run a pipeline. Under torchrun or srun, join the run as a worker.
 
@@ -77,47 +77,57 @@ def run(
     """
     if or_resume and run_dir is None:
         raise click.UsageError("--or-resume needs --run-dir, the folder of the run that may be there")
-    return start(pipeline, overrides, run_dir, flags, resuming="if begun" if or_resume else "no")
+    return _start(pipeline, overrides, run_dir, flags, "if begun" if or_resume else "no")
 
 
-def start(
+@torchrun_flags
+@click.command(options_metavar="[OPTIONS]")
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@override_option(
+    "Change a value, as in --set stages[0].train.steps=2000; what is in the checkpoint cannot change."
+)
+def resume(run: Path, overrides: tuple[str, ...], **flags: Flag) -> int:
+    """Resume a run from its newest intact checkpoint.
+
+    RUN is the run's folder. A damaged checkpoint is named and not used. With another number of ranks the
+    order of samples stays the same.
+    """
+    try:
+        folder = Path(read_object(run, "run.json", 1 << 20)["pipeline_folder"])
+        open_file(run, "pipeline.yaml").close()  # refuses a pipe, which would be waited for
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not run.is_dir():
+            problem: object = "there is no such folder"
+        elif isinstance(error, FileNotFoundError):
+            problem = f"it has no {Path(error.filename).name}"
+        else:
+            problem = error.strerror if isinstance(error, OSError) else "its run.json is damaged"
+        click.echo(f"ddprun: {run} is not the folder of a run: {problem}", err=True)
+        return BAD_INPUT
+    return _start(run / "pipeline.yaml", overrides, run, flags, "yes", folder)
+
+
+def _start(
     pipeline: Path,
     overrides: tuple[str, ...],
     run_dir: Path | None,
-    flags: Mapping[str, str | int | float | bool | None],
+    flags: Mapping[str, Flag],
+    resuming: Resuming,
     folder: Path | None = None,
-    *,
-    resuming: "Resuming" = "no",
 ) -> int:
-    """Load a pipeline and launch it, or join; gives the exit code.
-
-    Args:
-        pipeline: the file.
-        overrides: the `--set` options.
-        run_dir: where the run's files go.
-        flags: torchrun's own.
-        folder: of the file from which a run that is resumed was started; None: what the file names is beside
-            the file.
-        resuming: whether `run_dir` is the folder of a run that is to go on.
+    """Load a pipeline and launch it, or join; gives the exit code. `folder` is that of the file from which a
+    run that is resumed was started: there the file's paths lead.
     """
     from ddprun.cli import printing
-    from ddprun.config import PipelineError, load
+    from ddprun.config import load
 
     if LAUNCHED in os.environ or COMPARED in os.environ:
         from ddprun.launch.launcher import inherited_overrides
 
         overrides = (*inherited_overrides(), *overrides)
-    try:
-        loaded = load(pipeline, overrides, folder)
-        from ddprun import launch
+    loaded = load(pipeline, overrides, folder)
+    from ddprun import launch
 
-        if loaded.warnings and os.environ.get("RANK", "0") == "0" and LAUNCHED not in os.environ:
-            click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
-
-        return launch.start(loaded, given(flags), overrides, run_dir, resuming=resuming)
-    except PipelineError as error:
-        click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
-        return 2
-
-
-torchrun_flags(run)
+    if os.environ.get("RANK", "0") == "0" and LAUNCHED not in os.environ:
+        printing.show(loaded.warnings)
+    return launch.start(loaded, given(flags), overrides, run_dir, resuming=resuming)

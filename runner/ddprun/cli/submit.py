@@ -1,10 +1,11 @@
 """`ddprun submit`."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from ddprun.cli.run import override_option
 
 if TYPE_CHECKING:
     from ddprun.cluster import Cluster
@@ -32,12 +33,8 @@ class _Submit(click.Command):
 
 @click.command(cls=_Submit)
 @click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
-@click.option(
-    "--set",
-    "overrides",
-    metavar="KEY=VALUE",
-    multiple=True,
-    help="Override a value, as in --set slurm.nodes=4; the value is YAML. May be given several times.",
+@override_option(
+    "Override a value, as in --set slurm.nodes=4; the value is YAML. May be given several times."
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be sent, and send nothing.")
 @click.option(
@@ -49,24 +46,20 @@ def submit(
     """Hand a pipeline to a cluster; prints the job's id.
 
     What is asked for stands in the file under `launch` and under the cluster's own name. The cluster runs it:
-    ddprun is no scheduler.
+    ddprun is not a scheduler.
     """
     from ddprun.cli import printing
     from ddprun.cluster import ClusterError, Submission
-    from ddprun.config import PipelineError, load
+    from ddprun.config import load
     from ddprun.plugins import CLUSTERS
     from ddprun_hooks.errors import DottedNameError
 
+    loaded = load(pipeline, overrides)
     try:
-        loaded = load(pipeline, overrides)
         cluster: type[Cluster] = CLUSTERS.load(to)
-    except PipelineError as error:
-        click.echo(printing.text(error.faults, printing.colored(sys.stderr)), err=True)
-        return 2
     except DottedNameError as error:
         raise click.UsageError(str(error)) from None
-    if loaded.warnings:
-        click.echo(printing.text(loaded.warnings, printing.colored(sys.stderr)), err=True)
+    printing.show(loaded.warnings)
     if secret := next((text for text in overrides if loaded.secrets.redact(text) != text), None):
         key = secret.partition("=")[0]
         raise click.UsageError(f"--set {key} holds a secret, which the job would show: write ${{env:NAME}}")

@@ -31,7 +31,7 @@ from rich.text import Text
 
 from ddprun import COMPARED
 from ddprun.compare.time_slices import TimeSliceScheduler
-from ddprun.config import PipelineError, load
+from ddprun.config import load
 from ddprun.launch.launcher import passing_on
 from ddprun.report.digest import Digest, digest
 from ddprun.report.runs import NoRunError, Run
@@ -107,7 +107,7 @@ def fitted(variant: Variant, steps: int | None) -> Variant:
     if steps is not None:
         if len(stages) != 1:
             text = f"{len(stages)} stages take steps: --steps needs a pipeline with one"
-            raise PipelineError([loaded.fault("stages", text, "leave --steps out, or name one stage")])
+            raise loaded.error("stages", text, "leave --steps out, or name one stage")
         more.append(_with_steps(stages[0], loaded.root.data().get("stages"), steps))
     if noop:
         own = [stage for stage in stages if "hooks" in stage.model_fields_set]

@@ -42,11 +42,8 @@ def catalog(kind: str) -> list[Entry]:
     entries = [_of_model(kind, name, model) for name, model in found.built_in.items()]
     if found.torch:
         entries += [_of_torch(kind, found.torch, name) for name in signatures.names(found.torch)]
-    return entries + [_of_installed(kind, *added) for added in found.options_of_installed().items()]
-
-
-def _entry(kind: str, name: str, source: str, description: str, options: list[dict[str, Any]]) -> Entry:
-    return {"kind": kind, "name": name, "source": source, "description": description, "options": options}
+    installed = found.plugins.options_of_installed() if found.plugins else {}
+    return entries + [_of_installed(kind, *added) for added in installed.items()]
 
 
 def _of_model(kind: str, name: str, model: type[BaseModel]) -> Entry:
@@ -62,7 +59,8 @@ def _of_model(kind: str, name: str, model: type[BaseModel]) -> Entry:
         }
         for key, item in schema.get("properties", {}).items()
     ]
-    return _entry(kind, name, "built-in", docs.summary(model), options)
+    description = docs.summary(model)
+    return {"kind": kind, "name": name, "source": "built-in", "description": description, "options": options}
 
 
 def _of_installed(kind: str, name: str, model: type[BaseModel] | None) -> Entry:
@@ -75,17 +73,10 @@ def _of_torch(kind: str, torch: signatures.TorchKind, name: str) -> Entry:
     found = signatures.signature(torch, name)
     shown = signatures.functional_name(name) if torch == "loss" else name
     length = signatures.length_option(name) if torch == "schedule" else None
-    options = [
-        {
-            "name": item.name,
-            "type": docs.type_words(item.schema),
-            "required": item.required,
-            "default": "the stage's steps" if item.name == length else _plain_default(item.default),
-            "description": "",
-        }
-        for item in found.parameters
-    ]
-    return _entry(kind, shown, "torch", f"{found.summary}.", options)
+    entry = _of_model(kind, shown, signatures.options_model(torch, name))
+    for option, item in zip(entry["options"], found.parameters, strict=True):
+        option["default"] = "the stage's steps" if item.name == length else _plain_default(item.default)
+    return entry | {"source": "torch", "description": f"{found.summary}."}
 
 
 def _plain_default(source: str) -> Any:

@@ -7,8 +7,7 @@ from pydantic import ValidationError
 
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.load import Loaded
-from ddprun.config.resolved import plain
-from ddprun.config.scalars import write
+from ddprun.config.resolved import flow, plain
 from ddprun.config.schema import OVERRIDABLE, Pipeline, StepStage, pipeline_model
 from ddprun.config.tree import show
 
@@ -18,6 +17,9 @@ _FIXED = {
     "data": "the position in the data would be another",
     "loss": "the optimizer's state belongs to it",
     "precision": "weights and loss scale belong to it",
+    "optimizer": "the checkpoint holds no state for it",
+    "loader.shuffle": "samples would be seen twice, others not at all",
+    "loader.sharded": "samples would be seen twice, others not at all",
 }
 """What cannot change, and why."""
 
@@ -44,11 +46,11 @@ def changes(loaded: Loaded, before: dict[str, Any], *, next_stage: int, begun: i
         old = pipeline_model().model_validate(before)
     except ValidationError as error:
         text = f"this version of ddprun cannot read the checkpoint's pipeline: {error.error_count()} faults"
-        raise PipelineError([loaded.fault("", text)]) from None
+        raise loaded.error("", text) from None
     if faults := [*_fixed(loaded, old), *_stages(loaded, old, next_stage, begun)]:
         raise PipelineError(faults)
     return [
-        f"{show(path)}: {_shown(was)} in the checkpoint, {_shown(now)} now"
+        f"{show(path)}: {flow(was)} in the checkpoint, {flow(now)} now"
         for path, was, now in _differences(before, loaded.plain(), ())
     ]
 
@@ -67,18 +69,14 @@ def schedule_changed(loaded: Loaded, before: dict[str, Any], stage: int) -> bool
 
 
 def _fixed(loaded: Loaded, old: Pipeline) -> Iterator[Fault]:
-    new, before, here = loaded.pipeline, plain(old), loaded.plain()
-    fixed = [(key, before[key], here[key], why) for key, why in _FIXED.items()]
-    why = "the checkpoint holds no state for it"
-    fixed.append(("optimizer", old.optimizer.name, new.optimizer.name, why))
-    why = "samples would be seen twice, others not at all"
-    fixed += [
-        (f"loader.{key}", getattr(old.loader, key), getattr(new.loader, key), why)
-        for key in ("shuffle", "sharded")
-    ]
-    for path, was, now, why in fixed:
-        if was != now:
-            yield _refused(loaded, path, was, now, why)
+    # Of the optimizer its name alone is fixed; its options may change.
+    was: Any = plain(old) | {"optimizer": old.optimizer.name}
+    now: Any = loaded.plain() | {"optimizer": loaded.pipeline.optimizer.name}
+    for path, why in _FIXED.items():
+        section, _, key = path.rpartition(".")
+        before, here = (side[section][key] if section else side[key] for side in (was, now))
+        if before != here:
+            yield _refused(loaded, path, before, here, why)
 
 
 def _stages(loaded: Loaded, old: Pipeline, next_stage: int, begun: int | None) -> Iterator[Fault]:
@@ -103,7 +101,7 @@ def _stages(loaded: Loaded, old: Pipeline, next_stage: int, begun: int | None) -
 
 
 def _refused(loaded: Loaded, path: str, was: Any, now: Any, why: str) -> Fault:
-    text = f"{_shown(now)} here, and {_shown(was)} in the checkpoint: {why}"
+    text = f"{flow(now)} here, and {flow(was)} in the checkpoint: {why}"
     return loaded.fault(path, text, "leave it as it was, or start a new run")
 
 
@@ -117,11 +115,3 @@ def _differences(old: Any, new: Any, path: tuple[str | int, ...]) -> Iterator[tu
             yield from _differences(*pair, (*path, index))
     elif old != new:
         yield path, old, new
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{write(key)}: {_shown(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_shown, value)) + "]"
-    return write(value)

@@ -15,10 +15,10 @@ from ddprun.config import signatures, sources
 from ddprun.config.errors import validate
 from ddprun.config.faults import listing, suggest
 from ddprun.config.signatures import TorchKind
-from ddprun.options import Validated, combine, expected, problem
+from ddprun.options import Validated, problem
 from ddprun.plugins import HOOKS, SYNC, TRACKERS, Plugins, options_of
 from ddprun_hooks.config.options import BUILT_IN as HOOK_OPTIONS
-from ddprun_hooks.config.options import HookSpec
+from ddprun_hooks.config.options import parse_spec
 from ddprun_hooks.config.trust import IN_FOLDER, METHOD, NO_METHOD, trust
 from ddprun_hooks.errors import DottedNameError
 
@@ -73,10 +73,6 @@ class Kind:
             return self.options
         return {**self.options, **{name: self.plugins.options(name) for name in self.plugins.built_in()}}
 
-    def options_of_installed(self) -> dict[str, type[BaseModel] | None]:
-        """Of everything that installed packages add; None where a run alone may import it."""
-        return self.plugins.options_of_installed() if self.plugins else {}
-
     def names(self) -> list[str]:
         """Every name without a dot that is known."""
         found = list(self.built_in)
@@ -128,18 +124,11 @@ def choose(kind_name: str, value: Any) -> Choice:
     kind = KINDS[kind_name]
     if isinstance(value, Choice):
         return value
-    if isinstance(value, str):
-        return _resolve(kind, value, {}, problem)
-    if not isinstance(value, dict) or not value:
-        raise expected("a name, or `name: {options}`", listing(kind.allowed()))
-    if len(value) > 1:
+    if isinstance(value, dict) and len(value) > 1:
         raise _two_choices(kind, list(value))
-    ((name, options),) = value.items()
-    if options is None:
-        options = {}
-    if not isinstance(options, dict):
-        raise expected(f"a mapping of {name}'s options", at=name)
-    return _resolve(kind, name, options, functools.partial(problem, at=name, on_key=True))
+    name, options = parse_spec(value, kind.allowed)
+    refuse = problem if isinstance(value, str) else functools.partial(problem, at=name, on_key=True)
+    return _resolve(kind, name, options, refuse)
 
 
 def one_of(kind: str) -> Validated:
@@ -227,24 +216,13 @@ def installed_class(plugins: Plugins, name: str, refuse: _Refuse) -> type[Any]:
         raise refuse(str(error)) from None
 
 
-def _read_stack(value: Any) -> tuple[HookSpec, ...]:
-    """The hooks of one leg of `hierarchical`, each with its defaults filled in."""
-    if not isinstance(value, list | tuple):
-        raise expected("a list")
-    read: list[HookSpec] = []
-    errors: list[ValidationError] = []
-    for index, item in enumerate(value):
-        try:
-            read.append(choose("hook", item).plain())
-        except ValidationError as error:
-            errors.append(combine([error], at=(index,)))
-    if errors:
-        raise combine(errors)
-    return tuple(read)
+def _read_hook(value: Any) -> tuple[str, Mapping[str, Any]]:
+    hook = choose("hook", value)
+    return hook.name, hook.options
 
 
-CONTEXT: dict[str, Any] = {"stack": _read_stack}
-"""What the options of hooks ask for: how a stack inside one is read."""
+CONTEXT: dict[str, Any] = {"read_hook": _read_hook}
+"""What the options of hooks ask for: how a hook of a stack inside one is read."""
 
 
 def _two_choices(kind: Kind, keys: list[str]) -> ValidationError:

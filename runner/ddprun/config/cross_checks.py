@@ -271,24 +271,18 @@ def _static_with_unused(pipeline: Pipeline) -> Iterator[CrossCheck]:
 
 
 @_reads("ddp", "sync", "stages")
-def _unused_parameters_inside_hosts(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    inside = any(stage.effective(pipeline).gradients == "host" for stage in pipeline.train_stages())
-    if pipeline.ddp.find_unused_parameters and inside:
+def _ddp_and_gradients(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    gradients = {stage.effective(pipeline).gradients for stage in pipeline.train_stages()}
+    if pipeline.ddp.find_unused_parameters and "host" in gradients:
         text = (
             '"find_unused_parameters: true" slows "hierarchical_sgd" with "within: 1": at every step DDP '
             "tells all ranks which parameters were used, so hosts wait for each other"
         )
         hint = "remove it if every parameter is used"
         yield CrossCheck(("ddp", "find_unused_parameters"), text, hint, "warning")
-
-
-@_reads("ddp", "sync", "stages")
-def _ddp_without_gradients(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    if any(stage.effective(pipeline).gradients for stage in pipeline.train_stages()):
-        return
     for key in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
         value = getattr(pipeline.ddp, key)
-        if value != getattr(Ddp(), key):
+        if gradients <= {None} and value != getattr(Ddp(), key):
             text = f'"{key}: {str(value).lower()}" has no effect: no train stage averages gradients'
             yield CrossCheck(("ddp", key), text, "remove it", "warning")
 
@@ -316,7 +310,7 @@ def _restarts(pipeline: Pipeline) -> Iterator[CrossCheck]:
         text = f'"nnodes: {pipeline.launch.nnodes}" needs "max_restarts": losing a host would end the run'
         yield CrossCheck(("launch", "nnodes"), text, "write max_restarts: 3", "warning")
     if restarts and not pipeline.checkpoint.keep:
-        text = f'"max_restarts: {restarts}" needs checkpoints, and "keep" is 0: the run would start anew'
+        text = f'"max_restarts: {restarts}" needs checkpoints, and "keep" is 0: the run would start over'
         yield CrossCheck(("launch", "max_restarts"), text, "keep at least 1", "warning")
 
 
@@ -418,23 +412,13 @@ def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[CrossCheck]:
         if settings.steps is None or period <= settings.steps:
             continue
         effect = "ranks synchronise only at its end"
-        if _next_takes_ranks_apart(pipeline, stage):
+        if not pipeline.reconciles_after(stage):
             effect = "ranks do not synchronise in it"
         elif len({transfer.fragment for transfer in settings.plan.transfers}) > 1:
             effect = "some fragments are exchanged only at its end"
         text = f'"{key}: {period}" is longer than "steps: {settings.steps}" of {stage.path}: {effect}'
         own = ("sync", settings.sync.name, key) if "sync" in stage.model_fields_set else ("steps",)
         yield CrossCheck(_own(stage, *own), text, "shorten the period or lengthen the stage", "warning")
-
-
-def _next_takes_ranks_apart(pipeline: Pipeline, stage: Stage) -> bool:
-    """Whether the next stage takes ranks as they are, so that this one does not end in a synchronisation."""
-    if stage.index + 1 == len(pipeline.stages):
-        return False
-    following = pipeline.stages[stage.index + 1]
-    if isinstance(following, StepStage):
-        return following.effective(pipeline).plan.keeps_apart
-    return isinstance(following, (AverageStage, BroadcastStage))
 
 
 @_reads("sync", "hooks", "stages")
@@ -456,8 +440,8 @@ def _parameters_are_equal_already(pipeline: Pipeline) -> Iterator[CrossCheck]:
 def _leaves_equal(pipeline: Pipeline, stage: Train | Forward, *, before: bool) -> bool:
     """Whether all ranks surely hold the same parameters after a stage."""
     settings = stage.effective(pipeline)
-    if not _next_takes_ranks_apart(pipeline, stage):
-        return True  # the stage ends in one more synchronisation
+    if pipeline.reconciles_after(stage):
+        return True
     if not _updates(stage) and settings.mutate is None:
         return before
     sent = settings.plan.period == 1 and all(hook.name != "noop" for hook in settings.hooks)

@@ -1,7 +1,7 @@
 """Pydantic's errors in plain sentences, each at its place in the file."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -10,9 +10,18 @@ from pydantic_core import ErrorDetails
 
 from ddprun.config.faults import Fault, listing, suggest
 from ddprun.config.scalars import bool_hint, number_hint
-from ddprun.config.tree import Nearest, Node, find, show
-from ddprun.options import FORMS, OWN, KeyPath, Validated, combine, problem, repeat
-from ddprun_hooks.config.messages import BOUNDS, WANTED, Sentence, described, out_of_bounds, unknown_option
+from ddprun.config.tree import Node, find, show
+from ddprun.options import FORMS, KeyPath, Validated, combine, problem
+from ddprun_hooks.config.messages import (
+    BOUNDS,
+    OWN,
+    WANTED,
+    Sentence,
+    described,
+    repeat,
+    unknown_option,
+    worded,
+)
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -52,7 +61,11 @@ def with_known_keys(
     items: list[ErrorDetails] = []
     for item in error.errors(include_url=False):
         *above, key = item["loc"] or ("",)
-        section, name, wrong = _model_at(model, above), str(key), None
+        section, name, wrong = model, str(key), None
+        for segment in above:
+            if (below := section_of(section.model_fields.get(str(segment)))) is None:
+                break
+            section = below
         if item["type"] == "extra_forbidden":
             wrong = _unknown_key(name, section, owner)
         elif item["type"] == "missing" and owner and not above:
@@ -61,16 +74,6 @@ def with_known_keys(
             wrong = problem("is required", listing(allowed), on_key=True)
         items += combine([wrong], at=item["loc"]).errors(include_url=False) if wrong else [item]
     return repeat(items, path)
-
-
-def _model_at(model: type[BaseModel], location: Sequence[str | int]) -> type[BaseModel]:
-    """The model that a path of nested sections leads to."""
-    for segment in location:
-        section = section_of(model.model_fields.get(str(segment)))
-        if section is None:
-            break
-        model = section
-    return model
 
 
 def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
@@ -109,36 +112,21 @@ def faults(error: ValidationError, root: Node, redact: Callable[[str], str]) -> 
     made = []
     for item in error.errors(include_url=False):
         path: KeyPath = item["loc"]
-        of_key = path[-1:] == ("[key]",)
-        if of_key:
-            path = path[:-1]
+        of_key = path[-1:] == ("[key]",)  # of the last key before it, where keys are the user's own
+        path = path[:-1] if of_key else path
         found = find(root, path)
-        if not found.broken and not _counts_faulty_items(item, found):
-            made.append(_fault(item, path, found, redact, of_key=of_key))
+        exact, holds = not found.missing, found.node.value
+        # Pydantic finds a list too short if its items are faulty; those have faults of their own already.
+        enough = isinstance(holds, list) and exact and len(holds) >= item.get("ctx", {}).get("min_length", 0)
+        if found.broken or (item["type"] == "too_short" and enough):
+            continue
+        node = found.node if exact and not of_key else None
+        value = path[-1] if of_key else found.node.data() if exact else item["input"]
+        at_key = of_key or item["type"] == "missing" or item.get("ctx", {}).get("on_key")
+        at_key = at_key and (exact or isinstance(holds, dict) or holds is None)
+        place = found.key if at_key else found.node.place
+        made.append(place.fault(show(path), *_sentence(item, path, node, value, redact)))
     return made
-
-
-def _counts_faulty_items(item: Any, found: Nearest) -> bool:
-    """Pydantic finds a list too short if its items are faulty; those have faults of their own already."""
-    return (
-        item["type"] == "too_short"
-        and isinstance(found.node.value, list)
-        and not found.missing
-        and len(found.node.value) >= item["ctx"]["min_length"]
-    )
-
-
-def _fault(item: Any, path: KeyPath, found: Nearest, redact: Callable[[str], str], *, of_key: bool) -> Fault:
-    """Of the value at a path, or of the last key in it, where keys are the user's own."""
-    exact = not found.missing
-    node = found.node if exact and not of_key else None
-    value = path[-1] if of_key else found.node.data() if exact else item["input"]
-    at_key = of_key or item["type"] == "missing" or item.get("ctx", {}).get("on_key")
-    if at_key and (exact or isinstance(found.node.value, dict) or found.node.value is None):
-        place = found.key
-    else:
-        place = found.node.place
-    return place.fault(show(path), *_sentence(item, path, node, value, redact))
 
 
 def _sentence(
@@ -146,16 +134,8 @@ def _sentence(
 ) -> Sentence:
     """What an error says of a value; `node` is None if the file does not have the value."""
     kind, context = item["type"], item.get("ctx", {})
-    if kind == OWN and "problem" in context:
-        return context["problem"], context["allowed"], context["suggestion"]
     got = _described(node, value, redact)
     word = got.removesuffix(" (a string)")
-    if kind == OWN or kind in WANTED:
-        wanted = context["wanted"] if kind == OWN else WANTED[kind]
-        hint = _hint(wanted, node, value) or context.get("allowed")
-        return f"expected {wanted}, got {got}", hint, None
-    if kind in BOUNDS:
-        return out_of_bounds(kind, context, got), _REASONS.get(path[-2:]), None
     match kind:
         case "too_short" | "too_long":
             key, bound = ("min_length", "at least") if kind == "too_short" else ("max_length", "at most")
@@ -172,8 +152,10 @@ def _sentence(
             return "must not be empty", None, None
         case "string_too_long":
             return f"is longer than {context['max_length']} characters", None, None
-    message: str = item["msg"]
-    return message[:1].lower() + message[1:], None, None
+    text, allowed, near = worded(item, got)
+    if wanted := WANTED.get(kind) or context.get("wanted"):
+        allowed = _hint(wanted, node, value) or allowed
+    return text, _REASONS.get(path[-2:]) if kind in BOUNDS else allowed, near
 
 
 def _described(node: Node | None, value: Any, redact: Callable[[str], str]) -> str:

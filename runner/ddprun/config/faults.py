@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ddprun_hooks.config.messages import listing as listing
 from ddprun_hooks.config.messages import sentence
@@ -14,7 +14,6 @@ Severity = Literal["error", "warning"]
 
 _WINDOW = 110
 """Columns of a quoted line; a longer line is cut around the fault."""
-
 
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """Characters that move a terminal's cursor, change its colors or end a line."""
@@ -74,16 +73,9 @@ class Fault:
             before, rest = self.source_line[: self.column - 1], self.source_line[self.column - 1 :]
             caret = self.column if quoted.startswith(before) else len(quoted) - len(rest) + 1
             caret = min(max(caret, 1), len(quoted) + 1)
-        return replace(
-            self,
-            file=text(self.file),
-            path=text(self.path),
-            problem=text(self.problem),
-            allowed=self.allowed and text(self.allowed),
-            suggestion=self.suggestion and text(self.suggestion),
-            source_line=quoted,
-            caret=caret,
-        )
+        given = {key: getattr(self, key) for key in ("file", "path", "problem", "allowed", "suggestion")}
+        words: dict[str, Any] = {key: text(value) for key, value in given.items() if value}
+        return replace(self, **words, source_line=quoted, caret=caret)
 
     def __str__(self) -> str:
         """The headline, and under it the quoted line with a caret at the column."""

@@ -25,10 +25,11 @@ def json_schema() -> Schema:
     schema = _of_model(Pipeline, definitions)
     definitions |= {kind.name: _of_kind(kind, definitions) for kind in KINDS.values()}
     stages = {name: _of_stage(stage, definitions) for name, stage in STAGES.items()}
+    times = _one_of_many({name: _of_model(model, definitions) for name, model in TIMES.items()})
     count: Schema = {"type": "integer", "minimum": 1}
     definitions |= {
         "stage": _one_of_many(stages),
-        "buffers": _of_buffers(definitions),
+        "buffers": {"anyOf": [*times["anyOf"], _of_model(Period, definitions)]},
         "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _of_model(DataPair, definitions)]},
         "nnodes": {"anyOf": [count, {"type": "string", "pattern": HOSTS}]},
     }
@@ -90,12 +91,6 @@ def _of_stage(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
     return schema
 
 
-def _of_buffers(definitions: dict[str, Schema]) -> Schema:
-    """A time by its name, with or without options, or a period."""
-    named = _one_of_many({name: _of_model(model, definitions) for name, model in TIMES.items()})
-    return {"anyOf": [*named["anyOf"], _of_model(Period, definitions)]}
-
-
 def _of_kind(kind: Kind, definitions: dict[str, Schema]) -> Schema:
     options: dict[str, Schema] = {
         name: _of_model(model, definitions) for name, model in kind.built_in.items()
@@ -114,7 +109,8 @@ def _of_kind(kind: Kind, definitions: dict[str, Schema]) -> Schema:
             if kind.torch == "loss":
                 spellings.append(signatures.functional_name(name))
             options |= dict.fromkeys(spellings, reference)
-    for name, options_model in kind.options_of_installed().items():
+    installed = kind.plugins.options_of_installed() if kind.plugins else {}
+    for name, options_model in installed.items():
         options[name] = {"type": "object"} if options_model is None else _of_model(options_model, definitions)
     return _one_of_many(options, dotted=bool(kind.dotted))
 

@@ -3,7 +3,8 @@
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,12 @@ class Loaded:
         if path and found.missing == path:
             fault = replace(fault, line=0, column=0, source_line="")
         return _redacted([fault], self.secrets)[0]
+
+    def error(
+        self, key: str | KeyPath, problem: str, allowed: str | None = None, suggestion: str | None = None
+    ) -> PipelineError:
+        """The error of this one `fault`."""
+        return PipelineError([self.fault(key, problem, allowed, suggestion)])
 
     def has(self, key_path: str) -> bool:
         """Whether the file or an override has the key."""
@@ -140,12 +147,10 @@ class Loaded:
 
 
 def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) -> Loaded:
-    """Read a pipeline file and apply overrides. Neither torch nor user code is imported.
+    """Read a pipeline file and apply overrides, each `key.path=value`, in order.
 
-    Args:
-        path: the file.
-        overrides: each `key.path=value`, the value as YAML, applied in order.
-        folder: where names and files in it are looked for; None: in the file's own folder.
+    Neither torch nor user code is imported. `folder` is where names and files in the pipeline are searched
+    for, by default the file's own.
 
     Raises:
         PipelineError: with every fault that was found.
@@ -200,12 +205,9 @@ def _segments(key_path: str | KeyPath) -> KeyPath:
 
 def _check(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, list[Fault]]:
     """The pipeline if the tree is one, and the faults; rules across keys go as far as keys are whole."""
-    data = root.data()
-    if not isinstance(data, dict):
-        return None, [root.place.fault("", "expected `key: value` lines at the top")]
-    data.setdefault("name", _name_of(path))
-    entries = root.value.items() if isinstance(root.value, dict) else ()
-    faulty = {key for key, entry in entries if _broken(entry.node)}
+    assert isinstance(root.value, dict)
+    faulty = {key for key, entry in root.value.items() if _broken(entry.node)}
+    data = {"name": _name_of(path), **root.data()}
     faults: list[Fault] = []
     pipeline: Pipeline | None = None
     try:
@@ -214,27 +216,17 @@ def _check(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, l
         error = errors.with_known_keys(error, pipeline_model())
         faults = errors.faults(error, root, secrets.redact)
         faulty |= {str(item["loc"][0]) for item in error.errors(include_url=False)}
-    partial = pipeline or _partial(data, faulty)
-    if partial is not None:
-        faults += _cross_faults(partial, frozenset(faulty), root)
-    return pipeline, faults
-
-
-def _partial(data: dict[str, Any], faulty: set[str]) -> Pipeline | None:
-    """The pipeline with its faulty keys replaced by placeholders."""
-    whole = {key: value for key, value in data.items() if key not in faulty}
-    whole |= {key: choice for key, choice in _PLACEHOLDERS.items() if key in faulty}
-    try:
-        return pipeline_model().model_validate(whole)
-    except ValidationError:
-        return None
-
-
-def _cross_faults(pipeline: Pipeline, faulty: frozenset[str], root: Node) -> Iterator[Fault]:
-    for check in cross_checks(pipeline, faulty):
+    partial = pipeline
+    if partial is None:
+        whole = {key: value for key, value in data.items() if key not in faulty}
+        whole |= {key: choice for key, choice in _PLACEHOLDERS.items() if key in faulty}
+        with suppress(ValidationError):
+            partial = pipeline_model().model_validate(whole)
+    for check in cross_checks(partial, frozenset(faulty)) if partial else ():
         found = find(root, check.path)
         place = found.node.place if found.missing or isinstance(found.node.value, (str, list)) else found.key
-        yield place.fault(show(check.path), check.problem, check.allowed, severity=check.severity)
+        faults.append(place.fault(show(check.path), check.problem, check.allowed, severity=check.severity))
+    return pipeline, faults
 
 
 def _broken(node: Node) -> bool:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ddprun.config.faults import Fault
+from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.reader import MAX_BYTES, MAX_DEPTH, read_text
 from ddprun.config.tree import (
     Entry,
@@ -22,17 +22,12 @@ from ddprun.config.tree import (
 
 _PATH = re.compile(r'(?:[^="]|"[^"]*")*')
 
-
 _Step = tuple[str | int, Place]
 """One segment of an override's path, and its place."""
 
 
-class _RefusedError(Exception):
-    """The override does not fit the file; `args` are the faults."""
-
-
-def _refused(place: Place, path: KeyPath, problem: str, allowed: str | None = None) -> _RefusedError:
-    return _RefusedError(place.fault(show(path), problem, allowed))
+def _refused(place: Place, path: KeyPath, problem: str, allowed: str | None = None) -> PipelineError:
+    return PipelineError([place.fault(show(path), problem, allowed)])
 
 
 def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Fault]]:
@@ -42,22 +37,32 @@ def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Fault]]:
         try:
             _, steps, value = _read(text, Source.of(f"--set {number}", number, text))
             root = _set(root, (), _joined(root, steps), value)
-        except _RefusedError as refused:
-            faults += refused.args
+        except PipelineError as refused:
+            faults += refused.faults
     return root, faults
 
 
-def alternatives(text: str, name: str, number: int) -> tuple[str, list[Any]] | Fault:
-    """Read `KEY=[A, B, C]`, the `number`-th option `name`: the key as it is written, and the values."""
-    try:
-        key, steps, value = _read(text, Source.of(f"{name} {number}", number, text))
-    except _RefusedError as refused:
-        fault: Fault = refused.args[0]
-        return fault
-    if isinstance(value.value, list) and value.value:
-        return key, [child.data() for child in value.value]
-    path = ".".join(str(segment) for segment, _ in steps)
-    return value.place.fault(path, "is not a list of values", "write KEY=[A, B], as in hooks=[[], [fp16]]")
+def alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[Any]]]:
+    """Read options `name`, each `KEY=[A, B, C]`: the key as it is written, and the values.
+
+    Raises:
+        PipelineError: with the faults of all of them.
+    """
+    found: list[tuple[str, list[Any]]] = []
+    faults: list[Fault] = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            key, steps, value = _read(text, Source.of(f"{name} {number}", number, text))
+            if not isinstance(value.value, list) or not value.value:
+                path = tuple(segment for segment, _ in steps)
+                hint = "write KEY=[A, B], as in hooks=[[], [fp16]]"
+                raise _refused(value.place, path, "is not a list of values", hint)
+            found.append((key, value.data()))
+        except PipelineError as refused:
+            faults += refused.faults
+    if faults:
+        raise PipelineError(faults)
+    return found
 
 
 def _read(text: str, source: Source) -> tuple[str, list[_Step], Node]:
@@ -81,7 +86,7 @@ def _read(text: str, source: Source) -> tuple[str, list[_Step], Node]:
         raise _refused(start, (), f"nested more than {MAX_DEPTH} levels deep", f"at most {MAX_DEPTH} levels")
     tree = read_text(text[end:], source, 1, end + 1, tuple(segment for segment, _ in steps))
     if tree.faults:
-        raise _RefusedError(*tree.faults)
+        raise PipelineError(tree.faults)
     return key, steps, tree.root or Node(Place(source, 1, end + 1), None)
 
 

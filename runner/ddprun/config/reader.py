@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from yaml.parser import Parser
-from yaml.reader import Reader
-from yaml.scanner import Scanner
 
 from ddprun.config.faults import Fault, suggest
 from ddprun.config.scalars import resolve
@@ -76,15 +73,6 @@ class Tree:
     faults: list[Fault]
 
 
-class _Events(Reader, Scanner, Parser):
-    """PyYAML's pure-Python parser without its composer, resolver and constructor."""
-
-    def __init__(self, text: str) -> None:
-        Reader.__init__(self, text)
-        Scanner.__init__(self)
-        Parser.__init__(self)
-
-
 def read_file(path: Path) -> Tree:
     """Read a pipeline file. A file that cannot be read is a fault like any other."""
     name = str(path)
@@ -94,10 +82,11 @@ def read_file(path: Path) -> Tree:
     except OSError as error:
         return Tree(None, [_unreadable(path, error)])
     except ValueError:
-        return Tree(None, [_whole(name, "a path cannot hold a NUL character")])
+        return Tree(None, [Fault(file=name, problem="a path cannot hold a NUL character")])
     if len(raw) > MAX_BYTES:
         size = f"{MAX_BYTES // 1024} KiB"
-        return Tree(None, [_whole(name, f"the file is longer than {size}", f"at most {size}")])
+        fault = Fault(file=name, problem=f"the file is longer than {size}", allowed=f"at most {size}")
+        return Tree(None, [fault])
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -107,11 +96,17 @@ def read_file(path: Path) -> Tree:
         problem = f"byte 0x{raw[error.start]:02x} at offset {error.start} is not UTF-8"
         return Tree(None, [place.fault("", problem, "save the file as UTF-8")])
     tree = read_text(text, Source.of(name, 0, text))
-    if tree.root is not None and not isinstance(tree.root.value, dict):
-        tree.faults.append(_not_a_mapping(tree.root))
+    root = tree.root
+    if (root is None and not tree.faults) or (root is not None and root.value is None):
+        hint = "`ddprun init` writes one to start from"
+        tree.faults.append(Fault(file=name, problem="the file is empty", allowed=hint))
+    elif root is not None and not isinstance(root.value, dict):
+        got = "a list" if isinstance(root.value, list) else "a single value"
+        colon = "put a space after the colon" if root.text and ":" in root.text else None
+        problem = f"expected `key: value` lines at the top, got {got}"
+        tree.faults.append(root.place.fault("", problem, colon))
+    if root is not None and not isinstance(root.value, dict):
         tree.root = None
-    elif tree.root is None and not tree.faults:
-        tree.faults.append(_whole(name, "the file is empty", "`ddprun init` writes one to start from"))
     return tree
 
 
@@ -120,7 +115,7 @@ def read_text(text: str, source: Source, line: int = 1, column: int = 1, path: K
     `path` leads to it in the pipeline.
     """
     found = list(_FORBIDDEN.finditer(text))
-    events = _Events(_FORBIDDEN.sub(_DAMAGED, text) if found else text)
+    events = yaml.SafeLoader(_FORBIDDEN.sub(_DAMAGED, text) if found else text)
     builder = _Builder(events, source, line, column, damaged=bool(found))
     for match in found[:_MAX_CONTROL_FAULTS]:
         before = Source.of("", 0, text[: match.start()]).lines
@@ -149,6 +144,8 @@ class _Builder:
     """Turns events into nodes. It recurses at most `MAX_DEPTH` levels deep."""
 
     events: Any
+    """PyYAML's loader in Python, asked for events only: its resolver and constructor are not used."""
+
     source: Source
     line: int
     column: int
@@ -306,28 +303,15 @@ def _syntax(builder: _Builder, error: yaml.MarkedYAMLError) -> Fault:
     return place.fault("", f"not valid YAML: {problem}", allowed)
 
 
-def _whole(name: str, problem: str, allowed: str | None = None, suggestion: str | None = None) -> Fault:
-    """A fault of the file as a whole."""
-    return Fault(file=name, problem=problem, allowed=allowed, suggestion=suggestion)
-
-
 def _unreadable(path: Path, error: OSError) -> Fault:
     name = str(path)
     if isinstance(error, FileNotFoundError):
         folder = path.parent
         others = {entry.stem: entry for entry in folder.glob("*.y*ml")} if folder.is_dir() else {}
         near = suggest(path.stem, others)
-        return _whole(name, "there is no such file", suggestion=str(others[near]) if near else None)
+        suggestion = str(others[near]) if near else None
+        return Fault(file=name, problem="there is no such file", suggestion=suggestion)
     if isinstance(error, IsADirectoryError):
-        return _whole(name, "this is a directory", "name a pipeline file in it")
+        return Fault(file=name, problem="this is a directory", allowed="name a pipeline file in it")
     reason = (error.strerror or str(error)).lower()
-    return _whole(name, f"the file cannot be read: {reason}")
-
-
-def _not_a_mapping(root: Node) -> Fault:
-    if isinstance(root.value, list):
-        return root.place.fault("", "expected `key: value` lines at the top, got a list")
-    hint = "put a space after the colon" if root.text and ":" in root.text else None
-    if root.value is None:
-        return _whole(root.place.source.name, "the file is empty", "`ddprun init` writes one to start from")
-    return root.place.fault("", "expected `key: value` lines at the top, got a single value", hint)
+    return Fault(file=name, problem=f"the file cannot be read: {reason}")

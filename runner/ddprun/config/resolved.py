@@ -71,7 +71,7 @@ def _lines(value: dict[str, Any] | list[Any], path: KeyPath, root: Node) -> list
         head, at = "-" if in_list else f"{write(key)}:", (*path, key)
         holds_nested = isinstance(item, list) and any(isinstance(inner, (dict, list)) for inner in item)
         if not item or not (isinstance(item, dict) or holds_nested or (in_list and isinstance(item, list))):
-            lines.append(f"{head} {_flow(item)}{_origin(at, root)}")
+            lines.append(f"{head} {flow(item)}{_origin(at, root)}")
             continue
         nested = [f"  {line}" for line in _lines(item, at, root)]
         if in_list and isinstance(item, dict):
@@ -83,11 +83,12 @@ def _lines(value: dict[str, Any] | list[Any], path: KeyPath, root: Node) -> list
     return lines
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
+    """Plain data as YAML on one line."""
     if isinstance(value, list):
-        return "[" + ", ".join(_flow(item) for item in value) + "]"
+        return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, dict):
-        return "{}"
+        return "{" + ", ".join(f"{write(key)}: {flow(item)}" for key, item in value.items()) + "}"
     return write(value)
 
 

@@ -101,7 +101,10 @@ def write(value: Scalar) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float):
-        return _write_float(value)
+        if not math.isfinite(value):
+            return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+        mantissa, e, exponent = repr(value).partition("e")
+        return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else repr(value)
     if (
         _PLAIN.fullmatch(value)
         and not value.startswith("...")
@@ -120,13 +123,3 @@ def quote(text: str) -> str:
         lambda match: f"\\u{ord(match.group()):04x}",
         escaped,
     )
-
-
-def _write_float(value: float) -> str:
-    if math.isnan(value):
-        return ".nan"
-    if math.isinf(value):
-        return ".inf" if value > 0 else "-.inf"
-    text = repr(value)
-    mantissa, e, exponent = text.partition("e")
-    return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else text

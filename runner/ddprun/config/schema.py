@@ -150,7 +150,7 @@ class Timings(Options):
     """Record when each parameter's gradient was complete, and which one completed its bucket."""
 
     profile: FirstAndLast | None = None
-    """`[first, last]`: the steps that torch's profiler looks at, on all ranks; null does not use it."""
+    """`[first, last]`: the steps that torch's profiler records, on all ranks; null does not use it."""
 
     straggler_window: Annotated[int, Field(ge=2, le=10_000)] = 20
     """Steps in which ranks synchronise, over which is judged whether one is late."""
@@ -179,11 +179,7 @@ class Checkpoint(Options):
 
 
 def _read_nnodes(value: Any) -> int | str:
-    """A number of hosts, or the smallest and the largest.
-
-    Raises:
-        pydantic.ValidationError: what is wrong, for `errors` to word.
-    """
+    """A number of hosts, or the smallest and the largest."""
     if isinstance(value, str) and (found := _HOSTS.fullmatch(value)):
         least, most = map(int, found.groups())
         if 1 <= least <= most:
@@ -253,43 +249,36 @@ TIMES: dict[str, type[NoOptions] | type[Reducing]] = {
 
 
 def read_buffers(value: Any) -> Buffers:
-    """Read a time's name, `{name: {reduce: …}}` or `{every: N, reduce: …}`.
-
-    Raises:
-        pydantic.ValidationError: what is wrong, for `errors` to word.
-    """
+    """Read a time's name, `{name: {reduce: …}}` or `{every: N, reduce: …}`."""
     if isinstance(value, Buffers):
         return value
-    if isinstance(value, str):
-        return _at_time(value, None, problem)
-    if not isinstance(value, dict) or not value:
-        raise expected("a time for buffers", _TIMES_ALLOWED)
-    times = [key for key in value if key in TIMES or key == "every"]
-    if len(times) > 1:
-        text = f'expected one time for buffers, got "{times[0]}" and "{times[1]}"'
-        raise problem(text, "keep one", at=times[1], on_key=True)
-    if times == ["every"]:
-        period = validate(Period, value)
-        return Buffers("every", period.every, period.reduce)
-    name, *others = value
-    if others and times:
-        stray = next(key for key in value if key not in TIMES)
-        hint = f'indent reduce further, under "{times[0]}"' if stray == "reduce" else _TIMES_ALLOWED
-        raise problem(f'"{stray}" is not allowed next to "{times[0]}"', hint, at=stray, on_key=True)
-    return _at_time(name, value[name], functools.partial(problem, at=name, on_key=True), name)
-
-
-def _at_time(name: str, options: Any, refuse: Callable[..., ValidationError], *path: str) -> Buffers:
-    """The time of that name; `path` is the name if it is a key of the file."""
+    name: Any = value
+    options: Any = None
+    refuse: Callable[..., ValidationError] = problem
+    if not isinstance(value, str):
+        if not isinstance(value, dict) or not value:
+            raise expected("a time for buffers", _TIMES_ALLOWED)
+        times = [key for key in value if key in TIMES or key == "every"]
+        if len(times) > 1:
+            text = f'expected one time for buffers, got "{times[0]}" and "{times[1]}"'
+            raise problem(text, "keep one", at=times[1], on_key=True)
+        if times == ["every"]:
+            period = validate(Period, value)
+            return Buffers("every", period.every, period.reduce)
+        if len(value) > 1 and times:
+            stray = next(key for key in value if key not in TIMES)
+            hint = f'indent reduce further, under "{times[0]}"' if stray == "reduce" else _TIMES_ALLOWED
+            raise problem(f'"{stray}" is not allowed next to "{times[0]}"', hint, at=stray, on_key=True)
+        name, options = next(iter(value.items()))
+        refuse = functools.partial(problem, at=name, on_key=True)
     if name in ("every", "reduce"):
         hints = {"every": "{every: N}", "reduce": "{auto: {reduce: mean}} or {every: N, reduce: mean}"}
         raise refuse(f'"{name}" alone does not say when buffers are sent', f"write {hints[name]}")
     if name not in TIMES:
         near = suggest(name, [*TIMES, "every"])
         raise refuse(f'unknown time "{name}" for buffers', _TIMES_ALLOWED, near)
-    read = validate(TIMES[name], {} if options is None else options, *path, owner=name)
-    when: Any = name
-    return Buffers(when, None, read.reduce if isinstance(read, Reducing) else "broadcast")
+    read = validate(TIMES[name], {} if options is None else options, name, owner=name)
+    return Buffers(name, None, read.reduce if isinstance(read, Reducing) else "broadcast")
 
 
 BuffersField = Annotated[Buffers, Validated(read_buffers, "buffers")]
@@ -441,14 +430,7 @@ class Forward(StepStage):
 
 
 OVERRIDABLE = (
-    "accumulate",
-    "sync",
-    "hooks",
-    "buffers",
-    "optimizer",
-    "schedule",
-    "warmup_steps",
-    "clip_norm",
+    *("accumulate", "sync", "hooks", "buffers", "optimizer", "schedule", "warmup_steps", "clip_norm"),
     "on_nan",
 )
 """Keys of the pipeline that a train stage may name for itself; a forward stage all but `accumulate`."""
@@ -618,6 +600,15 @@ class Pipeline(Options):
     def step_stages(self) -> list[Train | Forward]:
         """The stages that take steps, in order."""
         return [stage for stage in self.stages if isinstance(stage, (Train, Forward))]
+
+    def reconciles_after(self, stage: Stage) -> bool:
+        """Whether a stage that leaves ranks apart ends in an average: unless the next one makes ranks equal
+        itself, or wants them to differ.
+        """
+        following = next(iter(self.stages[stage.index + 1 :]), None)
+        if isinstance(following, StepStage):
+            return not following.effective(self).plan.keeps_apart
+        return not isinstance(following, AverageStage | BroadcastStage)
 
     def train_data(self) -> Choice:
         """What train stages read."""

@@ -8,7 +8,7 @@ takes from the environment.
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, get_origin
@@ -64,7 +64,7 @@ _SHORT_WORD = 7
 _ONE_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _VOWEL, _CONSONANTS = re.compile(r"[aeiouy]", re.IGNORECASE), re.compile(r"[^aeiouy]{5}", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?([0-9]{1,9}|[0-9]{0,9}\.[0-9]{1,17}|[0-9]{1,9}\.)([eE][-+]?[0-9]{1,3})?%?")
-"""A number as settings have them: of ten digits and more it is none."""
+"""A number as settings have them: with ten digits and more it may be a secret."""
 
 _COMMON = frozenset(
     {
@@ -140,22 +140,17 @@ def masked(value: str) -> str:
 
     `Bearer ${env:API_TOKEN}` stays: the secret is in the variable. It is not in `hunter2-${env:HOME}`.
     """
-    if _BEGINS not in value:
-        return REDACTED
-    if _FILE.fullmatch(value):
-        return value
-    named = any(is_secret_name(name) for name in references(value))
-    return "".join(
-        part if is_reference or _is_harmless(part, beside_secret=named) else REDACTED
-        for part, is_reference in _parts(value)
-    )
+    return "".join(REDACTED if is_secret else part for part, is_secret in _parts(value))
 
 
 def _parts(value: str) -> Iterator[tuple[str, bool]]:
-    """The parts of a string, and whether each is a `${env:NAME}`."""
-    for part in re.split(r"(\$\{env:[A-Za-z_][A-Za-z0-9_]*\})", value):
-        if part:
-            yield part, REFERENCE.fullmatch(part) is not None
+    """The parts of a secret value, and whether each may be the secret; no `${env:NAME}` is."""
+    if _BEGINS not in value or _FILE.fullmatch(value):
+        yield value, _BEGINS not in value
+        return
+    named = any(is_secret_name(name) for name in references(value))
+    for part in filter(None, re.split(r"(\$\{env:[A-Za-z_][A-Za-z0-9_]*\})", value)):
+        yield part, not (REFERENCE.fullmatch(part) or _is_harmless(part, beside_secret=named))
 
 
 def _is_harmless(part: str, *, beside_secret: bool) -> bool:
@@ -236,35 +231,24 @@ class Secrets:
 
     def redact_all(self, value: Any) -> Any:
         """Plain data with every string in it redacted."""
-        if isinstance(value, str):
-            return self.redact(value)
-        if isinstance(value, dict):
-            return _with_keys(value, self.redact, self.redact_all)
-        if isinstance(value, list | tuple):
-            return [self.redact_all(item) for item in value]
-        return value
+        return _mapped(value, lambda _, text: self.redact(text), lambda _, key: self.redact(key))
 
     def hidden(self, data: Any) -> Any:
         """A pipeline's plain data, as `resolved.plain` gives it, as it may be written. What came by
         `${env:NAME}` still says so.
         """
-        return self._hidden(data, (), {found.path for found in texts(data) if found.secret})
+        secret = {found.path for found in texts(data) if found.secret}
 
-    def _hidden(self, data: Any, path: KeyPath, secret: Set[KeyPath]) -> Any:
-        if isinstance(data, dict):
-            hidden = {key: self._hidden(item, (*path, key), secret) for key, item in data.items()}
-            return _with_keys(hidden, self._hidden_key) if _has_own_keys(path) else hidden
-        if isinstance(data, list):
-            return [self._hidden(item, (*path, index), secret) for index, item in enumerate(data)]
-        if not isinstance(data, str) or not data:
-            return data
-        if path in secret and (data := masked(data)) == REDACTED:
-            return data
-        return _without_passwords(self._replaced(data, self._anywhere))
+        def text_of(path: KeyPath, text: str) -> str:
+            if not text or (path in secret and (text := masked(text)) == REDACTED):
+                return text
+            return _without_passwords(self._replaced(text, self._anywhere))
 
-    def _hidden_key(self, key: str) -> str:
-        """Keys are not filled in from the environment, so none says `${env:NAME}`."""
-        return self._anywhere.sub(REDACTED, key) if self._anywhere else key
+        def key_of(path: KeyPath, key: str) -> str:
+            # Keys are not filled in from the environment, so none says `${env:NAME}`.
+            return self._anywhere.sub(REDACTED, key) if self._anywhere and _has_own_keys(path) else key
+
+        return _mapped(data, text_of, key_of)
 
     def _replaced(self, text: str, pattern: re.Pattern[str] | None) -> str:
         return pattern.sub(lambda match: self._instead[match[0]], text) if pattern else text
@@ -324,17 +308,25 @@ def _is_secret_argument(name: str, value: str, *, number: bool) -> bool:
     return not _VARIABLE.fullmatch(value) and (number or not _PLAIN_VALUE.fullmatch(value))
 
 
-def _with_keys(
-    data: dict[Any, Any], key_of: Callable[[str], str], item_of: Callable[[Any], Any] = lambda item: item
-) -> dict[Any, Any]:
-    """A mapping with its keys and items passed through functions; keys that become equal are numbered."""
+_Replace = Callable[[KeyPath, str], str]
+"""Gives what is written for a string at a path, or for a key of the mapping at a path."""
+
+
+def _mapped(data: Any, text_of: _Replace, key_of: _Replace, path: KeyPath = ()) -> Any:
+    """Plain data with its strings and keys replaced; keys that become equal are numbered."""
+    if isinstance(data, str):
+        return text_of(path, data)
+    if isinstance(data, list | tuple):
+        return [_mapped(item, text_of, key_of, (*path, index)) for index, item in enumerate(data)]
+    if not isinstance(data, dict):
+        return data
     made: dict[Any, Any] = {}
     for key, item in data.items():
-        new = first = key_of(key) if isinstance(key, str) else key
+        new = first = key_of(path, key) if isinstance(key, str) else key
         numbers = count(2)
         while new in made:
             new = f"{first} {next(numbers)}"
-        made[new] = item_of(item)
+        made[new] = _mapped(item, text_of, key_of, (*path, key))
     return made
 
 
@@ -366,14 +358,11 @@ def _free_form(path: KeyPath) -> frozenset[str] | None:
 
 def _literals(value: str, environment: Mapping[str, str]) -> dict[str, str]:
     """The parts of a secret value that the pipeline holds in plain text, and what is written instead."""
-    written = masked(value)
-    if _BEGINS not in value or written == value:
-        return {} if written == value else {value: REDACTED}
-    named = any(is_secret_name(name) for name in references(value))
-    pieces = [part for part, is_reference in _parts(value) if not is_reference]
-    found = {piece.strip(): REDACTED for piece in pieces if not _is_harmless(piece, beside_secret=named)}
-    if all(name in environment for name in references(value)):
-        found[filled(value, environment)] = written
+    if _BEGINS not in value:
+        return {value: REDACTED}
+    found = {part.strip(): REDACTED for part, is_secret in _parts(value) if is_secret}
+    if found and all(name in environment for name in references(value)):
+        found[filled(value, environment)] = masked(value)
     return found
 
 

@@ -8,7 +8,7 @@ import ast
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,8 +66,10 @@ class Parameter:
     default: str
     """As torch's source writes it; empty if there is none."""
 
-    tensor: bool
-    """A list of numbers becomes a tensor."""
+    @property
+    def tensor(self) -> bool:
+        """A list of numbers becomes a tensor."""
+        return any(form is _TENSOR for form in self.schema.get("anyOf", [self.schema]))
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,13 @@ def find(kind: TorchKind, name: str) -> str | None:
     return _by_spelling(kind).get(spelling(name))
 
 
+@functools.cache
 def refusal(kind: TorchKind, name: str) -> str | None:
     """Why a class of torch is not offered; None if it is."""
     reason = _NOT_OFFERED[kind].get(name)
     if reason is None and kind == "loss":
-        taken = _forward_arguments(name)
+        forward = _method(_parse(_classes("loss")[name]), name, "forward")
+        taken = [argument.arg for argument in forward.args.args[1:]] if forward else []
         if len(taken) != 2:
             reason = f"it takes {', '.join(taken)}, and a loss here is called with (output, target)"
     return reason
@@ -261,12 +265,6 @@ def _method(tree: ast.Module, name: str, method: str) -> ast.FunctionDef | None:
     return None
 
 
-@functools.cache
-def _forward_arguments(name: str) -> tuple[str, ...]:
-    forward = _method(_parse(_classes("loss")[name]), name, "forward")
-    return tuple(argument.arg for argument in forward.args.args[1:]) if forward else ()
-
-
 def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[Parameter, ...]:
     arguments = init.args
     positional = arguments.posonlyargs + arguments.args
@@ -281,15 +279,13 @@ def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[Parameter, ...]
         if argument.arg in _IGNORED[kind] or schema is None:
             continue
         required = default is None and not (kind == "schedule" and argument.arg in _LENGTHS)
-        source = ast.unparse(default) if default else ""
-        tensor = any(form is _TENSOR for form in schema.get("anyOf", [schema]))
-        found.append(Parameter(argument.arg, schema, required, source, tensor))
+        found.append(Parameter(argument.arg, schema, required, ast.unparse(default) if default else ""))
     return tuple(found)
 
 
 def _schema(annotation: ast.expr | None) -> Schema | None:
     """What an annotation takes: anything if it is of an unknown form, None if only a function does."""
-    forms = [_form(part) for part in _alternatives(annotation)] if annotation else [{}]
+    forms = list(_forms(annotation))
     real = [form for form in forms if form is not None and form != _NULL]
     if not real:
         return None
@@ -303,40 +299,33 @@ def _schema(annotation: ast.expr | None) -> Schema | None:
     return unique[0] if len(unique) == 1 else {"anyOf": unique}
 
 
-def _alternatives(annotation: ast.expr) -> list[ast.expr]:
-    """The members of `a | b`, `Union[a, b]` and `Optional[a]`."""
-    if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
-        return _alternatives(annotation.left) + _alternatives(annotation.right)
-    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("Union", "Optional"):
-        parts = [part for member in _members(annotation) for part in _alternatives(member)]
-        return [*parts, ast.Constant(None)] if ast.unparse(annotation.value) == "Optional" else parts
-    return [annotation]
-
-
-def _members(annotation: ast.Subscript) -> list[ast.expr]:
-    inner = annotation.slice
-    return list(inner.elts) if isinstance(inner, ast.Tuple) else [inner]
-
-
-def _form(annotation: ast.expr) -> Schema | None:
-    """What an annotation that is not a union takes, as `_schema`."""
-    name = ast.unparse(annotation)
-    if name in _TYPES:
-        return {"type": _TYPES[name]}
-    if name == "Tensor":
-        return _TENSOR
-    if name.startswith("Callable"):
-        return None
-    if isinstance(annotation, ast.Subscript):
-        outer, members = ast.unparse(annotation.value), _members(annotation)
-        if outer == "Literal":
-            return {"enum": [str(ast.literal_eval(member)) for member in members]}
-        if outer in ("tuple", "Tuple") and ast.unparse(members[-1]) != "...":
-            items, count = [_schema(member) or {} for member in members], len(members)
-            return {"type": "array", "prefixItems": items, "minItems": count, "maxItems": count}
-        if outer in ("tuple", "Tuple", "list", "List", "Iterable", "Sequence"):
-            return {"type": "array", "items": _schema(members[0]) or {}}
-    return {}
+def _forms(annotation: ast.expr | None) -> Iterator[Schema | None]:
+    """What each member of a union takes, as `_schema`."""
+    name = ast.unparse(annotation) if annotation else ""
+    match annotation:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            yield from (*_forms(left), *_forms(right))
+        case ast.Subscript(value=ast.Name(id=outer), slice=inner) if outer != "Callable":
+            members = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            if outer in ("Union", "Optional"):
+                yield from (form for member in members for form in _forms(member))
+                if outer == "Optional":
+                    yield _NULL
+            elif outer == "Literal":
+                yield {"enum": [str(ast.literal_eval(member)) for member in members]}
+            elif outer in ("tuple", "Tuple") and ast.unparse(members[-1]) != "...":
+                items, count = [_schema(member) or {} for member in members], len(members)
+                yield {"type": "array", "prefixItems": items, "minItems": count, "maxItems": count}
+            elif outer in ("tuple", "Tuple", "list", "List", "Iterable", "Sequence"):
+                yield {"type": "array", "items": _schema(members[0]) or {}}
+            else:
+                yield {}
+        case _ if name in _TYPES:
+            yield {"type": _TYPES[name]}
+        case _ if name == "Tensor":
+            yield _TENSOR
+        case _:
+            yield None if name.startswith("Callable") else {}
 
 
 def _summary(tree: ast.Module, name: str) -> str:

@@ -113,7 +113,7 @@ class _Chosen:
         self.key = path if "." in self.name else f"{path}.{self.name}"
 
     def refused(self, problem: str, allowed: str | None = None) -> PipelineError:
-        return PipelineError([self.loaded.fault(self.key, problem, allowed)])
+        return self.loaded.error(self.key, problem, allowed)
 
     def imported(self) -> Any:
         """What a dotted name leads to."""
@@ -216,7 +216,7 @@ def data_refused(
     pair = isinstance(data, DataPair)
     chosen: Any = getattr(data, part) if pair else data
     path = f"data.{part}" if pair else "data"
-    return PipelineError([loaded.fault(path, f'"{chosen.name}": {problem}', allowed)])
+    return loaded.error(path, f'"{chosen.name}": {problem}', allowed)
 
 
 def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Tensor] | None:
@@ -294,7 +294,7 @@ def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...], *, inside_
     try:
         return Stack(named, described=repr([choice.plain() for choice in hooks]))
     except HookSetupError as error:
-        raise PipelineError([loaded.fault(path, str(error))]) from None
+        raise loaded.error(path, str(error)) from None
 
 
 @dataclass(slots=True)

@@ -195,7 +195,7 @@ class Objective:
         return loss.reshape(())
 
     def _refused(self, path: str, problem: str, allowed: str) -> PipelineError:
-        return PipelineError([self._loaded.fault(path, problem, allowed)])
+        return self._loaded.error(path, problem, allowed)
 
 
 def find_buffer_use(

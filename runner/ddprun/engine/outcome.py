@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ddprun import __version__, screen
+from ddprun import BAD_INPUT, FAILED, __version__, screen
 from ddprun.checkpoint import folder
 from ddprun.config import PipelineError
 from ddprun.config.secrets import Secrets
@@ -32,7 +32,6 @@ from ddprun.watchdog.hang import Report, RunContext, handle_hang, open_log
 from ddprun.watchdog.rank_watchdog import RankWatchdog
 from ddprun_hooks.errors import DisagreementError
 
-FAILED, BAD_INPUT = 1, 2
 Status = Literal["done", "interrupted", "failed"]
 
 

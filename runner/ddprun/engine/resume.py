@@ -15,7 +15,7 @@ from typing import Any
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import DamagedError, UnreadableError
 from ddprun.checkpoint.folder import FOLDER, Checkpoint, Files, rank_name
-from ddprun.config import AverageStage, BroadcastStage, PipelineError, StepStage
+from ddprun.config import AverageStage, BroadcastStage, StepStage
 from ddprun.config.changes import changes, schedule_changed
 from ddprun.engine import seeding
 from ddprun.engine.run_folder import RunFolderError
@@ -89,7 +89,7 @@ def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
     of_ranks = runtime.ranks.gather(f"resume/{part}", [kind, problem])
     kind, problem = next((one for one in of_ranks if one[0]), ("", ""))
     if kind == "unfit":
-        raise PipelineError([runtime.loaded.fault("model", f"{problem} ({found.path})")])
+        raise runtime.loaded.error("model", f"{problem} ({found.path})")
     if kind:
         raise RunFolderError(f"the checkpoint of step {found.step} is damaged: {problem} ({found.path})")
 
@@ -288,7 +288,7 @@ def _for_another_world(
         text = "the data set shards itself by rank, so another number of ranks cannot resume in mid-epoch"
         refused = "loader.sharded", text
     if refused is not None:
-        raise PipelineError([loaded.fault(*refused, "resume on as many ranks as before")])
+        raise loaded.error(*refused, "resume on as many ranks as before")
     if "parameters" not in shared:
         state["parameters"] = {  # what has no mean (quantised weights) is rank 0's
             name: mean_of([one["parameters"][name] for one in own]) if has_mean(value) else value

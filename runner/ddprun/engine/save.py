@@ -15,7 +15,7 @@ from safetensors.torch import save_model
 from ddprun import __version__
 from ddprun.checkpoint.codec import order_metadata
 from ddprun.checkpoint.folder import sync_folder
-from ddprun.config import PipelineError, Save
+from ddprun.config import Save
 from ddprun.engine.outcome import LostError
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import make_buffers_equal
@@ -60,7 +60,7 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
             problem = f"cannot write {target}: {error.strerror or error}"
             if error.errno in _DISK:
                 raise LostError(f"{stage.path}: {problem}") from None
-            raise PipelineError([runtime.loaded.fault(f"{stage.path}.to", problem)]) from None
+            raise runtime.loaded.error(f"{stage.path}.to", problem) from None
     runtime.exchange.control.barrier("rank 0's file")
     reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
     reporter.note(f"{stage.name}: {target}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ddprun.config import Loaded, PipelineError
+from ddprun.config import Loaded
 from ddprun.engine import build, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.interrupts import StopRequest
@@ -164,7 +164,7 @@ def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks, backend: str) -> None:
         return
     text = f"{ranks.host}: {shortage.told}"
     if shortage.certain:
-        raise PipelineError([loaded.fault("loader.workers", text, f"workers: 0, or {shared_memory.REMEDY}")])
+        raise loaded.error("loader.workers", text, f"workers: 0, or {shared_memory.REMEDY}")
     if here.local_rank == 0:
         say(f"ddprun: warning: {text}: {shared_memory.REMEDY}")
 
@@ -194,7 +194,7 @@ def _open_exchange(
     except HookSetupError as error:
         by_hook = any(hook.name == "hierarchical" for _, settings in stages for hook in settings.hooks)
         at = "sync" if "two levels" in str(error) and not by_hook else "hooks"
-        raise PipelineError([loaded.fault(at, str(error))]) from None
+        raise loaded.error(at, str(error)) from None
 
 
 def _compare_data(feed: Feed, control: Control, reporter: Reporter) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddprun.config import AverageStage, BroadcastStage, Evaluate, Save, Stage, StepStage, TrainSettings
+from ddprun.config import AverageStage, BroadcastStage, Evaluate, Save, StepStage, TrainSettings
 from ddprun.engine import build
 from ddprun.engine.data import StepBatches
 from ddprun.engine.resume import agreed
@@ -167,7 +167,7 @@ def end_stage(run: StageRun) -> None:
     """Make the ranks equal again, unless the next stage wants them as they are."""
     session, stage, state = run.session, run.stage, run.session.state
     replicas = state.replicas
-    reconcile = not _wants_ranks_apart(session, stage)
+    reconcile = session.runtime.loaded.pipeline.reconciles_after(stage)
     effect = run.synchronizer.finish(reconcile=reconcile and replicas.parameters != "common")
     if effect != "nothing":
         run.note_effect(effect)
@@ -187,15 +187,6 @@ def end_stage(run: StageRun) -> None:
 def _epochs_left(session: Session, epochs: int) -> int:
     """Epochs of the stage that are not over, the current one included."""
     return epochs - (session.runtime.feed.epoch - session.state.cursor.first_epoch)
-
-
-def _wants_ranks_apart(session: Session, stage: Stage) -> bool:
-    """Whether the next stage makes ranks equal itself, or wants them to differ."""
-    pipeline = session.runtime.loaded.pipeline
-    following = next(iter(pipeline.stages[stage.index + 1 :]), None)
-    if isinstance(following, StepStage):
-        return following.effective(pipeline).plan.keeps_apart
-    return isinstance(following, AverageStage | BroadcastStage)
 
 
 # Making ranks equal, and the audit.

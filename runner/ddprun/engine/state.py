@@ -26,7 +26,7 @@ from ddprun import __version__
 from ddprun.checkpoint.codec import DamagedError, EncodedState, UnstorableError, encode
 from ddprun.checkpoint.folder import FOLDER, LOSS, rank_name
 from ddprun.checkpoint.writer import CheckpointWriter
-from ddprun.config import Loaded, PipelineError
+from ddprun.config import Loaded
 from ddprun.engine import seeding
 from ddprun.engine.nonfinite import FiniteCheck, Nonfinite
 from ddprun.engine.session import Session
@@ -354,7 +354,7 @@ def check_state(session: Session) -> None:
             encode(state_of(session), copy=False)
         except UnstorableError as error:
             text, way_out = f"no checkpoint can be taken: {error}", "`checkpoint: {keep: 0}` takes none"
-            raise PipelineError([runtime.loaded.fault("checkpoint", text, way_out)]) from None
+            raise runtime.loaded.error("checkpoint", text, way_out) from None
 
 
 def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool = False) -> None:

@@ -9,14 +9,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ddprun import LAUNCHED, __version__, screen
+from ddprun import BAD_INPUT as BAD_INPUT
+from ddprun import DONE, FAILED, INTERRUPTED, LAUNCHED, __version__, screen
 from ddprun.config import AverageStage, BroadcastStage, Evaluate, Forward, Loaded, Save, Stage, Train
 from ddprun.engine.evaluate import evaluate
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
 from ddprun.engine.loop import run_stage
-from ddprun.engine.outcome import BAD_INPUT as BAD_INPUT
 from ddprun.engine.outcome import (
-    FAILED,
     Progress,
     Status,
     finish_run,
@@ -38,7 +37,6 @@ from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import Resuming
 from ddprun.watchdog.rank_watchdog import GROUPS_LATER_S
 
-DONE, INTERRUPTED = 0, 130
 _CODES: dict[Status, int] = {"done": DONE, "failed": FAILED, "interrupted": INTERRUPTED}
 
 _STAGES: dict[type[Stage], Callable[[Session, Any], dict[str, Any]]] = {

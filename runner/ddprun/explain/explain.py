@@ -399,7 +399,7 @@ class _Planner:
         self, stage: StepStage, plan: SyncPlan, progress: PlanProgress, *, noop: bool
     ) -> tuple[Sent, ...]:
         replicas = self._replicas
-        reconcile = not self._next_takes_ranks_as_they_are(stage)
+        reconcile = self._pipeline.reconciles_after(stage)
         _, setting_out, effect = progress.finish(reconcile=reconcile and replicas.parameters != "common")
         sent: tuple[Sent, ...] = ()
         for index in setting_out:
@@ -410,12 +410,6 @@ class _Planner:
             sent += self._average("end")
             replicas.parameters = "common"
         return sent
-
-    def _next_takes_ranks_as_they_are(self, stage: StepStage) -> bool:
-        following = next(iter(self._pipeline.stages[stage.index + 1 :]), None)
-        if isinstance(following, StepStage):
-            return following.effective(self._pipeline).plan.keeps_apart
-        return isinstance(following, AverageStage | BroadcastStage)
 
     def _length(self, settings: TrainSettings) -> int | None:
         if settings.steps is not None or self._probe.feed is None:

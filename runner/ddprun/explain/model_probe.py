@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddprun.config import Choice, Loaded, PipelineError
+from ddprun.config import Choice, Loaded
 from ddprun.engine import build, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.objective import Objective, Precision, find_buffer_use, freeze_layout
@@ -138,7 +138,7 @@ def _open_feed(loaded: Loaded, world: World) -> Feed:
     try:
         return Feed(data.train, loader, seed=loaded.pipeline.seed, rank=0, ranks=world.ranks)
     except ValueError as error:
-        raise PipelineError([loaded.fault("data", str(error))]) from None
+        raise loaded.error("data", str(error)) from None
 
 
 def _any_gradients(loaded: Loaded) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from ddprun.config import Loaded, PipelineError, StepStage
+from ddprun.config import Loaded, StepStage
 from ddprun.engine import build
 from ddprun.explain.model_probe import World, is_foreign
 from ddprun.sync.plan import Partition
@@ -178,7 +178,7 @@ class Simulations:
                     traces.append(simulate(payload, self._stack(stage, route), group))
             except HooksError as error:
                 path = stage.key_path("hooks") if stage is not None else ""
-                raise PipelineError([self._loaded.fault(path, str(error))]) from None
+                raise self._loaded.error(path, str(error)) from None
             by_name = _groups_by_name(self.groups[0][route.queue])
             legs = tuple(_joined([trace.collectives for trace in traces], by_name))
             self._known[key] = _bucket(layout, _sent_by(traces), legs)
@@ -225,7 +225,7 @@ class Simulations:
             try:
                 simulated_group("world", layout, of)
             except HookSetupError as error:
-                raise PipelineError([self._loaded.fault(stage.key_path(key), str(error))]) from None
+                raise self._loaded.error(stage.key_path(key), str(error)) from None
 
 
 def _bucket(layout: BucketLayout, sent: Amount | None, legs: tuple[Leg, ...] | None) -> Bucket:

@@ -44,7 +44,7 @@ def place_of(loaded: Loaded, local_rank: int, local_ranks: int) -> Place:
     launch, gpus = loaded.pipeline.launch, gpu_count()
 
     def refused(key: str, message: str, do: str) -> PipelineError:
-        return PipelineError([loaded.fault(key, message, do)])
+        return loaded.error(key, message, do)
 
     if launch.device == "cuda" and not gpus:
         raise refused("launch.device", "cuda is asked for, but torch sees no GPU here", "write auto or cpu")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddprun import LAUNCHED
+from ddprun import BAD_INPUT, LAUNCHED
 from ddprun.config import Loaded
 from ddprun.host.network import public_warning
 from ddprun.host.processes import handle
@@ -15,8 +15,6 @@ from ddprun.screen import say
 
 if TYPE_CHECKING:
     from ddprun.run_files import Resuming
-
-BAD_INPUT = 2
 
 
 def start(

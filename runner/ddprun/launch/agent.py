@@ -19,12 +19,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
+from ddprun import BAD_INPUT
 from ddprun.host import rank_files
 from ddprun.host.processes import in_background
 from ddprun.launch.rendezvous import make_handler
 from ddprun.screen import say
 
-BAD_INPUT = 2
 _CHECKPOINT_S = 30.0
 """Longest wait for a checkpoint before ranks are ended that have not failed."""
 

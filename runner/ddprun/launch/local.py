@@ -19,21 +19,22 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
-from ddprun import LAUNCHED, ON_USR1, QUEUE_AGAIN
+from ddprun import BAD_INPUT, FAILED, INTERRUPTED, LAUNCHED, ON_USR1, QUEUE_AGAIN
 from ddprun.checkpoint.folder import steps_in
 from ddprun.config import Loaded
 from ddprun.host import network, rank_files
 from ddprun.host.device import default_ranks, place_of
 from ddprun.host.processes import LAUNCHER, handle
-from ddprun.launch.agent import BAD_INPUT, Agent, ended_by_itself, make_agent, prepare
+from ddprun.launch.agent import Agent, ended_by_itself, make_agent, prepare
 from ddprun.launch.agent import run as run_agent
 from ddprun.launch.launcher import flag_of, passing_on
 from ddprun.run_files import Resuming, resume_command
 from ddprun.screen import say
 from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 
-FAILED, SIGNALLED = 1, 128
-INTERRUPTED = SIGNALLED + signal.SIGINT
+_SIGNALLED = 128
+"""Exit codes of processes that a signal ended: this and its number."""
+
 _OTHERS_ASK_S = 4.0
 """The store may end with this process; the other hosts' ranks still ask it who failed first."""
 
@@ -117,7 +118,7 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
                 run_agent(agent)
             except ChildFailedError:
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                    handle(number, lambda number, _: os._exit(SIGNALLED + number))
+                    handle(number, lambda number, _: os._exit(_SIGNALLED + number))
                 if several:
                     watchdog.linger(_OTHERS_ASK_S)
                 raise
@@ -129,7 +130,7 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
         if found is not None and steps_in(found / "checkpoints"):
             hint = f"; to resume: {resume_command(found)}"
         say(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{hint}")
-        return SIGNALLED + int(caught.sigval)
+        return _SIGNALLED + int(caught.sigval)
     code = rank_files.outcome(folder)
     if code is None:
         say("ddprun: the ranks of this host ended before the run was over; the run has failed")
