@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ddprun import BAD_INPUT as BAD_INPUT
 from ddprun import DONE, FAILED, INTERRUPTED, LAUNCHED, __version__, screen
 from ddprun.config import AverageStage, BroadcastStage, Evaluate, Forward, Loaded, Save, Stage, Train
 from ddprun.engine.evaluate import evaluate
