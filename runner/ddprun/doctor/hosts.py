@@ -7,15 +7,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddprun.doctor import links
-from ddprun.doctor.findings import Finding, Level, Report, pair_of
+from ddprun.doctor import Finding, Level, Report, links, pair_of
 from ddprun.doctor.host import bad_variables, loopback_variables, wrong_interface
 from ddprun.host.network import VARIABLES, address_towards, interface_towards
 from ddprun.parallel.ranks import Environment, Ranks
@@ -44,11 +43,7 @@ class LostError(RuntimeError):
 
 @contextmanager
 def bounded(within_s: float) -> Iterator[None]:
-    """End this process if the block does not end: a dead link says nothing, and the store waits.
-
-    Args:
-        within_s: what the block takes at most by its own account.
-    """
+    """End this process if the block takes much longer: a dead link says nothing, and the store waits."""
 
     def end() -> None:
         say(f"ddprun doctor: the host that holds the store no longer answers\n  -> {CHECK_HOST}")
@@ -73,15 +68,10 @@ class HostGroup:
     """Of this host."""
 
     def gather(self, key: str, value: Any, within_s: float) -> list[Any]:
-        """Every host's value on every host, as JSON can carry it.
-
-        Args:
-            key: used once.
-            value: this host's.
-            within_s: how long to wait for the last one.
+        """Every host's value on every host, as JSON can carry it; a key is used once.
 
         Raises:
-            LostError: some did not answer.
+            LostError: some did not answer in time.
         """
         keys = [f"{key}/{index}" for index in range(len(self.names))]
         until = time.monotonic() + within_s
@@ -173,10 +163,10 @@ def _between(
     with bounded(2 * timeout_s * size):
         offset = links.clock_offset(group.store, group.index, size, timeout_s)
     clocks = group.gather("clocks", offset, timeout_s * size)
-    with links.OpenPorts(address) as own:
+    with links.open_ports(address) as own:
         listening = [
             links.Listening(where, tuple(ports), token)
-            for where, ports, token in group.gather("listening", [address, own.ports, own.token], timeout_s)
+            for where, ports, token in group.gather("listening", astuple(own), timeout_s)
         ]
         others = [None if index == group.index else one for index, one in enumerate(listening)]
         closed = group.gather("ports", links.closed_ports(others), _PORTS_S + timeout_s)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddprun.doctor.findings import Finding, Report
+from ddprun.doctor import Finding, Report
 from ddprun.doctor.host import examine_host
 from ddprun.host.network import NetworkError, addresses, host_and_port, host_of, is_own, public_address
 from ddprun.host.processes import handle
