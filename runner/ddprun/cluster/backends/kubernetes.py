@@ -304,10 +304,8 @@ class Kubernetes(Cluster):
         }
         reference = {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": self.name}
         train_job = {"runtimeRef": reference, "trainer": trainer}
-        api, framework = (
-            f"{_TRAINER}/v1alpha1",
-            {f"{_TRAINER}/framework": "torch"},
-        )  # for Kubeflow's own tools
+        api = f"{_TRAINER}/v1alpha1"
+        framework = {f"{_TRAINER}/framework": "torch"}  # for Kubeflow's own tools
         return [
             self._object(api, "TrainingRuntime", framework, spec=runtime),
             self._object(api, "TrainJob", self._queue, spec=train_job),
@@ -443,7 +441,7 @@ class _Log:
     selector: str
     show: Show
     read_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    """When the output of a pod's container, the n-th that it has started, was read last; infinity: all of it."""
+    """When the output of a pod's n-th container was read last; infinity: it was read to its end."""
 
     reason: str = ""
 
@@ -470,9 +468,7 @@ class _Log:
         if (pod, start) in self.read_s:
             options["since_seconds"] = int(time.monotonic() - self.read_s[pod, start]) + 1
         stream = self.core.read_namespaced_pod_log(pod, self.namespace, **options)
-        with suppress(
-            HTTPError
-        ):  # cut off by something on the way: the rest is read when it is asked for again
+        with suppress(HTTPError):  # cut off by something on the way: the rest is read next time
             for piece in stream.stream():
                 self.show(piece.decode(errors="replace"))
 
@@ -497,7 +493,7 @@ def _resource(cluster: Any, manifest: Object) -> Any:
 
 @contextmanager
 def _cluster() -> Iterator[Any]:
-    """A client for objects of any kind, of the current context's cluster or the one that this process runs in.
+    """A client of the current context's cluster, or of the one that this process runs in.
 
     Raises:
         ClusterError: there is none, or it refuses something inside the block.
