@@ -159,9 +159,7 @@ def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path
     page = StatusPage(5, tmp_path)
     called: list[bool] = []
 
-    with StatusServer(
-        "127.0.0.1", "opensesame", lambda: read_all(tmp_path), lambda: called.append(True)
-    ) as server:
+    with StatusServer("127.0.0.1", lambda: read_all(tmp_path), lambda: called.append(True)) as server:
         server.open()
         found = ask(server.name, hang=False)
         assert found is not None
@@ -169,7 +167,7 @@ def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path
         assert not called
         assert list(ask_all([server.name], hang=True)) == [5]
         assert called == [True]
-        assert ask(server.name.replace("sesame", "barley"), hang=True) is None
+        assert ask(server.name[:-1] + "x", hang=True) is None
         assert called == [True]
         name = server.name
         server.shutdown()

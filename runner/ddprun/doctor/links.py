@@ -108,7 +108,7 @@ def clock_findings(names: Sequence[str], offsets: Sequence[tuple[float, float]])
             found = f"clocks are equal within {length(within_s)}"
         elif apart_s > _CLOCK_WARNING_S:
             level = "warning"
-            found += "; logs and records of the two do not fit together"
+            found += "; times in their logs and records do not match"
             if apart_s > ELASTIC_S:
                 level = "problem"
                 found += f", and elastic runs (--max-restarts, --nnodes MIN:MAX) take {behind} for lost"

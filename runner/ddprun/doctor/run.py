@@ -204,7 +204,7 @@ def rendezvous(
         why = str(error.__cause__ or error).strip().partition("\n")[0]
         why = f"{type(error).__name__}: {why}" if why else type(error).__name__
         raise UnreachableError(
-            f"not all of the {hosts} hosts came to {parameters.endpoint} within {timeout_s:g} s ({why})",
+            f"not all of the {hosts} hosts reached {parameters.endpoint} within {timeout_s:g} s ({why})",
             f"start the same command on all {hosts} hosts within this time (--timeout SECONDS gives more); "
             f"where it cannot connect, open TCP port {host_and_port(parameters.endpoint)[1]} to that host; "
             "take a port that nobody uses" + ("" if static else ", and the same --rdzv-id everywhere"),

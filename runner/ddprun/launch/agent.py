@@ -60,11 +60,7 @@ With torchelastic's own 30, 5, 3 and 60 the others resume 45 s after a host is l
 class Agent(LocalElasticAgent):
     """Starts this host's ranks, and again after a failure, or when hosts have come or gone.
 
-    Args:
-        spec: what torchelastic is to run.
-        config: torchrun's reading of its flags.
-        scratch: this launcher's folder, in which ranks leave notes.
-        keeps: whether ranks take checkpoints.
+    Ranks leave notes in `scratch`, this launcher's folder; `keeps` says whether they take checkpoints.
     """
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, scratch: Path, *, keeps: bool) -> None:
@@ -172,10 +168,7 @@ class Agent(LocalElasticAgent):
 
 
 def prepare(arguments: Any) -> bool:
-    """Set what torchelastic needs to start ranks again; whether it may come to that.
-
-    Args:
-        arguments: torchrun's own reading of its flags; changed in place.
+    """Set what torchelastic needs to start ranks again, in torchrun's arguments; whether it may come to that.
 
     Raises:
         ValueError: it may come to that, and could not work.
@@ -205,12 +198,7 @@ def prepare(arguments: Any) -> bool:
 
 
 def rendezvous_parameters(config: LaunchConfig, **changed: Any) -> RendezvousParameters:
-    """What torch.distributed.launcher.api.launch_agent makes of such a config.
-
-    Args:
-        config: torchrun's reading of its flags.
-        changed: other values of `--rdzv-conf`.
-    """
+    """As torch.distributed.launcher.api.launch_agent has them, with other values of `--rdzv-conf`."""
     return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -251,16 +239,17 @@ def run(agent: Agent) -> None:
         SignalException: this process was asked to end.
         DistError, RendezvousError: the other hosts cannot be reached.
     """
+    leaving = False
     try:
         result = agent.run()
         if result is not None and result.is_failed():
             raise ChildFailedError("ddprun", result.failures)
     except SignalException:
-        raise  # the others continue without this host
-    except BaseException:
-        agent.get_worker_group().spec.rdzv_handler.shutdown()  # tells the other hosts that this is the end
+        leaving = True  # the others continue without this host
         raise
-    agent.get_worker_group().spec.rdzv_handler.shutdown()
+    finally:
+        if not leaving:
+            agent.get_worker_group().spec.rdzv_handler.shutdown()  # ends the run on the other hosts, too
 
 
 def ended_by_itself(failures: Mapping[int, ProcessFailure]) -> str:

@@ -60,18 +60,14 @@ def launch(
     if (ranks := str(flags.get("nproc_per_node", ""))).isdigit():
         place_of(loaded, 0, int(ranks))
     _prepare_environment()
-    command = [
-        "-m",
-        "ddprun",
-        *(["resume", str(run_dir)] if resuming == "yes" else ["run", str(loaded.path)]),
-    ]
-    if run_dir is not None and resuming != "yes":
-        command += ["--run-dir", str(run_dir), *(["--or-resume"] if resuming == "if begun" else [])]
+    if resuming == "yes":
+        command = ["resume", str(run_dir)]
+    else:
+        command = ["run", str(loaded.path), *(["--run-dir", str(run_dir)] if run_dir is not None else [])]
+        command += ["--or-resume"] if resuming == "if begun" else []
     with ExitStack() as stack:
-        try:
-            folder = stack.enter_context(
-                rank_files.launcher_folder()
-            )  # torchelastic would leave its own behind
+        try:  # torchelastic would leave its own folder behind
+            folder = stack.enter_context(rank_files.launcher_folder())
         except OSError as error:
             say(f"ddprun: cannot make a temporary folder: {error}")
             return FAILED
@@ -79,7 +75,8 @@ def launch(
         os.environ[rank_files.SCRATCH], os.environ[LAUNCHER] = str(folder), str(os.getpid())
         try:
             try:
-                config, program, arguments = torchrun.config_from_args(torchrun_arguments(flags, command))
+                read = torchrun_arguments(flags, ["-m", "ddprun", *command])
+                config, program, arguments = torchrun.config_from_args(read)
                 assert isinstance(program, str)
                 if warning := network.public_warning(config.rdzv_endpoint):
                     say(warning)
@@ -140,18 +137,10 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
 def _from_file(loaded: Loaded, flags: Mapping[str, str | bool]) -> dict[str, str | bool]:
     """What the file says where neither a flag nor torchrun's own environment variable does."""
     settings = loaded.pipeline.launch
-    found: dict[str, str | bool] = {
-        name: str(value)
-        for name, value in (
-            ("nnodes", settings.nnodes),
-            ("max_restarts", settings.max_restarts),
-            ("nproc_per_node", settings.nproc_per_node or ""),
-        )
-        if f"PET_{name.upper()}" not in os.environ
-    }
-    if found.get("nproc_per_node") == "" and "nproc_per_node" not in flags:
-        found["nproc_per_node"] = str(default_ranks(loaded))
-    return found
+    found = {"nnodes": settings.nnodes, "max_restarts": settings.max_restarts}
+    if not flag_of(flags, "nproc_per_node"):
+        found["nproc_per_node"] = settings.nproc_per_node or default_ranks(loaded)
+    return {name: str(value) for name, value in found.items() if not flag_of(flags, name)}
 
 
 def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
@@ -159,7 +148,7 @@ def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
     latter three stop after it, and for SIGUSR1 if `ON_USR1` says so. The second one, or one that comes before
     all ranks are there, ends them.
 
-    Where hosts may leave, SIGTERM is this host's own: its ranks end after a checkpoint, and the others go on.
+    Where hosts may leave, SIGTERM is this host's own: its ranks end after a checkpoint, the others continue.
     """
     asked, alone = False, config.min_nodes == config.max_nodes
 

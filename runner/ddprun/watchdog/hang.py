@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from ddprun import screen
 from ddprun.run_files import open_file, replacing
 from ddprun.watchdog.rank_watchdog import HANG, Overdue, PendingCollective, RankWatchdog
-from ddprun.watchdog.status_page import Seen, Wait, ask_all, claim, read, read_all
+from ddprun.watchdog.status_page import Seen, ask_all, claim, read, read_all
 
 _AT_MOST_S = 4.8
 """From the alarm to the end of the process, whatever stalls."""
@@ -31,7 +31,7 @@ _ALSO_SHOWN = 3
 
 Why = Literal["late", "silent", "circle", "network"]
 """`late`: they have not come to the collective. `silent`: nobody can see whether they have. `circle`: they
-wait for each other. `network`: all have come, all are alive, and it does not get through."""
+wait for each other. `network`: all have entered it, all are alive, and it does not complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,7 @@ class RunContext:
 
 
 def handle_hang(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue]) -> None:
-    """Report, and end the process with exit code 1.
-
-    Args:
-        context: the run.
-        watchdog: of this rank.
-        waits: what this rank waits for, oldest first.
-    """
+    """Report what this rank waits for, oldest first, and end the process with exit code 1."""
     last = threading.Timer(_AT_MOST_S, os._exit, [1])
     last.daemon = True
     last.start()
@@ -119,8 +113,7 @@ def _report(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue]) -
         state = f": it {doing(seen[context.rank])}" if context.rank in seen else ""
         text = f"ddprun: other ranks have waited too long, and rank {context.rank} waits for none{state}"
         report = Report(text, "", text)
-    log = context.log()
-    if log is not None:
+    if (log := context.log()) is not None:
         write_log(log, report)
         dump_flight_recorder(log.parent / f"flight-recorder-{context.rank:05}.json")
     if speaks and waits and context.first():
@@ -139,19 +132,17 @@ def _report(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue]) -
 def _read_pages(context: RunContext, watchdog: RankWatchdog, peers: Mapping[int, Peer]) -> dict[int, Seen]:
     """The status pages that can be read, of this host and of the others."""
     servers = {peer.server for peer in peers.values() if peer.server and peer.host != context.host}
-    seen = ask_all(sorted(servers), hang=True)
-    for rank, peer in peers.items():
-        if peer.host == context.host and (one := read(peer.page)) is not None:
-            seen[rank] = one
+    here = {rank: read(peer.page) for rank, peer in peers.items() if peer.host == context.host}
     if watchdog.folder is not None:
-        seen |= read_all(watchdog.folder)
-    if (own := read(watchdog.page.path)) is not None:
-        seen[context.rank] = own
-    return seen
+        here |= read_all(watchdog.folder)
+    here[context.rank] = read(watchdog.page.path) or here.get(context.rank)
+    return {
+        **ask_all(sorted(servers), hang=True),
+        **{rank: page for rank, page in here.items() if page is not None},
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     """Whose fault it is."""
 
     why: Why
@@ -189,16 +180,9 @@ def _awaited(one: Seen, seen: Mapping[int, Seen]) -> list[int]:
     if wait.peers is not None:
         return list(wait.peers)
     others = [rank for rank in wait.ranks if rank != one.rank]
-    late = [rank for rank in others if rank in seen and _issued(seen[rank], wait) < wait.number]
-    if late:
-        return late
+    late = [rank for rank in others if rank in seen and seen[rank].has_issued(wait.index) < wait.number]
     unseen = [rank for rank in others if rank not in seen]
-    return unseen or [rank for rank in others if seen[rank].lost]
-
-
-def _issued(seen: Seen, wait: Wait) -> int:
-    """How many collectives of a sequence a rank has issued."""
-    return seen.issued[wait.index] if wait.index < len(seen.issued) else 0
+    return late or unseen or [rank for rank in others if seen[rank].lost]
 
 
 def find_out(
@@ -208,15 +192,7 @@ def find_out(
     seen: Mapping[int, Seen],
     peers: Mapping[int, Peer],
 ) -> Report:
-    """Say who is missing.
-
-    Args:
-        context: the run.
-        timeout_s: how long a collective may be under way.
-        waits: what this rank waits for, oldest first.
-        seen: the status pages that could be read, this rank's among them.
-        peers: the ranks that have joined.
-    """
+    """Say who is missing; `waits`: what this rank waits for, oldest first; `seen`: its own page among them."""
     diagnosis = diagnose(context.rank, seen)
     shown, own = _most_telling(waits, diagnosis), seen[context.rank]
     pending, others = shown.pending, [one for one in waits if one is not shown]
@@ -303,7 +279,7 @@ def headline(diagnosis: Diagnosis, timeout_s: float) -> str:
         case "circle":
             return f"{who} have waited for each other for {timeout_s:g} s"
         case "network":
-            return f"{who} have all come to a collective, and for {timeout_s:g} s it does not get through"
+            return f"{who} have all entered a collective, which has not completed for {timeout_s:g} s"
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -1,7 +1,6 @@
 """What the launcher does about ranks that hang: answer for them, and end those that cannot end themselves."""
 
 import os
-import secrets
 import signal
 import threading
 import time
@@ -56,7 +55,7 @@ class LauncherWatchdog:
         self._server: StatusServer | None = None
         if address is not None:
             with suppress(OSError):  # then other hosts' ranks say that nobody answers here
-                self._server = StatusServer(address, secrets.token_hex(8), self.read, self._hang_found)
+                self._server = StatusServer(address, self.read, self._hang_found)
         self._closed, self._failed_checks = threading.Event(), FailedChecks("the launcher's watchdog")
         self._without_ranks_s, self._unreachable = 0.0, 0
         # By folder: how long all its ranks have been stopped; when its hang was found.
@@ -114,10 +113,8 @@ class LauncherWatchdog:
             if passed > _LOST_S:  # this process was stopped, and its ranks with it: no time has passed
                 continue
             for check in (self._check_ranks, self._check_launcher):
-                try:
+                with self._failed_checks.reporting():
                     check(passed)
-                except Exception as error:
-                    self._failed_checks.report(error)
 
     def _check_launcher(self, passed_s: float) -> None:
         """Give up if all ranks are gone, for long, and torchelastic waits for what will not come."""

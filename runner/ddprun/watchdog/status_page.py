@@ -10,14 +10,15 @@ import hmac
 import json
 import mmap
 import os
+import secrets
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
@@ -64,12 +65,10 @@ def _as_span(ranks: Sequence[int]) -> list[int] | dict[str, int]:
     return list(ranks)
 
 
-def _from_span(found: object) -> object:
-    match found:
-        case {"from": int(first), "to": int(last), "by": int(step)}:
-            return tuple(range(first, last + 1, step))
-        case _:
-            return found
+def _from_span(found: Any) -> Any:
+    if isinstance(found, dict):
+        return tuple(range(found["from"], found["to"] + 1, found["by"]))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +96,14 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class _Note:
     """The part of a status page that is written a few times a second."""
 
-    waits: tuple[Wait, ...] = ()
-    """What the rank waits for, oldest first."""
-
+    waits: Sequence[Wait] = ()
     at: str = ""
-    """Where its training thread is in Python code."""
 
 
-_NOTE = TypeAdapter(Note)
+_NOTE = TypeAdapter(_Note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +126,17 @@ class Seen:
     """Collectives issued, by sequence."""
 
     waits: tuple[Wait, ...]
-    """As in `Note`."""
+    """What the rank waits for, oldest first."""
 
     at: str
-    """As in `Note`."""
+    """Where its training thread is in Python code."""
 
     reported: bool
     """It has reported a hang in its log."""
+
+    def has_issued(self, sequence: int) -> int:
+        """How many collectives of a sequence the rank has issued."""
+        return self.issued[sequence] if sequence < len(self.issued) else 0
 
     @property
     def stopped(self) -> bool:
@@ -179,7 +179,7 @@ class StatusPage:
         self._page = _Page.from_buffer(mmap.mmap(handle, size))
         self._issued, self._step = self._page.issued, 0
         self.turn(b"starting")
-        self.beat(Note())
+        self.beat()
         self._page.pid, self._page.rank, self._page.magic = os.getpid(), rank, _MAGIC
 
     def stage(self, name: str) -> None:
@@ -200,9 +200,9 @@ class StatusPage:
         if index < SEQUENCES:
             self._issued[index] = count
 
-    def beat(self, note: Note) -> None:
-        """A sign of life, and what takes longer to say."""
-        text = _NOTE.dump_json(note)
+    def beat(self, waits: Sequence[Wait] = (), at: str = "") -> None:
+        """A sign of life, with what this rank waits for and where its training thread is."""
+        text = _NOTE.dump_json(_Note(waits, at))
         self._page.note = text if len(text) <= _NOTE_BYTES else b"{}"
         self._page.beat = now_us()
 
@@ -236,7 +236,7 @@ def read(path: str | Path) -> Seen | None:
         phase=page.phase.decode(errors="replace"),
         phase_age_s=(now - page.phase_since) / 1e6,
         issued=issued[: max((index + 1 for index, count in enumerate(issued) if count), default=0)],
-        waits=note.waits,
+        waits=tuple(note.waits),
         at=note.at,
         reported=bool(page.reported),
     )
@@ -266,7 +266,6 @@ class StatusServer(socketserver.ThreadingTCPServer):
 
     Args:
         address: of the interface that the ranks use; a free port is taken.
-        secret: whoever asks has to know it.
         read: gives the status pages.
         hang_found: a rank of another host has found a hang.
     """
@@ -275,20 +274,13 @@ class StatusServer(socketserver.ThreadingTCPServer):
     block_on_close = False
 
     def __init__(
-        self,
-        address: str,
-        secret: str,
-        read: Callable[[], Mapping[int, Seen]],
-        hang_found: Callable[[], None],
+        self, address: str, read: Callable[[], dict[int, Seen]], hang_found: Callable[[], None]
     ) -> None:
-        self.secret, self.read, self.hang_found = secret, read, hang_found
+        self.read, self.hang_found, self.secret = read, hang_found, secrets.token_hex(8)
         super().__init__((address, 0), _Answer)
-
-    @property
-    def name(self) -> str:
-        """By which `ask` finds it, for those who may."""
         host, port = self.server_address[:2]
-        return f"{host!s}:{port}/{self.secret}"
+        self.name = f"{host!s}:{port}/{self.secret}"
+        """By which `ask` finds it, for those who may."""
 
     def open(self) -> None:
         """Answer from now on, on a thread."""
@@ -309,16 +301,11 @@ class _Answer(socketserver.StreamRequestHandler):
             return
         if asked["hang"]:
             server.hang_found()
-        self.wfile.write(SEEN_BY_RANK.dump_json({**server.read()}) + b"\n")
+        self.wfile.write(SEEN_BY_RANK.dump_json(server.read()) + b"\n")
 
 
 def ask(server: str, *, hang: bool) -> dict[int, Seen] | None:
-    """The status pages of another host; None if nobody answers in time.
-
-    Args:
-        server: its name.
-        hang: report that the run hangs.
-    """
+    """The status pages of another host, which also hears if the run hangs; None if nobody answers in time."""
     address, _, secret = server.partition("/")
     host, _, port = address.rpartition(":")
     try:

@@ -2,7 +2,7 @@
 
 A job whose time is nearly up gets SIGUSR1 (`sbatch --signal`), as it does from `scancel --signal=USR1`. Its
 ranks take a checkpoint and stop, ddprun ends with `QUEUE_AGAIN`, and the script puts the job back into the
-queue; when it runs again it goes on from the checkpoint. https://slurm.schedmd.com/sbatch.html
+queue; when it runs again it resumes from the checkpoint. https://slurm.schedmd.com/sbatch.html
 """
 
 import re
@@ -25,7 +25,7 @@ from ddprun.options import NonNegativeInt, PositiveInt, Validated, combine, expe
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
 _POLL_S = 1.0
 _SILENT_S = 300.0
-"""How long Slurm may not answer: its controller is started again, or another host takes over; jobs go on."""
+"""How long Slurm may not answer: its controller restarts, or another host takes over; jobs keep running."""
 
 _NO_SUCH_JOB = "Invalid job id"
 _NOT_OVER = frozenset(
@@ -34,7 +34,7 @@ _NOT_OVER = frozenset(
         *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "STAGE_OUT"),
     }
 )
-"""States of a job that is to go on; https://slurm.schedmd.com/job_state_codes.html."""
+"""States of a job that is not over; https://slurm.schedmd.com/job_state_codes.html."""
 
 _TIME = r"^([0-9]+-)?[0-9]{1,9}(:[0-9]{1,2}){0,2}$"
 _OPTION = r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$"
@@ -57,8 +57,8 @@ _OWN_OPTIONS: Mapping[str, str] = MappingProxyType(
         "no-requeue": "write slurm.warn_s: 0",
         "ntasks": "there is one task on each host; write launch.nproc_per_node",
         "ntasks-per-node": "there is one task on each host; write launch.nproc_per_node",
-        "open-mode": "a job that is queued again goes on writing to its output file",
-        "output": "the job's output is beside the run's folder",
+        "open-mode": "a requeued job appends to its output file",
+        "output": "the job's output is next to the run's folder",
         "parsable": "submit prints the job's id",
         "partition": "write slurm.partition",
         "requeue": "write slurm.warn_s",
@@ -257,7 +257,7 @@ class Slurm(Cluster):
         body = [
             "set -u",
             *(f"export {name}={shlex.quote(value)}" for name, value in limits().items()),
-            "# The same folder each time that the job is queued: a run that is there goes on.",
+            "# The same folder each time that the job is queued, so that its run is resumed.",
             f'run={shlex.quote(str(self._runs))}/slurm-"$SLURM_JOB_ID"',
             'if [ -e "$run/pipeline.yaml" ]; then',
             '  set -- resume "$run"',
