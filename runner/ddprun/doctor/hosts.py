@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import threading
 import time
@@ -73,23 +74,26 @@ class HostGroup:
         Raises:
             LostError: some did not answer in time.
         """
-        keys = [f"{key}/{index}" for index in range(len(self.names))]
-        until = time.monotonic() + within_s
+        names = {f"{key}/{index}": name for index, name in enumerate(self.names)}
         with bounded(_ANSWERS_S):
-            self.store.set(keys[self.index], json.dumps(value))
-        while not _holds(self.store, keys):
+            self.store.set(f"{key}/{self.index}", json.dumps(value))
+        if missing := _missing(self.store, [*names], within_s):
+            late = ", ".join(names[one] for one in missing)
+            raise LostError(f"{late} did not answer within {within_s:g} s ({key})")
+        with bounded(_ANSWERS_S):
+            return [json.loads(self.store.get(one)) for one in names]
+
+
+def _missing(store: dist.Store, keys: list[str], within_s: float = math.inf) -> list[str]:
+    """Wait until a store holds all keys; gives those that it does not hold in time."""
+    until = time.monotonic() + within_s
+    while True:
+        with bounded(_ANSWERS_S):
+            if store.check(keys):
+                return []
             if time.monotonic() > until:
-                missing = [not _holds(self.store, [one]) for one in keys]
-                late = ", ".join(itertools.compress(self.names, missing))
-                raise LostError(f"{late} did not answer within {within_s:g} s ({key})")
-            time.sleep(_TICK_S)
-        with bounded(_ANSWERS_S):
-            return [json.loads(self.store.get(one)) for one in keys]
-
-
-def _holds(store: dist.Store, keys: list[str]) -> bool:
-    with bounded(_ANSWERS_S):
-        return bool(store.check(keys))
+                return [key for key in keys if not store.check([key])]
+        time.sleep(_TICK_S)
 
 
 def examine_hosts(
@@ -135,16 +139,12 @@ def examine_hosts(
         report = _between(group, facts, findings, timeout_s)
         if group.index == 0:
             store.set("fit", json.dumps(report.fit))
-    while not _holds(store, ["fit"]):  # however long that takes
-        time.sleep(_TICK_S)
+    _missing(store, ["fit"])  # however long that takes
     with bounded(_ANSWERS_S):
         fit = bool(json.loads(store.get("fit")))
-    until = time.monotonic() + _PARTING_S
     with bounded(_PARTING_S), suppress(RuntimeError):  # whoever holds the store should be the last to end
         store.set(f"bye/{ranks.rank}", "")
-        keys = [f"bye/{rank}" for rank in range(environment.world_size)]
-        while not store.check(keys) and time.monotonic() < until:
-            time.sleep(_TICK_S)
+        _missing(store, [f"bye/{rank}" for rank in range(environment.world_size)], _PARTING_S)
         time.sleep(_TICK_S)
     return (report if ranks.rank == 0 else None), fit
 

@@ -70,13 +70,8 @@ def clock_offset(store: dist.Store, host: int, hosts: int, within_s: float) -> t
     """How far this host's wall clock is ahead of the first host's, and the error bound, in seconds.
 
     Cristian's algorithm (Distributed Computing 3, 1989), through the store: of some exchanges the one with
-    the shortest round trip counts, and half of it is the error bound. The first host answers one by one.
-
-    Args:
-        store: of the hosts.
-        host: this one.
-        hosts: how many there are.
-        within_s: how long a host may take to begin.
+    the shortest round trip counts, and half of it is the error bound. The first host answers one by one, and
+    waits `within_s` for each to begin.
     """
     if host == 0:
         for other, number in itertools.product(range(1, hosts), range(_CLOCK_ROUNDS)):
@@ -227,7 +222,7 @@ def route_findings(
                 "interfaces",
                 "problem",
                 f"{names[here]} uses {used[here]}, but {route} leads to {names[there]}",
-                f"on {names[here]} unset {VARIABLES[0]} and {VARIABLES[1]}, or set them to {route}",
+                f"on {names[here]} unset {' and '.join(VARIABLES)}, or set them to {route}",
             )
             for here, there in ((one, other), (other, one))
             if used[here] and (route := routes[here][there]) and route not in used[here].split(",")

@@ -48,11 +48,7 @@ class UnreachableError(RuntimeError):
 
 
 def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorRun:
-    """Examine this host, or all hosts of the launch.
-
-    Args:
-        flags: torchrun's own that were given.
-        timeout_s: how long to wait for the others, and for a collective.
+    """Examine this host, or all hosts of the launch, waiting so long for the others and for a collective.
 
     Raises:
         LauncherError: the flags, or the variables that a launcher has set, make no sense.
@@ -164,12 +160,8 @@ def rendezvous(
 ) -> "tuple[RendezvousHandler, RendezvousInfo]":
     """Wait for the other hosts as a run does, with one rank on each host, but without starting any.
 
-    Args:
-        flags: torchrun's own, as they would be given to a run; of a range of hosts the largest number counts.
-        timeout_s: how long to wait.
-
-    Returns:
-        What keeps this host in the rendezvous as long as it lives, and this host's rank.
+    Of a range of hosts the largest number counts. Gives what keeps this host in the rendezvous as long as it
+    lives, and this host's rank.
 
     Raises:
         ValueError: torchrun refuses the flags.
@@ -213,10 +205,6 @@ def rendezvous(
 
 def reach(endpoint: str, until: float) -> None:
     """Wait until somebody listens at the rendezvous; at once on its own host, which is to listen.
-
-    Args:
-        endpoint: HOST or HOST:PORT.
-        until: by the monotonic clock.
 
     Raises:
         UnreachableError: nobody does, or it cannot be reached.

@@ -66,13 +66,9 @@ def needed_bytes(ranks: int, workers: int, tensor_bytes: Iterable[int]) -> int:
 
 
 def shortage(ranks: int, workers: int, tensor_bytes: Iterable[int], here: Room | None) -> Shortage | None:
-    """What a run would miss; None: there is enough room, nothing is put there, or the host has no `/dev/shm`.
+    """What a run would miss, with so many ranks on the host and loading processes (workers) for each of them.
 
-    Args:
-        ranks: on the host.
-        workers: loading processes of each rank.
-        tensor_bytes: size of each tensor of a batch.
-        here: the room there is.
+    None: there is enough room, nothing is put there, or the host has no `/dev/shm`.
     """
     if not workers or here is None:
         return None

@@ -150,12 +150,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(me: int, seen: Mapping[int, Seen]) -> Diagnosis:
-    """Follow who waits for whom, from this rank on, to those that wait for nobody.
-
-    Args:
-        me: a rank that waits; its status page is among those seen.
-        seen: the status pages of the ranks that could be asked.
-    """
+    """Follow who waits for whom, from a rank whose page was seen, to those that wait for nobody."""
     late, silent, visited = [], [], [me]
     for rank in visited:  # grows as it goes
         one = seen.get(rank)
@@ -192,7 +187,7 @@ def find_out(
     seen: Mapping[int, Seen],
     peers: Mapping[int, Peer],
 ) -> Report:
-    """Say who is missing; `waits`: what this rank waits for, oldest first; `seen`: its own page among them."""
+    """Say who is missing; `waits`: what this rank waits for, oldest first; `seen` has its own page."""
     diagnosis = diagnose(context.rank, seen)
     shown, own = _most_telling(waits, diagnosis), seen[context.rank]
     pending, others = shown.pending, [one for one in waits if one is not shown]

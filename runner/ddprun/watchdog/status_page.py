@@ -159,12 +159,7 @@ SEEN_BY_RANK = TypeAdapter(dict[int, Seen])
 
 
 class StatusPage:
-    """The writer's end.
-
-    Args:
-        rank: whose it is.
-        folder: where to make it; None: in memory without a name, which those of this host find under `/proc`.
-    """
+    """The writer's end; without a folder it is in memory without a name, which others find under `/proc`."""
 
     def __init__(self, rank: int, folder: Path | None) -> None:
         self._in_folder = folder is not None
@@ -262,12 +257,9 @@ def claim(folder: Path | None, name: str) -> bool:
 
 
 class StatusServer(socketserver.ThreadingTCPServer):
-    """Answers for the ranks of one host: it says what their status pages say, and hears of a hang.
+    """Answers for the ranks of one host, at a free port of the address of the interface that they use.
 
-    Args:
-        address: of the interface that the ranks use; a free port is taken.
-        read: gives the status pages.
-        hang_found: a rank of another host has found a hang.
+    It sends what their status pages say, and calls `hang_found` if a rank of another host has found a hang.
     """
 
     daemon_threads = True

@@ -225,26 +225,27 @@ class Slurm(Cluster):
 
     def _script(self, options: Options, submission: Submission) -> str:
         loaded, program = submission.loaded, _program(options, submission)
-        again: list[tuple[str, str | bool]] = [("no-requeue", True)]
-        if options.warn_s:
-            again = [("signal", f"USR1@{options.warn_s}"), ("requeue", True)]
-        directives: list[tuple[str, str | int | float | bool | None]] = [
-            ("job-name", loaded.pipeline.name),
-            ("nodes", submission.hosts(options.nodes)),
-            ("ntasks-per-node", 1),
-            ("cpus-per-task", options.cpus),
-            ("gpus-per-node", options.gpus),
-            ("time", str(options.time) if options.time is not None else None),
-            ("partition", options.partition),
-            ("account", options.account),
-            ("output", str(self._output)),
-            ("open-mode", "append"),
-            *again,
-            *options.options.items(),
-        ]
+        directives = {
+            "job-name": loaded.pipeline.name,
+            "nodes": submission.hosts(options.nodes),
+            "ntasks-per-node": 1,
+            "cpus-per-task": options.cpus,
+            "gpus-per-node": options.gpus,
+            "time": options.time,
+            "partition": options.partition,
+            "account": options.account,
+            "output": str(self._output),
+            "open-mode": "append",
+            **(
+                {"signal": f"USR1@{options.warn_s}", "requeue": True}
+                if options.warn_s
+                else {"no-requeue": True}
+            ),
+            **options.options,
+        }
         lines = [
             f"#SBATCH --{name}" + ("" if value is True else f"={_directive(str(value))}")
-            for name, value in directives
+            for name, value in directives.items()
             if value is not None and value is not False
         ]
         sets = "".join(f" --set {shlex.quote(override)}" for override in submission.overrides)
