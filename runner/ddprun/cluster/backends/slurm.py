@@ -236,11 +236,8 @@ class Slurm(Cluster):
             "account": options.account,
             "output": str(self._output),
             "open-mode": "append",
-            **(
-                {"signal": f"USR1@{options.warn_s}", "requeue": True}
-                if options.warn_s
-                else {"no-requeue": True}
-            ),
+            "signal": f"USR1@{options.warn_s}" if options.warn_s else None,
+            "requeue" if options.warn_s else "no-requeue": True,
             **options.options,
         }
         lines = [
