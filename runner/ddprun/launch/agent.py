@@ -168,7 +168,7 @@ class Agent(LocalElasticAgent):
 
 
 def prepare(arguments: Any) -> bool:
-    """Set what torchelastic needs to start ranks again, in torchrun's arguments; whether it may come to that.
+    """Set what torchelastic needs to start ranks again; whether torchrun's arguments may come to that.
 
     Raises:
         ValueError: it may come to that, and could not work.
@@ -189,16 +189,17 @@ def prepare(arguments: Any) -> bool:
     # With a store that outlives the ranks, those of the next start find the addresses of the last one there,
     # and most restarts fail (torch 2.13).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    if arguments.rdzv_backend != "static":
-        given = [pair for pair in arguments.rdzv_conf.split(",") if pair]
-        named = {pair.partition("=")[0].strip() for pair in given}
-        given += [f"{name}={value}" for name, value in _ELASTIC_CONF.items() if name not in named]
-        arguments.rdzv_conf = ",".join(given)
     return True
+
+
+def is_elastic(config: LaunchConfig) -> bool:
+    """Whether ranks may be started again."""
+    return config.max_restarts > 0 or config.min_nodes < config.max_nodes
 
 
 def rendezvous_parameters(config: LaunchConfig, **changed: Any) -> RendezvousParameters:
     """As torch.distributed.launcher.api.launch_agent has them, with other values of `--rdzv-conf`."""
+    defaults = _ELASTIC_CONF if is_elastic(config) and config.rdzv_backend != "static" else {}
     return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -206,7 +207,7 @@ def rendezvous_parameters(config: LaunchConfig, **changed: Any) -> RendezvousPar
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
         local_addr=config.local_addr,
-        **{**config.rdzv_configs, **changed},
+        **{**defaults, **config.rdzv_configs, **changed},
     )
 
 

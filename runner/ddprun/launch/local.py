@@ -25,7 +25,7 @@ from ddprun.config import Loaded
 from ddprun.host import network, rank_files
 from ddprun.host.device import default_ranks, place_of
 from ddprun.host.processes import LAUNCHER, handle
-from ddprun.launch.agent import BAD_INPUT, Agent, ended_by_itself, make_agent, prepare
+from ddprun.launch.agent import BAD_INPUT, Agent, ended_by_itself, is_elastic, make_agent, prepare
 from ddprun.launch.agent import run as run_agent
 from ddprun.launch.launcher import flag_of, passing_on
 from ddprun.run_files import Resuming, resume_command
@@ -99,14 +99,14 @@ def launch(
 
 
 def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overrides: Sequence[str]) -> int:
-    several, elastic = config.max_nodes > 1, config.max_restarts > 0 or config.min_nodes < config.max_nodes
+    several = config.max_nodes > 1
     _pass_signals_on(agent, folder, config)
     watchdog = LauncherWatchdog(
         folder,
         loaded.pipeline.launch.timeout_s,
         network.address_towards(config.rdzv_endpoint) if several else None,
         partial(_end_without_the_others, folder) if several else None,
-        partial(network.answers, config.rdzv_endpoint) if several and elastic else None,
+        partial(network.answers, config.rdzv_endpoint) if several and is_elastic(config) else None,
     )
     try:
         with watchdog, passing_on(overrides):

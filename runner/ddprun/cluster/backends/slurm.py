@@ -246,7 +246,7 @@ class Slurm(Cluster):
             if value is not None and value is not False
         ]
         sets = "".join(f" --set {shlex.quote(override)}" for override in submission.overrides)
-        # All variables of this script, whatever of the shell that submits it sbatch is told to leave out.
+        # All variables of this script, whatever sbatch leaves out of the shell that submits it.
         srun = "srun --export=ALL --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60"
         if options.image is not None:
             srun += f" --container-image={shlex.quote(options.image)}"
