@@ -31,7 +31,7 @@ _CLOCK_WARNING_S = 1.0
 
 ELASTIC_S = 5.0
 """Elastic runs take a host for lost that has given no sign of life for so long, by its own wall clock
-(`ddprun.launch.agent`)."""
+(`ddprun.launch.local`)."""
 
 _ANSWERS_S = 3.0
 _PORTS = 3

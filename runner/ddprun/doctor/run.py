@@ -171,8 +171,7 @@ def rendezvous(
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from ddprun.launch.agent import rendezvous_parameters
-    from ddprun.launch.local import quieten, torchrun_arguments
+    from ddprun.launch.local import quieten, rendezvous_parameters, torchrun_arguments
     from ddprun.launch.rendezvous import make_handler
 
     quieten()

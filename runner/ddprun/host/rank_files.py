@@ -150,6 +150,16 @@ def pids(scratch: Path) -> list[int]:
     ]
 
 
+def signal_ranks(scratch: Path, *numbers: int) -> list[int]:
+    """Send signals to all ranks; gives their process ids."""
+    found = pids(scratch)
+    for pid in found:
+        with suppress(ProcessLookupError):
+            for number in numbers:
+                os.kill(pid, number)
+    return found
+
+
 def _scratch() -> Path | None:
     """The launcher's folder: that of torchrun, under which each start of ranks has one, will do, too."""
     if SCRATCH in os.environ:
