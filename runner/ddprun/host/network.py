@@ -108,9 +108,9 @@ def answers(endpoint: str) -> bool:
     """Whether somebody listens at an endpoint, or at one of several with commas between them; takes a few
     seconds for each at most.
     """
-    for one in endpoint.split(","):
+    for address in endpoint.split(","):
         with suppress(OSError, ValueError):
-            socket.create_connection(host_and_port(one.strip()), timeout=_CONNECT_S).close()
+            socket.create_connection(host_and_port(address.strip()), timeout=_CONNECT_S).close()
             return True
     return False
 
@@ -191,7 +191,7 @@ def check_named(variable: str, value: str) -> None:
     there = sorted(psutil.net_if_addrs())
     exact = variable == VARIABLES[0] or value.startswith("=")
     for name in value.lstrip("=").split(","):
-        if not any(one == name or (one.startswith(name) and not exact) for one in there):
+        if not any(interface == name or (interface.startswith(name) and not exact) for interface in there):
             raise NetworkError(f"{variable} is {value}, but the interfaces here are {', '.join(there)}")
 
 

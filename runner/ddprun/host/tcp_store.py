@@ -54,7 +54,7 @@ def listen_address(host: str) -> str | None:
     which this host reaches the network.
     """
     own = owners()
-    here = list(dict.fromkeys(one for one in addresses(host) if one in own or is_loopback(one)))
+    here = list(dict.fromkeys(found for found in addresses(host) if found in own or is_loopback(found)))
     if host == "localhost":
         return LOOPBACK
     if len(here) == 1 and (is_address(host) or here[0] == address_towards("")):

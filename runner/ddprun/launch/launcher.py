@@ -80,12 +80,12 @@ def recognise(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -
 
 def _ranks_own(name: str, environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher:
     """A rank whose variables are torchrun's."""
-    missing = [one for one in ("RANK", "WORLD_SIZE") if one not in environment]
+    missing = [variable for variable in ("RANK", "WORLD_SIZE") if variable not in environment]
     rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if size > 1 or "RANK" not in environment:
-        missing += [one for one in _ADDRESS if one not in environment]
+        missing += [variable for variable in _ADDRESS if variable not in environment]
     if missing:
-        there = [one for one in ("RANK", "WORLD_SIZE", *_ADDRESS) if one in environment]
+        there = [variable for variable in ("RANK", "WORLD_SIZE", *_ADDRESS) if variable in environment]
         raise LauncherError(
             f"{_listed(there)} {'are' if len(there) > 1 else 'is'} set, but not {_listed(missing)}; a rank "
             "needs all four, and a process that starts ranks none of them"
@@ -160,7 +160,7 @@ def _srun(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> La
 
 
 def _refuse(name: str, flags: Mapping[str, str | bool]) -> None:
-    given = next((one for one in flags if one in _STARTING or one.startswith(("rdzv_", "master_"))), None)
+    given = next((flag for flag in flags if flag in _STARTING or flag.startswith(("rdzv_", "master_"))), None)
     if given is not None:
         flag = f"--{given.replace('_', '-')}"
         raise LauncherError(

@@ -519,11 +519,11 @@ def _ended_by_itself(failures: Mapping[int, ProcessFailure]) -> str:
 
     When one has failed torchelastic ends the others with SIGTERM.
     """
-    early = [rank for rank, one in sorted(failures.items()) if one.exitcode == 0]
-    if early:
+    codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
+    if early := [rank for rank, code in codes.items() if code == 0]:
         who = f"rank {early[0]}" if len(early) == 1 else f"ranks {', '.join(map(str, early))}"
         return f"{who} ended with exit code 0 before the run was over, as os._exit in its own code does"
-    by = {rank: signal.Signals(-one.exitcode) for rank, one in sorted(failures.items()) if one.exitcode < 0}
+    by = {rank: signal.Signals(-code) for rank, code in codes.items() if code < 0}
     others = {rank: number for rank, number in by.items() if number is not signal.SIGTERM}
     if not others and len(failures) > len(by):
         return ""

@@ -122,7 +122,7 @@ def _report(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue]) -
     # Once a rank has ended, its launcher ends the others: let them report first.
     until = time.monotonic() + _OTHERS_REPORT_S
     while watchdog.folder is not None and time.monotonic() < until:
-        if all(one.reported or one.lifeless for one in read_all(watchdog.folder).values()):
+        if all(page.reported or page.lifeless for page in read_all(watchdog.folder).values()):
             break
         time.sleep(0.05)
     if context.holds_store():
@@ -153,13 +153,13 @@ def diagnose(me: int, seen: Mapping[int, Seen]) -> Diagnosis:
     """Follow who waits for whom, from a rank whose page was seen, to those that wait for nobody."""
     late, silent, visited = [], [], [me]
     for rank in visited:  # grows as it goes
-        one = seen.get(rank)
-        if one is None:
+        page = seen.get(rank)
+        if page is None:
             silent.append(rank)
-        elif rank != me and (one.lost or not one.waits):
+        elif rank != me and (page.lost or not page.waits):
             late.append(rank)
         else:
-            visited += [other for other in _awaited(one, seen) if other not in visited]
+            visited += [other for other in _awaited(page, seen) if other not in visited]
     if late:
         return Diagnosis("late", tuple(sorted(late)))
     if silent:
@@ -169,12 +169,12 @@ def diagnose(me: int, seen: Mapping[int, Seen]) -> Diagnosis:
     return Diagnosis("network", tuple(sorted(seen[me].waits[0].ranks)))
 
 
-def _awaited(one: Seen, seen: Mapping[int, Seen]) -> list[int]:
-    """The ranks that `one` waits for."""
-    wait = one.waits[0]
+def _awaited(page: Seen, seen: Mapping[int, Seen]) -> list[int]:
+    """The ranks that a rank waits for."""
+    wait = page.waits[0]
     if wait.peers is not None:
         return list(wait.peers)
-    others = [rank for rank in wait.ranks if rank != one.rank]
+    others = [rank for rank in wait.ranks if rank != page.rank]
     late = [rank for rank in others if rank in seen and seen[rank].has_issued(wait.index) < wait.number]
     unseen = [rank for rank in others if rank not in seen]
     return late or unseen or [rank for rank in others if seen[rank].lost]
@@ -190,8 +190,8 @@ def find_out(
     """Say who is missing; `waits`: what this rank waits for, oldest first; `seen` has its own page."""
     diagnosis = diagnose(context.rank, seen)
     shown, own = _most_telling(waits, diagnosis), seen[context.rank]
-    pending, others = shown.pending, [one for one in waits if one is not shown]
-    waiting = [rank for rank, one in seen.items() if one.waits and rank not in diagnosis.ranks]
+    pending, others = shown.pending, [overdue for overdue in waits if overdue is not shown]
+    waiting = [rank for rank, page in seen.items() if page.waits and rank not in diagnosis.ranks]
     where = ", ".join(part for part in (own.stage, f"step {own.step}" if own.step else "") if part)
     head = headline(diagnosis, timeout_s)
     names = [param.name for param in pending.params]
@@ -201,8 +201,8 @@ def find_out(
         *((f"rank {rank}", _state(rank, context, seen, peers)) for rank in diagnosis.ranks),
         ("waiting", named(waiting or [*seen])),
         *(
-            ("also waits for", f"{_numbered(one.pending)}, {' '.join(_carried(one.pending))}")
-            for one in others[:_ALSO_SHOWN]
+            ("also waits for", f"{_numbered(overdue.pending)}, {' '.join(_carried(overdue.pending))}")
+            for overdue in others[:_ALSO_SHOWN]
         ),
     ]
     width = max(len(name) for name, _ in rows)
@@ -231,18 +231,18 @@ def _most_telling(waits: Sequence[Overdue], diagnosis: Diagnosis) -> Overdue:
     """The oldest; or one of parameters, which says more than a control message, if it is about as old and
     among ranks whose fault it is.
     """
-    for one in waits:
-        overdue = 2 * one.age_s >= waits[0].age_s
-        if overdue and one.pending.kind is not None and {*diagnosis.ranks} & {*one.pending.sequence.ranks}:
-            return one
+    for wait in waits:
+        pending, as_old = wait.pending, 2 * wait.age_s >= waits[0].age_s
+        if as_old and pending.kind is not None and {*diagnosis.ranks} & {*pending.sequence.ranks}:
+            return wait
     return waits[0]
 
 
 def _state(rank: int, context: RunContext, seen: Mapping[int, Seen], peers: Mapping[int, Peer]) -> str:
-    one, peer = seen.get(rank), peers.get(rank)
-    if one is not None:
+    page, peer = seen.get(rank), peers.get(rank)
+    if page is not None:
         host = f" (on {peer.host})" if peer is not None and peer.host != context.host else ""
-        return doing(one) + host
+        return doing(page) + host
     if peer is None:
         return "has not joined, or nobody can say whether it has"
     if not peer.server and peer.host != context.host:
@@ -289,23 +289,23 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(set(ranks)) == 1 else 's'} {listed}"
 
 
-def doing(one: Seen) -> str:
+def doing(page: Seen) -> str:
     """What a rank is doing."""
-    where = f" of step {one.step}" if one.step else ""
-    stage = f" ({one.stage})" if one.stage else ""
-    if one.state in ("Z", "gone") and one.lost:
-        return f"has ended; last seen in {one.phase}{where}{stage}"
-    if one.stopped:
-        state = f"its process ({one.pid}) is stopped, by SIGSTOP or a debugger; it was"
-    elif one.lost:
-        state = f"its process ({one.pid}) gives no sign of life (state {one.state}); it was"
+    where = f" of step {page.step}" if page.step else ""
+    stage = f" ({page.stage})" if page.stage else ""
+    if page.state in ("Z", "gone") and page.lost:
+        return f"has ended; last seen in {page.phase}{where}{stage}"
+    if page.stopped:
+        state = f"its process ({page.pid}) is stopped, by SIGSTOP or a debugger; it was"
+    elif page.lost:
+        state = f"its process ({page.pid}) gives no sign of life (state {page.state}); it was"
     else:
         state = "is"
-    text = f"{state} in {one.phase}{where}{stage}, for {one.phase_age_s:.1f} s"
-    if one.waits and not one.lost:
-        wait = one.waits[0]
+    text = f"{state} in {page.phase}{where}{stage}, for {page.phase_age_s:.1f} s"
+    if page.waits and not page.lost:
+        wait = page.waits[0]
         text += f", and waits in {wait.op} {wait.number} of {wait.name} ({wait.what})"
-    return text + (f", at {one.at}" if one.at else "")
+    return text + (f", at {page.at}" if page.at else "")
 
 
 def open_log(log: Path) -> IO[bytes]:

@@ -134,17 +134,17 @@ class LauncherWatchdog:
             living = _living(start)
             if (start / HANG).exists():
                 since = self._hang_since.setdefault(start, time.monotonic())
-                stuck = [one for one in living.values() if one.lifeless]
+                stuck = [page for page in living.values() if page.lifeless]
                 if len(stuck) == len(living) or time.monotonic() - since > _SURVIVORS_S:
                     self._end(stuck)
                 continue
             # With all of a host's ranks stopped, none of them can report.
-            stopped = [one for one in living.values() if one.stopped]
+            stopped = [page for page in living.values() if page.stopped]
             all_stopped = bool(stopped) and len(stopped) == len(living)
             self._stopped_s[start] = self._stopped_s.get(start, 0.0) + passed_s if all_stopped else 0.0
             if self._stopped_s[start] > self._timeout_s:
                 _announce_hang(start)
-                who = named([one.rank for one in stopped]) + (" is" if len(stopped) == 1 else " are")
+                who = named([page.rank for page in stopped]) + (" is" if len(stopped) == 1 else " are")
                 self._end(stopped)
                 say(
                     f"ddprun: the run hangs: {who} all that is left on this host, and stopped for "
@@ -152,10 +152,10 @@ class LauncherWatchdog:
                 )
 
     def _end(self, stuck: list[Seen]) -> None:
-        for one in stuck:
-            self.ended[one.rank] = f"{one.phase} of step {one.step}" if one.step else one.phase
+        for page in stuck:
+            self.ended[page.rank] = f"{page.phase} of step {page.step}" if page.step else page.phase
             with suppress(ProcessLookupError):
-                os.kill(one.pid, signal.SIGKILL)
+                os.kill(page.pid, signal.SIGKILL)
 
 
 def _living(start: Path) -> dict[int, Seen]:
