@@ -66,17 +66,14 @@ def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorRun:
         if not most.isdigit() or int(most) < 1:
             raise LauncherError(f"--nnodes is {nodes!r}; it must be a number of hosts, or MIN:MAX")
         several = int(most) > 1
-        if several:
-            if not _endpoint(flags):
-                raise LauncherError(
-                    f"--nnodes {nodes} needs a rendezvous: add --rdzv-endpoint HOST:PORT, the same on every "
-                    "host"
-                )
-            # Torchrun's default is static, for which every host needs a number.
-            if "rdzv_endpoint" in flags and not (
-                flag_of(flags, "rdzv_backend") or flag_of(flags, "node_rank")
-            ):
-                flags["rdzv_backend"] = "c10d"
+        if several and not _endpoint(flags):
+            raise LauncherError(
+                f"--nnodes {nodes} needs a rendezvous: add --rdzv-endpoint HOST:PORT, the same on every host"
+            )
+        # Torchrun's default is static, for which every host needs a number.
+        numbered = flag_of(flags, "rdzv_backend") or flag_of(flags, "node_rank")
+        if several and "rdzv_endpoint" in flags and not numbered:
+            flags["rdzv_backend"] = "c10d"
     for number in (signal.SIGINT, signal.SIGTERM):  # waiting in torch's C++ code must not hold them up
         handle(number, signal.SIG_DFL)
     # Torch's C++ side prints what it cannot reach, stack and all; what matters becomes a finding.
