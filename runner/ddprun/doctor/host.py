@@ -153,7 +153,7 @@ def _own_name(name: str) -> Finding:
     listed = ", ".join(dict.fromkeys(found))
     if not found:
         text = (
-            f"this host's name, {name}, cannot be looked up: torchrun may miss that --rdzv-endpoint is here"
+            f"this host's name, {name}, does not resolve: torchrun may not see that --rdzv-endpoint is here"
         )
         do = (
             "add it to /etc/hosts with the address that the other hosts know, or give --local-addr and, on "

@@ -30,7 +30,7 @@ _CLOCK_ROUNDS = 10
 _CLOCK_WARNING_S = 1.0
 
 ELASTIC_S = 5.0
-"""Elastic runs take a host for lost that has given no sign of life for so long, by its own wall clock
+"""Elastic runs consider a host lost that has given no sign of life for so long, by its own wall clock
 (`ddprun.launch.local`)."""
 
 _ANSWERS_S = 3.0
@@ -106,7 +106,7 @@ def clock_findings(names: Sequence[str], offsets: Sequence[tuple[float, float]])
             found += "; times in their logs and records do not match"
             if apart_s > ELASTIC_S:
                 level = "problem"
-                found += f", and elastic runs (--max-restarts, --nnodes MIN:MAX) take {behind} for lost"
+                found += f", and elastic runs (--max-restarts, --nnodes MIN:MAX) consider {behind} lost"
         do = "let chrony or ntpd set the clocks on both: `chronyc makestep`, `timedatectl`"
         value = {"ahead": ahead, "ahead_s": apart_s, "within_s": within_s}
         where = pair_of(one, other)

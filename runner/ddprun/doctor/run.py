@@ -209,7 +209,7 @@ def reach(endpoint: str, until: float) -> None:
     known = ", ".join(dict.fromkeys(addresses(host)))
     if not known:
         raise UnreachableError(
-            f"the name {host!r} of {endpoint!r} cannot be looked up here",
+            f"the name {host!r} of {endpoint!r} does not resolve here",
             "add it to /etc/hosts or to the name service, or write an address",
         )
     if is_own(host):

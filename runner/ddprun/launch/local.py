@@ -105,14 +105,14 @@ class Agent(LocalElasticAgent):
         """Wait for the other hosts.
 
         Raises:
-            RendezvousError: hosts whose clocks are far apart take each other for lost, and torchelastic would
+            RendezvousError: hosts whose clocks are far apart consider each other lost, and torchelastic would
                 continue with too few.
         """
         in_background(partial(super()._rendezvous, worker_group)).result()
         present = worker_group.group_world_size or 0
         if present < self._least:
             raise RendezvousError(
-                f"{present} of at least {self._least} hosts; the others were taken for lost, as when clocks "
+                f"{present} of at least {self._least} hosts; the others were considered lost, as when clocks "
                 "are seconds apart: `ddprun doctor` compares them"
             )
 

@@ -244,9 +244,9 @@ def _state(rank: int, context: RunContext, seen: Mapping[int, Seen], peers: Mapp
         host = f" (on {peer.host})" if peer is not None and peer.host != context.host else ""
         return doing(page) + host
     if peer is None:
-        return "has not joined, or nobody can say whether it has"
+        return "has not joined, as far as can be seen from here"
     if not peer.server and peer.host != context.host:
-        return f"is on {peer.host}, whose ranks cannot be asked: another launcher than ddprun's started them"
+        return f"is on {peer.host}, whose ranks cannot be asked: ddprun's launcher did not start them"
     return f"is on {peer.host}, which does not answer: the host or the link to it is down"
 
 

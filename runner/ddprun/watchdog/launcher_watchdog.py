@@ -144,11 +144,11 @@ class LauncherWatchdog:
             self._stopped_s[start] = self._stopped_s.get(start, 0.0) + passed_s if all_stopped else 0.0
             if self._stopped_s[start] > self._timeout_s:
                 _announce_hang(start)
-                who = named([page.rank for page in stopped]) + (" is" if len(stopped) == 1 else " are")
+                who, have = named([page.rank for page in stopped]), "has" if len(stopped) == 1 else "have"
                 self._end(stopped)
                 say(
-                    f"ddprun: the run hangs: {who} all that is left on this host, and stopped for "
-                    f"{self._timeout_s:g} s, by SIGSTOP or a debugger; ending them"
+                    f"ddprun: the run hangs: {who}, the last on this host, {have} been stopped "
+                    f"for {self._timeout_s:g} s by SIGSTOP or a debugger; ending them"
                 )
 
     def _end(self, stuck: list[Seen]) -> None:

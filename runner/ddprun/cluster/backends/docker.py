@@ -265,7 +265,7 @@ def _wait(api: Any, name: str) -> tuple[int, str]:
     state: Mapping[str, Any] = api.inspect_container(name)["State"]
     code = int(state["ExitCode"])
     if state["OOMKilled"]:
-        return code, "was killed: it had used up docker.memory"
+        return code, "was killed: it exceeded docker.memory"
     return code, "was killed" if code == _KILLED else f"ended with exit code {code}"
 
 

@@ -517,7 +517,7 @@ def _cluster() -> Iterator[Any]:
         with client.ApiClient(settings) as api, TemporaryDirectory(prefix="ddprun-") as scratch:
             yield DynamicClient(api, cache_file=f"{scratch}/kinds.json")
     except ResourceNotFoundError as error:
-        hint = "" if _TRAINER not in str(error) else "; kubernetes.kind: job does without Kubeflow Trainer"
+        hint = "" if _TRAINER not in str(error) else "; kubernetes.kind: job needs no Kubeflow Trainer"
         raise ClusterError(f"the cluster at {settings.host} does not have it: {error}{hint}") from None
     except (ApiException, DynamicApiError) as error:
         why = getattr(error, "body", None) or error.reason
