@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
@@ -65,10 +65,12 @@ def _as_span(ranks: Sequence[int]) -> list[int] | dict[str, int]:
     return list(ranks)
 
 
-def _from_span(found: Any) -> Any:
-    if isinstance(found, dict):
-        return tuple(range(found["from"], found["to"] + 1, found["by"]))
-    return found
+def _from_span(found: object) -> object:
+    match found:
+        case {"from": int(first), "to": int(last), "by": int(step)}:
+            return tuple(range(first, last + 1, step))
+        case _:
+            return found
 
 
 @dataclass(frozen=True, slots=True)
