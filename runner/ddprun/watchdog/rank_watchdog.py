@@ -102,7 +102,6 @@ class PendingCollective:
     what: str
     peers: Sequence[int] | None
     since_us: int
-    lost_us: int
     ended: Callable[[], bool] | None = None
     broken_us: int | None = None
     """When it failed."""
@@ -111,7 +110,7 @@ class PendingCollective:
         self.sequence.outstanding.pop(self.number, None)
 
     def failed(self) -> None:
-        self.broken_us, self.ended = now_us(), None
+        self.broken_us, self.ended = self.sequence.watchdog.clock_us(), None
         self.sequence.outstanding[self.number] = self  # one that failed may already have been taken for over
 
     def done_when(self, ended: Callable[[], bool]) -> None:
@@ -142,7 +141,7 @@ class CollectiveSequence:
             (None, -1, ()) if payload is None else (payload.kind, payload.bucket, payload.params)
         )
         pending = PendingCollective(
-            self, number, op, kind, bucket, params, what, peers, now_us(), self.watchdog.lost_us
+            self, number, op, kind, bucket, params, what, peers, self.watchdog.clock_us()
         )
         self.outstanding[number] = pending
         self.watchdog.page.issued(self.index, number)
@@ -235,13 +234,17 @@ class RankWatchdog(Onlooker):
         if self._thread is not None:
             self._thread.join()
 
+    def clock_us(self) -> int:
+        """A clock that stands still while the process is stopped."""
+        return now_us() - self.lost_us
+
     def overdue(self, after_s: float) -> list[Overdue]:
         """Collectives under way for longer than that, oldest first."""
-        now, found = now_us(), []
+        now, found = self.clock_us(), []
         for sequence in self._sequences:
             for pending in list(sequence.outstanding.values()):
                 until = now if pending.broken_us is None else pending.broken_us
-                age_s = (until - pending.since_us - (self.lost_us - pending.lost_us)) / 1e6
+                age_s = (until - pending.since_us) / 1e6
                 if age_s < after_s and pending.ended is None:
                     continue
                 if pending.ended is not None and self._is_over(pending.ended):
