@@ -103,6 +103,8 @@ _CONTEXT: dict[str, tuple[Any, ...]] = {
 }
 """What the security context of an init container may say; a number of a user or group but 0, too."""
 
+_HANDLERS = ("lifecycle", "livenessProbe", "readinessProbe", "startupProbe")
+
 _FIELD = r"^[a-z][A-Za-z]*$"
 
 _NAMES_OF_SECRETS = frozenset(
@@ -142,14 +144,10 @@ def _read_pod(value: Any) -> dict[str, Any]:
         if isinstance(leaf, str) and "${env:" in leaf:
             faults.append(problem("${env:NAME} is not filled in for pods", hint, at=path))
         match path:
-            case ("initContainers", _, "ports", _, "hostPort" as name) | (
-                "initContainers",
-                _,
-                "lifecycle" | "livenessProbe" | "readinessProbe" | "startupProbe",
-                *_,
-                "host" as name,
-            ) if leaf:
-                faults.append(problem(f'"{name}" is not allowed', _STANDARD, at=path))
+            case ("initContainers", _, "ports", _, "hostPort", *_) if leaf:
+                faults.append(problem('"hostPort" is not allowed', _STANDARD, at=path))
+            case ("initContainers", _, where, *_, "host") if leaf and where in _HANDLERS:
+                faults.append(problem('"host" is not allowed', _STANDARD, at=path))
     if faults:
         raise combine(faults)
     return dict(value)
@@ -174,11 +172,11 @@ def _unrestricted(containers: Any) -> Iterator[ValidationError]:
             yield expected("a container's fields", at=("initContainers", index))
             continue
         here: KeyPath = ("initContainers", index, "securityContext")
-        context = container.get("securityContext") or {}
-        if not isinstance(context, dict):
+        context = container.get("securityContext")
+        if not isinstance(context, dict | None):
             yield expected("a mapping of a security context's fields", at=here)
             continue
-        for name, item in context.items():
+        for name, item in (context or {}).items():
             allowed = _CONTEXT.get(name, ())
             user = name in ("runAsUser", "runAsGroup") and isinstance(item, int) and item > 0
             if not user and not any(item == one and type(item) is type(one) for one in allowed):
