@@ -137,7 +137,7 @@ def _read_pages(context: RunContext, watchdog: RankWatchdog, peers: Mapping[int,
         here |= read_all(watchdog.folder)
     here[context.rank] = read(watchdog.page.path) or here.get(context.rank)
     return {
-        **ask_all(sorted(servers), hang=True),
+        **ask_all(sorted(servers)),
         **{rank: page for rank, page in here.items() if page is not None},
     }
 

@@ -2,12 +2,11 @@
 
 A status page is a small file that its rank has mapped and writes a few bytes of at each turn: nothing is
 locked, and nothing waits. Whoever reads may find a half-written number; but status pages are read when ranks
-stand still. Other hosts ask the launcher for those of its host: one line of JSON there, one back.
+stand still. Other hosts ask the launcher for those of its host: a secret there, one line of JSON back.
 """
 
 import ctypes
 import hmac
-import json
 import mmap
 import os
 import secrets
@@ -261,7 +260,8 @@ def claim(folder: Path | None, name: str) -> bool:
 class StatusServer(socketserver.ThreadingTCPServer):
     """Answers for the ranks of one host, at a free port of the address of the interface that they use.
 
-    It sends what their status pages say, and calls `hang_found` if a rank of another host has found a hang.
+    Ranks of another host ask when they have found a hang: it sends what the status pages say, and calls
+    `hang_found`.
     """
 
     daemon_threads = True
@@ -290,31 +290,27 @@ class _Answer(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         server = self.server
         assert isinstance(server, StatusServer)
-        asked = json.loads(self.rfile.readline(_QUESTION_BYTES))
-        if not hmac.compare_digest(str(asked["secret"]), server.secret):
-            return
-        if asked["hang"]:
+        if hmac.compare_digest(self.rfile.readline(_QUESTION_BYTES).strip(), server.secret.encode()):
             server.hang_found()
-        self.wfile.write(SEEN_BY_RANK.dump_json(server.read()) + b"\n")
+            self.wfile.write(SEEN_BY_RANK.dump_json(server.read()) + b"\n")
 
 
-def ask(server: str, *, hang: bool) -> dict[int, Seen] | None:
-    """The status pages of another host, which also hears if the run hangs; None if nobody answers in time."""
+def ask(server: str) -> dict[int, Seen] | None:
+    """The status pages of another host, which learns that the run hangs; None if nobody answers in time."""
     address, _, secret = server.partition("/")
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_ASK_S) as connection:
-            connection.sendall(json.dumps({"secret": secret, "hang": hang}).encode() + b"\n")
+            connection.sendall(f"{secret}\n".encode())
             with connection.makefile("rb") as answer:
                 return SEEN_BY_RANK.validate_json(answer.readline(_ANSWER_BYTES))
     except (OSError, ValueError):
         return None
 
 
-def ask_all(servers: Sequence[str], *, hang: bool) -> dict[int, Seen]:
+def ask_all(servers: Sequence[str]) -> dict[int, Seen]:
     """The status pages behind several servers, those that answer; takes no longer than one."""
     if not servers:
         return {}
     with ThreadPoolExecutor(len(servers)) as pool:
-        answers = pool.map(lambda server: ask(server, hang=hang), servers)
-        return {rank: seen for answer in answers if answer for rank, seen in answer.items()}
+        return {rank: seen for answer in pool.map(ask, servers) if answer for rank, seen in answer.items()}
