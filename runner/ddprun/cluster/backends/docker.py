@@ -239,9 +239,8 @@ class Docker(Cluster):
             finally:
                 left.set()  # whoever leaves, as by Ctrl-C, finds nobody writing
         remove(job)
-        good = [code == 0 for code, _ in ended]
         bad = [f"{name} {what}" for name, (code, what) in zip(names, ended, strict=True) if code]
-        done = all(good) or (self._least < len(names) and sum(good) >= self._least)
+        done = len(names) - len(bad) >= min(self._least, len(names))
         return Outcome("; ".join(["done" if done else "failed", *bad]), done)
 
 
