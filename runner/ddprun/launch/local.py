@@ -33,13 +33,13 @@ from ddprun.config import Loaded
 from ddprun.host import network, rank_files
 from ddprun.host.device import default_ranks, place_of
 from ddprun.host.processes import LAUNCHER, handle, in_background
+from ddprun.launch import BAD_INPUT
 from ddprun.launch.launcher import flag_of, passing_on
 from ddprun.launch.rendezvous import make_handler
 from ddprun.run_files import Resuming, resume_command
 from ddprun.screen import say
 from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 
-BAD_INPUT = 2
 FAILED, SIGNALLED = 1, 128
 INTERRUPTED = SIGNALLED + signal.SIGINT
 _OTHERS_ASK_S = 4.0

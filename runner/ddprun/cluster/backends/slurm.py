@@ -171,59 +171,16 @@ class Slurm(Cluster):
     }
 
     def __init__(self, options: Options, submission: Submission) -> None:
-        """Write the script."""
+        """Choose the folder of runs."""
+        self._options, self._submission = options, submission
         # As all hosts see them; `%j` stands for the job's id.
         self._runs = Path("runs").resolve() / submission.loaded.pipeline.name
         self._output = self._runs / "slurm-%j.out"
-        self._text = self._script(options, submission)
 
     @property
     def text(self) -> str:
         """The script."""
-        return self._text
-
-    def send(self) -> str:
-        """Hand it to sbatch; gives the job's id.
-
-        Raises:
-            ClusterError: Slurm is not here, or refuses the job.
-        """
-        if shutil.which("sbatch") is None:
-            raise ClusterError("sbatch is not installed here; --dry-run prints the script")
-        try:
-            self._output.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ClusterError(f"cannot make {self._output.parent}: {error.strerror}") from None
-        return _call(["sbatch", "--parsable"], self.text).partition(";")[0]
-
-    def follow(self, job: str, show: Show) -> Outcome:
-        """Show the job's output as it comes, until the job is over.
-
-        Raises:
-            ClusterError: Slurm has not answered for long, or knows no such job.
-        """
-        path = Path(str(self._output).replace("%j", job))
-        read, answered = 0, time.monotonic()
-        while True:
-            state = "PENDING"
-            try:
-                found = _call(["scontrol", "show", "job", "--oneliner", job])
-            except ClusterError as error:
-                if _NO_SUCH_JOB in str(error) or time.monotonic() - answered > _SILENT_S:
-                    raise
-            else:
-                state, answered = found.partition("JobState=")[2].partition(" ")[0], time.monotonic()
-            if path.exists():
-                with path.open("rb") as file:
-                    file.seek(read)
-                    piece = file.read()
-                read += len(piece)
-                show(piece.decode(errors="replace"))
-            if state not in _NOT_OVER:
-                return Outcome(state, state == "COMPLETED")
-            time.sleep(_POLL_S)
-
-    def _script(self, options: Options, submission: Submission) -> str:
+        options, submission = self._options, self._submission
         loaded, program = submission.loaded, _program(options, submission)
         directives = {
             "job-name": loaded.pipeline.name,
@@ -278,6 +235,47 @@ class Slurm(Cluster):
         else:
             body.append(f'exec {srun} {shlex.quote(program)} "$@"')
         return "\n".join(["#!/bin/sh", *lines, "", *body]) + "\n"
+
+    def send(self) -> str:
+        """Hand it to sbatch; gives the job's id.
+
+        Raises:
+            ClusterError: Slurm is not here, or refuses the job.
+        """
+        if shutil.which("sbatch") is None:
+            raise ClusterError("sbatch is not installed here; --dry-run prints the script")
+        try:
+            self._output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ClusterError(f"cannot make {self._output.parent}: {error.strerror}") from None
+        return _call(["sbatch", "--parsable"], self.text).partition(";")[0]
+
+    def follow(self, job: str, show: Show) -> Outcome:
+        """Show the job's output as it comes, until the job is over.
+
+        Raises:
+            ClusterError: Slurm has not answered for long, or knows no such job.
+        """
+        path = Path(str(self._output).replace("%j", job))
+        read, answered = 0, time.monotonic()
+        while True:
+            state = "PENDING"
+            try:
+                found = _call(["scontrol", "show", "job", "--oneliner", job])
+            except ClusterError as error:
+                if _NO_SUCH_JOB in str(error) or time.monotonic() - answered > _SILENT_S:
+                    raise
+            else:
+                state, answered = found.partition("JobState=")[2].partition(" ")[0], time.monotonic()
+            if path.exists():
+                with path.open("rb") as file:
+                    file.seek(read)
+                    piece = file.read()
+                read += len(piece)
+                show(piece.decode(errors="replace"))
+            if state not in _NOT_OVER:
+                return Outcome(state, state == "COMPLETED")
+            time.sleep(_POLL_S)
 
 
 def _program(options: Slurm.Options, submission: Submission) -> str:
