@@ -34,10 +34,7 @@ def open_store(
     if address is None:
         return TCPStore(host, port, world_size, serve, timeout, wait_for_workers=wait, multi_tenant=True)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
+    with socket.create_server((address, port), family=family, backlog=_BACKLOG) as listener:
         port, handle = listener.getsockname()[1], listener.fileno()
         store = TCPStore(
             host, port, world_size, True, timeout, wait_for_workers=wait, master_listen_fd=handle
