@@ -7,18 +7,17 @@ from typing import Any
 import pytest
 
 from ddprun.cli.doctor import text
-from ddprun.doctor import host
-from ddprun.doctor.findings import Finding, Report, pair_of
+from ddprun.doctor import Finding, Report, host, pair_of
 from ddprun.doctor.host import Gpus, gpu_finding
 from ddprun.doctor.hosts import version_findings
 from ddprun.doctor.links import (
     Listening,
     Measured,
-    OpenPorts,
     clock_findings,
     closed_ports,
     length,
     link_findings,
+    open_ports,
     port_findings,
     rounds,
     route_findings,
@@ -141,7 +140,7 @@ def test_a_late_link_is_noted() -> None:
 
 def test_a_port_is_open_or_closed_or_somebody_elses() -> None:
     """Each that cannot be reached is named with why; None is not tried."""
-    with OpenPorts("127.0.0.1") as one, OpenPorts("127.0.0.1") as other:
+    with open_ports("127.0.0.1") as one, open_ports("127.0.0.1") as other:
         stranger = Listening("127.0.0.1", other.ports[:1], "another")
         assert closed_ports([None, one, stranger]) == [
             [],

@@ -118,4 +118,4 @@ def test_nccl_wants_room_between_gpus(ranks: int, free: int, short: bool) -> Non
     """A container's 64 MiB may be too little; said, and no more, since it depends on the GPUs' links."""
     found = shared_memory.nccl_shortage(ranks, shared_memory.Room(free, free))
     assert (found is not None) == short
-    assert found is None or (not found.certain and "64 MiB free" in found.told)
+    assert found is None or (not found.certain and "64 MiB free" in found.message)

@@ -262,7 +262,7 @@ def test_a_host_whose_ranks_are_all_stopped_is_ended_by_its_launcher(folder: Pat
         since = time.time()
         done, ended = end_of(running)
     assert (done.code, ended - since < ENDED_WITHIN_S) == (1, True), (ended - since, done.stderr)
-    assert done.stderr.count("the run hangs: ranks 0-2 are all that is left on this host, and stopped") == 1
+    assert done.stderr.count("the run hangs: ranks 0-2, the last on this host, have been stopped for") == 1
     assert "killed by" not in done.stderr
     assert not any(map(is_running, ranks))
 

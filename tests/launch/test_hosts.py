@@ -130,7 +130,7 @@ def test_hosts_whose_clocks_are_apart_do_not_train_alone(tmp_path: Path) -> None
     told = on_two_hosts(tmp_path, "--max-restarts=1", environment=({}, skewed(10)))
     assert all(code for code, _ in told), told
     text = "".join(stderr for _, stderr in told)
-    assert "1 of at least 2 hosts; the others were taken for lost, as when clocks are seconds apart" in text
+    assert "1 of at least 2 hosts; the others were considered lost, as when clocks are seconds apart" in text
     assert "Traceback" not in text
     assert not (tmp_path / "two" / "summary.json").exists()
 

@@ -14,7 +14,7 @@ from ddprun.cli.run import Flag, format_option, given, torchrun_flags
 from ddprun.units import count
 
 if TYPE_CHECKING:
-    from ddprun.doctor.findings import Finding, Report
+    from ddprun.doctor import Finding, Report
 
 _TONES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 _WIDTH, _INDENT = 110, 24

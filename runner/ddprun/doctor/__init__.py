@@ -1,1 +1,63 @@
 """`ddprun doctor`: whether this host, and the hosts of a launch together, are fit to run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Level = Literal["ok", "note", "warning", "problem"]
+
+LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "problem")
+"""From harmless to what keeps a run from working."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    where: str
+    """A host, or two of them: `node0 - node1`."""
+
+    check: str
+    """What was checked: `ports`, `clock` …"""
+
+    level: Level
+    found: str
+    """The result, in one line."""
+
+    do: str = ""
+    """What to do about it; empty only where all is ok."""
+
+    value: Mapping[str, Any] = field(default_factory=dict)
+    """What was measured, with units in the names, for programs."""
+
+    def __post_init__(self) -> None:
+        assert self.level in LEVELS
+        assert (self.level == "ok") == (not self.do), f"{self.check}: {self.found}: nothing to do?"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found on one host, or on all of them and between them."""
+
+    hosts: Sequence[Mapping[str, Any]]
+    """Facts of each host."""
+
+    findings: Sequence[Finding]
+
+    @property
+    def fit(self) -> bool:
+        """Whether there is no problem."""
+        return not self.count("problem")
+
+    def count(self, level: Level) -> int:
+        """How many findings are of a level."""
+        return sum(finding.level == level for finding in self.findings)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON can carry it."""
+        return {"fit": self.fit, "counts": {level: self.count(level) for level in LEVELS}, **asdict(self)}
+
+
+def pair_of(one: str, other: str) -> str:
+    """How two hosts are called in a finding."""
+    return f"{one} - {other}"

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from ddprun import __version__
-from ddprun.doctor.findings import Finding, Level, Report
+from ddprun.doctor import Finding, Level, Report
 from ddprun.host.network import VARIABLES, NetworkError, addresses, check_named, is_loopback, owners
 from ddprun.host.shared_memory import REMEDY, ROOM_FOR_NCCL_BYTES, Room, binary, least_bytes, room
 
@@ -48,11 +48,7 @@ class Gpus:
 
 
 def examine_host(ranks: int | None) -> Report:
-    """Examine this host alone; takes seconds where there are GPUs.
-
-    Args:
-        ranks: that a run would start on it; None: one for each GPU, or two.
-    """
+    """Examine this host alone, for so many ranks; None: one for each GPU, or two. GPUs take seconds."""
     gpus, shm = _gpus(), room()
     ranks = ranks or len(gpus.names) or 2
     name, versions, links, count = socket.gethostname(), _versions(gpus), interfaces(), cores()
@@ -157,7 +153,7 @@ def _own_name(name: str) -> Finding:
     listed = ", ".join(dict.fromkeys(found))
     if not found:
         text = (
-            f"this host's name, {name}, cannot be looked up: torchrun may miss that --rdzv-endpoint is here"
+            f"this host's name, {name}, does not resolve: torchrun may not see that --rdzv-endpoint is here"
         )
         do = (
             "add it to /etc/hosts with the address that the other hosts know, or give --local-addr and, on "
@@ -264,14 +260,7 @@ def gpu_finding(name: str, gpus: Gpus) -> Finding:
 
 
 def core_findings(name: str, cores: float, ranks: int, threads: str) -> Iterator[Finding]:
-    """Whether ranks and their threads have cores.
-
-    Args:
-        name: of the host.
-        cores: that ranks may use.
-        ranks: on the host.
-        threads: value of `OMP_NUM_THREADS`; empty: not set.
-    """
+    """Whether a host's ranks have cores, and their threads (`OMP_NUM_THREADS`; empty: not set)."""
     found = f"{cores:g} for {ranks} rank{'s' if ranks > 1 else ''}"
     if cores < ranks:
         found += ": ranks share cores, and all wait for the slowest"

@@ -2,20 +2,20 @@
 
 import itertools
 import json
+import math
 import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddprun.doctor import links
-from ddprun.doctor.findings import Finding, Level, Report, pair_of
+from ddprun.doctor import Finding, Level, Report, links, pair_of
 from ddprun.doctor.host import bad_variables, loopback_variables, wrong_interface
 from ddprun.host.network import VARIABLES, address_towards, interface_towards
 from ddprun.parallel.ranks import Environment, Ranks
@@ -44,11 +44,7 @@ class LostError(RuntimeError):
 
 @contextmanager
 def bounded(within_s: float) -> Iterator[None]:
-    """End this process if the block does not end: a dead link says nothing, and the store waits.
-
-    Args:
-        within_s: what the block takes at most by its own account.
-    """
+    """End this process if the block takes much longer: a dead link says nothing, and the store waits."""
 
     def end() -> None:
         say(f"ddprun doctor: the host that holds the store no longer answers\n  -> {CHECK_HOST}")
@@ -73,33 +69,31 @@ class HostGroup:
     """Of this host."""
 
     def gather(self, key: str, value: Any, within_s: float) -> list[Any]:
-        """Every host's value on every host, as JSON can carry it.
-
-        Args:
-            key: used once.
-            value: this host's.
-            within_s: how long to wait for the last one.
+        """Every host's value on every host, as JSON can carry it; a key is used once.
 
         Raises:
-            LostError: some did not answer.
+            LostError: some did not answer in time.
         """
-        keys = [f"{key}/{index}" for index in range(len(self.names))]
-        until = time.monotonic() + within_s
+        names = {f"{key}/{index}": name for index, name in enumerate(self.names)}
         with bounded(_ANSWERS_S):
-            self.store.set(keys[self.index], json.dumps(value))
-        while not _holds(self.store, keys):
+            self.store.set(f"{key}/{self.index}", json.dumps(value))
+        if missing := _missing(self.store, [*names], within_s):
+            late = ", ".join(names[one] for one in missing)
+            raise LostError(f"{late} did not answer within {within_s:g} s ({key})")
+        with bounded(_ANSWERS_S):
+            return [json.loads(self.store.get(one)) for one in names]
+
+
+def _missing(store: dist.Store, keys: list[str], within_s: float = math.inf) -> list[str]:
+    """Wait until a store holds all keys; gives those that it does not hold in time."""
+    until = time.monotonic() + within_s
+    while True:
+        with bounded(_ANSWERS_S):
+            if store.check(keys):
+                return []
             if time.monotonic() > until:
-                missing = [not _holds(self.store, [one]) for one in keys]
-                late = ", ".join(itertools.compress(self.names, missing))
-                raise LostError(f"{late} did not answer within {within_s:g} s ({key})")
-            time.sleep(_TICK_S)
-        with bounded(_ANSWERS_S):
-            return [json.loads(self.store.get(one)) for one in keys]
-
-
-def _holds(store: dist.Store, keys: list[str]) -> bool:
-    with bounded(_ANSWERS_S):
-        return bool(store.check(keys))
+                return [key for key in keys if not store.check([key])]
+        time.sleep(_TICK_S)
 
 
 def examine_hosts(
@@ -145,16 +139,12 @@ def examine_hosts(
         report = _between(group, facts, findings, timeout_s)
         if group.index == 0:
             store.set("fit", json.dumps(report.fit))
-    while not _holds(store, ["fit"]):  # however long that takes
-        time.sleep(_TICK_S)
+    _missing(store, ["fit"])  # however long that takes
     with bounded(_ANSWERS_S):
         fit = bool(json.loads(store.get("fit")))
-    until = time.monotonic() + _PARTING_S
     with bounded(_PARTING_S), suppress(RuntimeError):  # whoever holds the store should be the last to end
         store.set(f"bye/{ranks.rank}", "")
-        keys = [f"bye/{rank}" for rank in range(environment.world_size)]
-        while not store.check(keys) and time.monotonic() < until:
-            time.sleep(_TICK_S)
+        _missing(store, [f"bye/{rank}" for rank in range(environment.world_size)], _PARTING_S)
         time.sleep(_TICK_S)
     return (report if ranks.rank == 0 else None), fit
 
@@ -173,10 +163,10 @@ def _between(
     with bounded(2 * timeout_s * size):
         offset = links.clock_offset(group.store, group.index, size, timeout_s)
     clocks = group.gather("clocks", offset, timeout_s * size)
-    with links.OpenPorts(address) as own:
+    with links.open_ports(address) as own:
         listening = [
             links.Listening(where, tuple(ports), token)
-            for where, ports, token in group.gather("listening", [address, own.ports, own.token], timeout_s)
+            for where, ports, token in group.gather("listening", astuple(own), timeout_s)
         ]
         others = [None if index == group.index else one for index, one in enumerate(listening)]
         closed = group.gather("ports", links.closed_ports(others), _PORTS_S + timeout_s)

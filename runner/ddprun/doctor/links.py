@@ -11,17 +11,18 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddprun.doctor.findings import Finding, Level, pair_of
+from ddprun.doctor import Finding, Level, pair_of
 from ddprun.doctor.host import speed_of
 from ddprun.host.network import VARIABLES
 
@@ -29,8 +30,8 @@ _CLOCK_ROUNDS = 10
 _CLOCK_WARNING_S = 1.0
 
 ELASTIC_S = 5.0
-"""Elastic runs take a host for lost that has given no sign of life for so long, by its own wall clock
-(`ddprun.launch.agent`)."""
+"""Elastic runs consider a host lost that has given no sign of life for so long, by its own wall clock
+(`ddprun.launch.local`)."""
 
 _ANSWERS_S = 3.0
 _PORTS = 3
@@ -39,7 +40,6 @@ _PORTS = 3
 _AT_ONCE = 32
 _TOKEN_BYTES = 16
 
-_END, _BARRIERS, _ALL_REDUCE, _FROM_FIRST, _FROM_SECOND = range(5)
 _FIRST_BYTES, _MOST_BYTES = 64 << 10, 64 << 20
 _LONG_ENOUGH_S, _WANTED_S = 0.05, 0.2
 _REPEATS, _REPEATS_S = 5, 2.0
@@ -70,13 +70,8 @@ def clock_offset(store: dist.Store, host: int, hosts: int, within_s: float) -> t
     """How far this host's wall clock is ahead of the first host's, and the error bound, in seconds.
 
     Cristian's algorithm (Distributed Computing 3, 1989), through the store: of some exchanges the one with
-    the shortest round trip counts, and half of it is the error bound. The first host answers one by one.
-
-    Args:
-        store: of the hosts.
-        host: this one.
-        hosts: how many there are.
-        within_s: how long a host may take to begin.
+    the shortest round trip counts, and half of it is the error bound. The first host answers one by one, and
+    waits `within_s` for each to begin.
     """
     if host == 0:
         for other, number in itertools.product(range(1, hosts), range(_CLOCK_ROUNDS)):
@@ -108,10 +103,10 @@ def clock_findings(names: Sequence[str], offsets: Sequence[tuple[float, float]])
             found = f"clocks are equal within {length(within_s)}"
         elif apart_s > _CLOCK_WARNING_S:
             level = "warning"
-            found += "; logs and records of the two do not fit together"
+            found += "; times in their logs and records do not match"
             if apart_s > ELASTIC_S:
                 level = "problem"
-                found += f", and elastic runs (--max-restarts, --nnodes MIN:MAX) take {behind} for lost"
+                found += f", and elastic runs (--max-restarts, --nnodes MIN:MAX) consider {behind} lost"
         do = "let chrony or ntpd set the clocks on both: `chronyc makestep`, `timedatectl`"
         value = {"ahead": ahead, "ahead_s": apart_s, "within_s": within_s}
         where = pair_of(one, other)
@@ -129,32 +124,31 @@ class Listening:
     """What it answers: another program might listen there, in another network of the same numbers."""
 
 
-class OpenPorts:
-    """Listens at an address of this host, at ports that the kernel chooses, until the block is left."""
+@contextmanager
+def open_ports(address: str) -> Iterator[Listening]:
+    """Listen at an address of this host, at ports that the kernel chooses, until the block is left."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    token = secrets.token_hex(_TOKEN_BYTES // 2)
 
-    def __init__(self, address: str) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._sockets = [socket.create_server((address, 0), family=family) for _ in range(_PORTS)]
-        ports = tuple(int(one.getsockname()[1]) for one in self._sockets)
-        self.listening = Listening(address, ports, secrets.token_hex(_TOKEN_BYTES // 2))
-
-    def _answer(self, listener: socket.socket) -> None:
+    def answer(listener: socket.socket) -> None:
         with suppress(OSError):  # closed
             while True:
                 peer, _ = listener.accept()
                 with suppress(OSError), peer:
-                    peer.sendall(self.listening.token.encode())
+                    peer.sendall(token.encode())
 
-    def __enter__(self) -> Listening:
-        for one in self._sockets:
-            threading.Thread(target=self._answer, args=(one,), daemon=True).start()
-        return self.listening
-
-    def __exit__(self, *_: object) -> None:
-        for one in self._sockets:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+    with ExitStack() as stack:
+        listeners = [
+            stack.enter_context(socket.create_server((address, 0), family=family)) for _ in range(_PORTS)
+        ]
+        for listener in listeners:
+            threading.Thread(target=answer, args=(listener,), daemon=True).start()
+        try:
+            yield Listening(address, tuple(int(one.getsockname()[1]) for one in listeners), token)
+        finally:
+            for listener in listeners:  # wakes the thread that waits in it
+                with suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)
 
 
 def closed_ports(hosts: Sequence[Listening | None]) -> list[list[tuple[int, str]]]:
@@ -184,13 +178,7 @@ def closed_ports(hosts: Sequence[Listening | None]) -> list[list[tuple[int, str]
 def port_findings(
     names: Sequence[str], hosts: Sequence[Listening], closed: Sequence[Sequence[Sequence[tuple[int, str]]]]
 ) -> list[Finding]:
-    """Which ports each pair can reach.
-
-    Args:
-        names: of the hosts.
-        hosts: where they listen.
-        closed: `closed[i][j]`: ports of host j that host i cannot reach, and why.
-    """
+    """Which ports each pair can reach; `closed[i][j]` are those of host j that host i cannot, and why."""
     findings = []
     for one, other in itertools.combinations(range(len(names)), 2):
         where = pair_of(names[one], names[other])
@@ -222,7 +210,7 @@ def route_findings(
 
     Args:
         names: of the hosts.
-        used: interface that Gloo uses on each; empty: it takes its own choice.
+        used: interface that Gloo uses on each; empty: its own choice.
         routes: `routes[i][j]`: interface of host i on the way to host j; None: there is none.
     """
     findings = []
@@ -234,7 +222,7 @@ def route_findings(
                 "interfaces",
                 "problem",
                 f"{names[here]} uses {used[here]}, but {route} leads to {names[there]}",
-                f"on {names[here]} unset {VARIABLES[0]} and {VARIABLES[1]}, or set them to {route}",
+                f"on {names[here]} unset {' and '.join(VARIABLES)}, or set them to {route}",
             )
             for here, there in ((one, other), (other, one))
             if used[here] and (route := routes[here][there]) and route not in used[here].split(",")
@@ -298,92 +286,59 @@ def measure(store: dist.Store, rank: int, backend: str, device: torch.device, ti
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
     try:
         link = _Link(device)
-        values = torch.zeros(5, dtype=torch.float64, device=device)
-        if rank == 1:
-            link.follow()
-        else:
-            latency_s = link.latency()
-            both, there, back = map(link.bandwidth, (_ALL_REDUCE, _FROM_FIRST, _FROM_SECOND))
-            link.run(_END, 0)
-            found = [latency_s, there, back, both, float(link.largest)]
-            values = torch.tensor(found, dtype=torch.float64, device=device)
-        dist.broadcast(values, 0)
-        latency_s, there, back, both, largest = values.tolist()
-        return Measured(backend, latency_s, there, back, both, int(largest))
+        took = statistics.median(link.seconds(_WARM_UP))
+        count = max(_WARM_UP, min(_MOST_BARRIERS, int(_BARRIERS_S / took)))
+        latency_s = statistics.median(link.seconds(count))
+        both = link.bandwidth(dist.all_reduce)
+        there, back = (link.bandwidth(partial(dist.broadcast, src=source)) for source in (0, 1))
+        return Measured(backend, latency_s, there, back, both, link.largest)
     finally:
         dist.destroy_process_group()
 
 
 class _Link:
-    """Rank 0 says what is done next, and measures; rank 1 follows."""
+    """The same calls on both hosts: they go by the first one's clock, and so choose the same sizes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._small = torch.zeros(1, device=device)
-        self._memory = torch.zeros(0, device=device)
+        self._memory = torch.empty(_MOST_BYTES // self._small.element_size(), device=device).zero_()
         self.largest = 0
+        """Bytes of a message."""
 
-    def follow(self) -> None:
-        """Do what rank 0 says, until the end."""
-        kind = -1
-        while kind != _END:
-            command = torch.zeros(2, dtype=torch.int64, device=self._device)
-            dist.broadcast(command, 0)
-            kind, number = (int(value) for value in command.tolist())
-            self._act(kind, number)
-
-    def run(self, kind: int, number: int) -> list[float]:
-        """Do something on both hosts; gives the seconds of each time.
-
-        Args:
-            kind: of the collective.
-            number: of barriers, or of bytes in the message.
-        """
-        dist.broadcast(torch.tensor([kind, number], dtype=torch.int64, device=self._device), 0)
-        return self._act(kind, number)
-
-    def latency(self) -> float:
-        """Median of small all-reduces, in seconds, after some that do not count."""
-        took = statistics.median(self.run(_BARRIERS, _WARM_UP))
-        count = max(_WARM_UP, min(_MOST_BARRIERS, int(_BARRIERS_S / took)))
-        return statistics.median(self.run(_BARRIERS, count))
-
-    def bandwidth(self, kind: int) -> float:
-        """Median, in megabits a second that the busiest direction carries."""
-        nbytes = _FIRST_BYTES
-        (took,) = self.run(kind, nbytes)
-        while took < _LONG_ENOUGH_S and nbytes < _MOST_BYTES:
-            nbytes = min(4 * nbytes, _MOST_BYTES)
-            (took,) = self.run(kind, nbytes)
-        if took < _WANTED_S:
-            nbytes = min(int(nbytes * _WANTED_S / took), _MOST_BYTES)
-        times: list[float] = []
-        while len(times) < _REPEATS and (sum(times) < _REPEATS_S or not times):
-            times += self.run(kind, nbytes)
-        self.largest = max(self.largest, nbytes)
-        return 8e-6 * nbytes / statistics.median(times)
-
-    def _act(self, kind: int, number: int) -> list[float]:
+    def seconds(self, count: int, send: Callable[[], object] = lambda: None) -> list[float]:
+        """Seconds that something takes with a small all-reduce after it, each of so many times."""
         times = []
-        if kind == _BARRIERS:
-            for _ in range(number):
-                began = time.perf_counter()
-                self._barrier()
-                times.append(time.perf_counter() - began)
-        elif kind != _END:
-            elements = -(-number // self._memory.element_size())
-            if self._memory.numel() < elements:
-                self._memory = torch.zeros(elements, device=self._device)
-            message = self._memory[:elements]
-            self._barrier()
+        self._barrier()
+        for _ in range(count):
             began = time.perf_counter()
-            if kind == _ALL_REDUCE:
-                dist.all_reduce(message)
-            else:
-                dist.broadcast(message, 0 if kind == _FROM_FIRST else 1)
+            send()
             self._barrier()
             times.append(time.perf_counter() - began)
-        return times
+        found = torch.tensor(times, dtype=torch.float64, device=self._device)
+        dist.broadcast(found, 0)
+        return list(found.tolist())
+
+    def bandwidth(self, collective: Callable[[torch.Tensor], object]) -> float:
+        """Median, in megabits a second that the busiest direction carries."""
+        nbytes = _FIRST_BYTES
+
+        def send(nbytes: int) -> float:
+            message = self._memory[: -(-nbytes // self._memory.element_size())]
+            (took,) = self.seconds(1, lambda: collective(message))
+            return took
+
+        took = send(nbytes)
+        while took < _LONG_ENOUGH_S and nbytes < _MOST_BYTES:
+            nbytes = min(4 * nbytes, _MOST_BYTES)
+            took = send(nbytes)
+        if took < _WANTED_S:
+            nbytes = min(int(nbytes * _WANTED_S / took), _MOST_BYTES)
+        times = [send(nbytes)]
+        while len(times) < _REPEATS and sum(times) < _REPEATS_S:
+            times.append(send(nbytes))
+        self.largest = max(self.largest, nbytes)
+        return 8e-6 * nbytes / statistics.median(times)
 
     def _barrier(self) -> None:
         dist.all_reduce(self._small)
@@ -394,20 +349,14 @@ class _Link:
 def link_findings(
     one: str, other: str, found: Measured, speeds_mbit: Sequence[float | None]
 ) -> list[Finding]:
-    """What was measured between two hosts.
-
-    Args:
-        one: name of the first host.
-        other: of the second.
-        found: what was measured.
-        speeds_mbit: of the two hosts' interfaces, where they are known.
-    """
+    """What was measured between two hosts; `speeds_mbit` are those of their interfaces, where known."""
     where = pair_of(one, other)
-    late = found.latency_s > _LATE_S
     text = f"a small all-reduce takes {length(found.latency_s)} over {found.backend}"
     advice = "fewer and larger messages: ddp.bucket_cap_mb, accumulate; or sync: local_sgd or diloco"
     value: dict[str, Any] = {"backend": found.backend, "all_reduce_us": found.latency_s * 1e6}
-    latency = Finding(where, "latency", "note" if late else "ok", text, advice if late else "", value)
+    latency = Finding(where, "latency", "ok", text, "", value)
+    if found.latency_s > _LATE_S:
+        latency = replace(latency, level="note", do=advice)
     slow, fast = sorted((found.there_mbit, found.back_mbit))
     text = (
         f"{one} to {other} {speed_of(found.there_mbit)}, back {speed_of(found.back_mbit)}, both at once "

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddprun.doctor.findings import Finding, Report
+from ddprun.doctor import Finding, Report
 from ddprun.doctor.host import examine_host
 from ddprun.host.network import NetworkError, addresses, host_and_port, host_of, is_own, public_address
 from ddprun.host.processes import handle
@@ -48,11 +48,7 @@ class UnreachableError(RuntimeError):
 
 
 def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorRun:
-    """Examine this host, or all hosts of the launch.
-
-    Args:
-        flags: torchrun's own that were given.
-        timeout_s: how long to wait for the others, and for a collective.
+    """Examine this host, or all hosts of the launch, waiting so long for the others and for a collective.
 
     Raises:
         LauncherError: the flags, or the variables that a launcher has set, make no sense.
@@ -70,17 +66,14 @@ def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorRun:
         if not most.isdigit() or int(most) < 1:
             raise LauncherError(f"--nnodes is {nodes!r}; it must be a number of hosts, or MIN:MAX")
         several = int(most) > 1
-        if several:
-            if not _endpoint(flags):
-                raise LauncherError(
-                    f"--nnodes {nodes} needs a rendezvous: add --rdzv-endpoint HOST:PORT, the same on every "
-                    "host"
-                )
-            # Torchrun's default is static, for which every host needs a number.
-            if "rdzv_endpoint" in flags and not (
-                flag_of(flags, "rdzv_backend") or flag_of(flags, "node_rank")
-            ):
-                flags["rdzv_backend"] = "c10d"
+        if several and not _endpoint(flags):
+            raise LauncherError(
+                f"--nnodes {nodes} needs a rendezvous: add --rdzv-endpoint HOST:PORT, the same on every host"
+            )
+        # Torchrun's default is static, for which every host needs a number.
+        numbered = flag_of(flags, "rdzv_backend") or flag_of(flags, "node_rank")
+        if several and "rdzv_endpoint" in flags and not numbered:
+            flags["rdzv_backend"] = "c10d"
     for number in (signal.SIGINT, signal.SIGTERM):  # waiting in torch's C++ code must not hold them up
         handle(number, signal.SIG_DFL)
     # Torch's C++ side prints what it cannot reach, stack and all; what matters becomes a finding.
@@ -164,12 +157,8 @@ def rendezvous(
 ) -> "tuple[RendezvousHandler, RendezvousInfo]":
     """Wait for the other hosts as a run does, with one rank on each host, but without starting any.
 
-    Args:
-        flags: torchrun's own, as they would be given to a run; of a range of hosts the largest number counts.
-        timeout_s: how long to wait.
-
-    Returns:
-        What keeps this host in the rendezvous as long as it lives, and this host's rank.
+    Of a range of hosts the largest number counts. Gives what keeps this host in the rendezvous as long as it
+    lives, and this host's rank.
 
     Raises:
         ValueError: torchrun refuses the flags.
@@ -179,8 +168,7 @@ def rendezvous(
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from ddprun.launch.agent import rendezvous_parameters
-    from ddprun.launch.local import quieten, torchrun_arguments
+    from ddprun.launch.local import quieten, rendezvous_parameters, torchrun_arguments
     from ddprun.launch.rendezvous import make_handler
 
     quieten()
@@ -204,7 +192,7 @@ def rendezvous(
         why = str(error.__cause__ or error).strip().partition("\n")[0]
         why = f"{type(error).__name__}: {why}" if why else type(error).__name__
         raise UnreachableError(
-            f"not all of the {hosts} hosts came to {parameters.endpoint} within {timeout_s:g} s ({why})",
+            f"not all of the {hosts} hosts reached {parameters.endpoint} within {timeout_s:g} s ({why})",
             f"start the same command on all {hosts} hosts within this time (--timeout SECONDS gives more); "
             f"where it cannot connect, open TCP port {host_and_port(parameters.endpoint)[1]} to that host; "
             "take a port that nobody uses" + ("" if static else ", and the same --rdzv-id everywhere"),
@@ -214,10 +202,6 @@ def rendezvous(
 def reach(endpoint: str, until: float) -> None:
     """Wait until somebody listens at the rendezvous; at once on its own host, which is to listen.
 
-    Args:
-        endpoint: HOST or HOST:PORT.
-        until: by the monotonic clock.
-
     Raises:
         UnreachableError: nobody does, or it cannot be reached.
     """
@@ -225,7 +209,7 @@ def reach(endpoint: str, until: float) -> None:
     known = ", ".join(dict.fromkeys(addresses(host)))
     if not known:
         raise UnreachableError(
-            f"the name {host!r} of {endpoint!r} cannot be looked up here",
+            f"the name {host!r} of {endpoint!r} does not resolve here",
             "add it to /etc/hosts or to the name service, or write an address",
         )
     if is_own(host):

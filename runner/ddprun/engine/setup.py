@@ -162,7 +162,7 @@ def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks, backend: str) -> None:
         shortage = shared_memory.shortage(here.local_world_size, workers, sizes, room) or shortage
     if shortage is None:
         return
-    text = f"{ranks.host}: {shortage.told}"
+    text = f"{ranks.host}: {shortage.message}"
     if shortage.certain:
         raise loaded.error("loader.workers", text, f"workers: 0, or {shared_memory.REMEDY}")
     if here.local_rank == 0:

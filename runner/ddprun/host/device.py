@@ -33,11 +33,6 @@ def place_of(loaded: Loaded, local_rank: int, local_ranks: int) -> Place:
     `device: auto` takes CUDA where there is a GPU. `backend: auto` takes NCCL where every rank of the host
     has a GPU of its own, else Gloo.
 
-    Args:
-        loaded: the pipeline, for `launch.device` and `launch.backend`.
-        local_rank: this rank among those of its host.
-        local_ranks: how many ranks the host has.
-
     Raises:
         PipelineError: CUDA without a GPU, or NCCL with more ranks than GPUs.
     """

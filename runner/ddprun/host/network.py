@@ -32,9 +32,6 @@ def choose_interface(host: str) -> None:
     Left to themselves, Gloo takes the one that this host's own name leads to, and NCCL the first that is up:
     on a host with several these may be ones through which the others cannot be reached, and ranks would wait.
 
-    Args:
-        host: name or address of another host.
-
     Raises:
         NetworkError: there is no interface of the name that the user has given, or no way to the host.
     """
@@ -72,10 +69,7 @@ def interface_towards(host: str) -> str | None:
 
 def address_towards(endpoint: str) -> str:
     """The address of this host on the interface that leads to the other hosts: that of `GLOO_SOCKET_IFNAME`
-    if it is set, else on the way to the rendezvous, else to anywhere.
-
-    Args:
-        endpoint: HOST or HOST:PORT; this host's own, or another one's.
+    if it is set, else on the way to the rendezvous (HOST or HOST:PORT), else to anywhere.
     """
     if wanted := os.environ.get(VARIABLES[0], "").split(",")[0]:
         owned = [address for address, name in owners().items() if name == wanted]
@@ -114,22 +108,20 @@ def answers(endpoint: str) -> bool:
     """Whether somebody listens at an endpoint, or at one of several with commas between them; takes a few
     seconds for each at most.
     """
-    for one in endpoint.split(","):
+    for address in endpoint.split(","):
         with suppress(OSError, ValueError):
-            socket.create_connection(host_and_port(one.strip()), timeout=_CONNECT_S).close()
+            socket.create_connection(host_and_port(address.strip()), timeout=_CONNECT_S).close()
             return True
     return False
 
 
 def public_address(endpoint: str) -> str | None:
-    """The public address behind a rendezvous endpoint.
+    """The first address behind a rendezvous endpoint that the whole internet can route to.
+
+    None if there is none, or if a name cannot be looked up at once: then no run can use it anyway.
 
     Args:
         endpoint: `host`, `host:port`, `[IPv6]:port`, or several with commas between them.
-
-    Returns:
-        The first address that the whole internet can route to; None if there is none, or if a name cannot be
-        looked up at once: then no run can use it anyway.
     """
     for one in endpoint.split(","):
         for text in addresses(host_of(one.strip())):
@@ -156,10 +148,8 @@ def public_warning(endpoint: str) -> str | None:
 
 def addresses(host: str) -> list[str]:
     """Of a host's name; none if nobody can look it up within two seconds."""
-    try:
+    if is_address(host):
         return [str(ipaddress.ip_address(host.partition("%")[0]))]
-    except ValueError:
-        pass
     if host:  # a name server that does not answer must not hold the run up
         with suppress(OSError, UnicodeError):
             found = in_background(lambda: socket.getaddrinfo(host, None)).result(_LOOK_UP_S)
@@ -201,7 +191,7 @@ def check_named(variable: str, value: str) -> None:
     there = sorted(psutil.net_if_addrs())
     exact = variable == VARIABLES[0] or value.startswith("=")
     for name in value.lstrip("=").split(","):
-        if not any(one == name or (one.startswith(name) and not exact) for one in there):
+        if not any(interface == name or (interface.startswith(name) and not exact) for interface in there):
             raise NetworkError(f"{variable} is {value}, but the interfaces here are {', '.join(there)}")
 
 

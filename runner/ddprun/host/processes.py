@@ -30,8 +30,7 @@ def die_with_launcher() -> None:
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel end this process when its parent dies, however that dies (Linux).
 
-    Args:
-        parent: its process id, if it may be gone by now; None takes the one there is.
+    `parent` is needed if that may have happened by now; None takes the parent that there is.
     """
     if sys.platform != "linux":
         return

@@ -72,11 +72,7 @@ def keep_run_dir(folder: Path) -> None:
 
 
 def run_dir(scratch: Path | None = None) -> Path | None:
-    """The run's folder, as ranks of this host's launcher have left it.
-
-    Args:
-        scratch: the launcher's folder; None: of the launcher that started this rank.
-    """
+    """The run's folder, as ranks have left it in their launcher's; None: that of this rank's launcher."""
     scratch = scratch or _scratch()
     try:
         return None if scratch is None else Path(os.fsdecode((scratch / _RUN_DIR).read_bytes()))
@@ -87,9 +83,8 @@ def run_dir(scratch: Path | None = None) -> Path | None:
 def keep_outcome(code: int) -> int:
     """Report to the launcher how the run has ended: starting the ranks again would change nothing.
 
-    Returns:
-        The exit code for this process: 0 if a launcher of ddprun's reads the outcome, and so starts nothing
-        again; else `code`.
+    Gives the exit code for this process: 0 if a launcher of ddprun's reads the outcome, and so starts nothing
+    again; else `code`.
     """
     if SCRATCH not in os.environ:
         return code
@@ -110,12 +105,7 @@ def outcome(scratch: Path) -> int | None:
 
 
 def keep_checkpoint(put_ns: int, written: bool) -> None:
-    """Report to the launcher what has become of a checkpoint.
-
-    Args:
-        put_ns: when it was taken, by this host's monotonic clock.
-        written: or left out.
-    """
+    """Report to the launcher whether a checkpoint was written; `put_ns`: when, by the monotonic clock."""
     _write(_CHECKPOINT, json.dumps([put_ns, written]).encode())
 
 
@@ -158,6 +148,16 @@ def pids(scratch: Path) -> list[int]:
         for pid, (state, parent) in states.items()
         if state == "?" or (state not in ("Z", "gone") and parent == os.getpid())
     ]
+
+
+def signal_ranks(scratch: Path, *numbers: int) -> list[int]:
+    """Send signals to all ranks; gives their process ids."""
+    found = pids(scratch)
+    for pid in found:
+        with suppress(ProcessLookupError):
+            for number in numbers:
+                os.kill(pid, number)
+    return found
 
 
 def _scratch() -> Path | None:

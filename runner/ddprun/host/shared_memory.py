@@ -7,8 +7,8 @@ kind. NCCL uses it between the GPUs of one host.
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SHM = Path("/dev/shm")
 PAGE_BYTES = 4096
@@ -28,19 +28,17 @@ REMEDY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(NamedTuple):
     """Bytes of `/dev/shm`."""
 
     total: int
     free: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shortage:
+class Shortage(NamedTuple):
     """There is not enough room."""
 
-    told: str
+    message: str
     """What is missing, in one line."""
 
     certain: bool
@@ -68,13 +66,9 @@ def needed_bytes(ranks: int, workers: int, tensor_bytes: Iterable[int]) -> int:
 
 
 def shortage(ranks: int, workers: int, tensor_bytes: Iterable[int], here: Room | None) -> Shortage | None:
-    """What a run would miss; None: there is enough room, or nothing is put there.
+    """What a run would miss, with so many ranks on the host and loading processes (workers) for each of them.
 
-    Args:
-        ranks: on the host.
-        workers: loading processes of each rank.
-        tensor_bytes: size of each tensor of a batch.
-        here: the room there is; None if the host has no `/dev/shm`, of which nothing is said.
+    None: there is enough room, nothing is put there, or the host has no `/dev/shm`.
     """
     if not workers or here is None:
         return None
@@ -82,25 +76,21 @@ def shortage(ranks: int, workers: int, tensor_bytes: Iterable[int], here: Room |
     if here.free >= needed:
         return None
     who = f"{workers} loading processes for each of {ranks} rank{'s' if ranks > 1 else ''}"
-    if here.free < least:
-        return Shortage(
-            f"/dev/shm has {binary(here.free)} free, too little to start {who}, which need {binary(least)} "
-            f"for their queues alone and about {binary(needed)} with batches",
-            certain=True,
-        )
-    return Shortage(
-        f"/dev/shm has {binary(here.free)} free, but {who} need about {binary(needed)} for batches that are "
-        "loaded in advance; a run whose batches do not fit fails",
-        certain=False,
-    )
+    if certain := here.free < least:
+        why = f"too little to start {who}, which need {binary(least)} for their queues alone and about "
+        why += f"{binary(needed)} with batches"
+    else:
+        why = f"but {who} need about {binary(needed)} for batches that are loaded in advance; a run whose "
+        why += "batches do not fit fails"
+    return Shortage(f"/dev/shm has {binary(here.free)} free, {why}", certain)
 
 
 def nccl_shortage(ranks: int, here: Room | None) -> Shortage | None:
     """What NCCL may miss between the GPUs of a host; None: enough room, no `/dev/shm`, or one rank."""
     if ranks == 1 or here is None or here.free >= ROOM_FOR_NCCL_BYTES:
         return None
-    told = f"/dev/shm has {binary(here.free)} free, which may be too little for NCCL between {ranks} GPUs"
-    return Shortage(told, certain=False)
+    text = f"/dev/shm has {binary(here.free)} free, which may be too little for NCCL between {ranks} GPUs"
+    return Shortage(text, certain=False)
 
 
 def binary(count: float) -> str:

@@ -30,23 +30,14 @@ def open_store(
         DistError: the server cannot be reached in time.
     """
     address = listen_address(host) if serve else None
+    wait = world_size is not None
     if address is None:
-        return TCPStore(
-            host, port, world_size, serve, timeout, wait_for_workers=world_size is not None, multi_tenant=True
-        )
+        return TCPStore(host, port, world_size, serve, timeout, wait_for_workers=wait, multi_tenant=True)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
+    with socket.create_server((address, port), family=family, backlog=_BACKLOG) as listener:
+        port, handle = listener.getsockname()[1], listener.fileno()
         store = TCPStore(
-            host,
-            listener.getsockname()[1],
-            world_size,
-            True,
-            timeout,
-            wait_for_workers=world_size is not None,
-            master_listen_fd=listener.fileno(),
+            host, port, world_size, True, timeout, wait_for_workers=wait, master_listen_fd=handle
         )
         listener.detach()  # the store closes it
         return store
@@ -60,7 +51,7 @@ def listen_address(host: str) -> str | None:
     which this host reaches the network.
     """
     own = owners()
-    here = list(dict.fromkeys(one for one in addresses(host) if one in own or is_loopback(one)))
+    here = list(dict.fromkeys(found for found in addresses(host) if found in own or is_loopback(found)))
     if host == "localhost":
         return LOOPBACK
     if len(here) == 1 and (is_address(host) or here[0] == address_towards("")):

@@ -11,6 +11,7 @@ srun's variables: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables.
 """
 
+import json
 import os
 import re
 import zlib
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 _PORTS = range(15_000, 30_000)
 """Below those that Linux gives to whoever asks for any."""
 
-_OVERRIDE = "DDPRUN_OVERRIDE_"
+_OVERRIDES = "DDPRUN_OVERRIDES"
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _STARTING = ("nnodes", "nproc_per_node", "node_rank", "standalone", "max_restarts")
 """Flags that say how ranks are started, and so nothing to a process that is one."""
@@ -54,11 +55,7 @@ class Launcher:
 
 
 def recognise(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher | None:
-    """Find out; None: nobody but a user has started this process.
-
-    Args:
-        environment: of the process.
-        flags: torchrun's own that were given on the command line.
+    """Find out from a process's environment and torchrun's flags; None: only a user has started it.
 
     Raises:
         LauncherError: what was found contradicts itself.
@@ -83,12 +80,12 @@ def recognise(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -
 
 def _ranks_own(name: str, environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher:
     """A rank whose variables are torchrun's."""
-    missing = [one for one in ("RANK", "WORLD_SIZE") if one not in environment]
+    missing = [variable for variable in ("RANK", "WORLD_SIZE") if variable not in environment]
     rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if size > 1 or "RANK" not in environment:
-        missing += [one for one in _ADDRESS if one not in environment]
+        missing += [variable for variable in _ADDRESS if variable not in environment]
     if missing:
-        there = [one for one in ("RANK", "WORLD_SIZE", *_ADDRESS) if one in environment]
+        there = [variable for variable in ("RANK", "WORLD_SIZE", *_ADDRESS) if variable in environment]
         raise LauncherError(
             f"{_listed(there)} {'are' if len(there) > 1 else 'is'} set, but not {_listed(missing)}; a rank "
             "needs all four, and a process that starts ranks none of them"
@@ -163,9 +160,9 @@ def _srun(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> La
 
 
 def _refuse(name: str, flags: Mapping[str, str | bool]) -> None:
-    given = [one for one in flags if one in _STARTING or one.startswith(("rdzv_", "master_"))]
-    if given:
-        flag = f"--{given[0].replace('_', '-')}"
+    given = next((flag for flag in flags if flag in _STARTING or flag.startswith(("rdzv_", "master_"))), None)
+    if given is not None:
+        flag = f"--{given.replace('_', '-')}"
         raise LauncherError(
             f"{name} has started this process as one rank, so {flag} has no effect: leave it out, or start "
             "one process on each host, which then starts the ranks"
@@ -231,18 +228,13 @@ def passing_on(overrides: Sequence[str]) -> Iterator[None]:
 
     On their command lines everybody who may list processes would read them.
     """
-    names = [f"{_OVERRIDE}{number}" for number in range(len(overrides))]
-    os.environ.update(zip(names, overrides, strict=True))
+    os.environ[_OVERRIDES] = json.dumps(list(overrides))
     try:
         yield
     finally:
-        for name in names:
-            os.environ.pop(name, None)
+        os.environ.pop(_OVERRIDES, None)
 
 
 def inherited_overrides() -> tuple[str, ...]:
     """The `--set` options that this process's launcher has passed on; what it starts will not see them."""
-    found: list[str] = []
-    while (text := os.environ.pop(f"{_OVERRIDE}{len(found)}", None)) is not None:
-        found.append(text)
-    return tuple(found)
+    return tuple(json.loads(os.environ.pop(_OVERRIDES, "[]")))

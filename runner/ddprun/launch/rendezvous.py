@@ -9,6 +9,7 @@ import io
 import pickle
 import socket
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -20,11 +21,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-    Token,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token, create_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ddprun.host.network import LOOPBACK, host_and_port, is_own
@@ -97,13 +94,6 @@ class _Static(StaticTCPRendezvous):
         return super().next_rendezvous()
 
 
-class _C10d(DynamicRendezvousHandler):
-    """torchelastic's dynamic rendezvous, whose store for ranks is on one address."""
-
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        return open_store(master_addr, master_port, serve=True, timeout=_RANKS_STORE)
-
-
 class _Backend(C10dRendezvousBackend):
     """torchelastic's state of a rendezvous in a store, which is held against what it may hold."""
 
@@ -149,36 +139,18 @@ def _static(parameters: RendezvousParameters) -> RendezvousHandler:
 
 def _c10d(parameters: RendezvousParameters) -> RendezvousHandler:
     store = _hosts_store(parameters)
-    timeouts = {
-        name: timedelta(seconds=_number(parameters, f"{name}_timeout"))
-        for name in ("join", "last_call", "close", "heartbeat")
-        if parameters.get(f"{name}_timeout") is not None
-    }
-    handler: RendezvousHandler = _C10d.from_backend(
-        parameters.run_id,
-        store,
-        _Backend(store, parameters.run_id),
-        parameters.min_nodes,
-        parameters.max_nodes,
-        parameters.local_addr,
-        RendezvousTimeout(**timeouts),
-        keep_alive_interval=_number(parameters, "keep_alive_interval", 5),
-        keep_alive_max_attempt=_number(parameters, "keep_alive_max_attempt", 3),
+    handler = create_handler(store, _Backend(store, parameters.run_id), parameters)
+    # The store for ranks listens on one address, too.
+    handler._create_tcp_store_server = partial(  # type: ignore[method-assign]
+        open_store, serve=True, timeout=_RANKS_STORE
     )
     return handler
-
-
-def _number(parameters: RendezvousParameters, key: str, default: int = 0) -> int:
-    """A whole number of --rdzv-conf; raises ValueError where it is something else."""
-    found = parameters.get_as_int(key, default)
-    assert found is not None
-    return found
 
 
 def _hosts_store(parameters: RendezvousParameters) -> Store:
     """The store of the rendezvous. The endpoint's host holds it; of several launchers there, the first."""
     host, port = host_and_port(parameters.endpoint)
-    timeout = timedelta(seconds=_number(parameters, "read_timeout", _STORE_ANSWERS_S))
+    timeout = timedelta(seconds=parameters.get_as_int("read_timeout") or _STORE_ANSWERS_S)
     serve = parameters.get_as_bool("is_host")
     if serve is None:
         serve = is_own(host) or host == socket.gethostname()

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from ddprun import screen
 from ddprun.run_files import open_file, replacing
 from ddprun.watchdog.rank_watchdog import HANG, Overdue, PendingCollective, RankWatchdog
-from ddprun.watchdog.status_page import Seen, Wait, ask_all, claim, read, read_all
+from ddprun.watchdog.status_page import Seen, ask_all, claim, read, read_all
 
 _AT_MOST_S = 4.8
 """From the alarm to the end of the process, whatever stalls."""
@@ -31,7 +31,7 @@ _ALSO_SHOWN = 3
 
 Why = Literal["late", "silent", "circle", "network"]
 """`late`: they have not come to the collective. `silent`: nobody can see whether they have. `circle`: they
-wait for each other. `network`: all have come, all are alive, and it does not get through."""
+wait for each other. `network`: all have entered it, all are alive, and it does not complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,7 @@ class RunContext:
 
 
 def handle_hang(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue]) -> None:
-    """Report, and end the process with exit code 1.
-
-    Args:
-        context: the run.
-        watchdog: of this rank.
-        waits: what this rank waits for, oldest first.
-    """
+    """Report what this rank waits for, oldest first, and end the process with exit code 1."""
     last = threading.Timer(_AT_MOST_S, os._exit, [1])
     last.daemon = True
     last.start()
@@ -119,8 +113,7 @@ def _report(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue]) -
         state = f": it {doing(seen[context.rank])}" if context.rank in seen else ""
         text = f"ddprun: other ranks have waited too long, and rank {context.rank} waits for none{state}"
         report = Report(text, "", text)
-    log = context.log()
-    if log is not None:
+    if (log := context.log()) is not None:
         write_log(log, report)
         dump_flight_recorder(log.parent / f"flight-recorder-{context.rank:05}.json")
     if speaks and waits and context.first():
@@ -129,7 +122,7 @@ def _report(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue]) -
     # Once a rank has ended, its launcher ends the others: let them report first.
     until = time.monotonic() + _OTHERS_REPORT_S
     while watchdog.folder is not None and time.monotonic() < until:
-        if all(one.reported or one.lifeless for one in read_all(watchdog.folder).values()):
+        if all(page.reported or page.lifeless for page in read_all(watchdog.folder).values()):
             break
         time.sleep(0.05)
     if context.holds_store():
@@ -139,19 +132,17 @@ def _report(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue]) -
 def _read_pages(context: RunContext, watchdog: RankWatchdog, peers: Mapping[int, Peer]) -> dict[int, Seen]:
     """The status pages that can be read, of this host and of the others."""
     servers = {peer.server for peer in peers.values() if peer.server and peer.host != context.host}
-    seen = ask_all(sorted(servers), hang=True)
-    for rank, peer in peers.items():
-        if peer.host == context.host and (one := read(peer.page)) is not None:
-            seen[rank] = one
+    here = {rank: read(peer.page) for rank, peer in peers.items() if peer.host == context.host}
     if watchdog.folder is not None:
-        seen |= read_all(watchdog.folder)
-    if (own := read(watchdog.page.path)) is not None:
-        seen[context.rank] = own
-    return seen
+        here |= read_all(watchdog.folder)
+    here[context.rank] = read(watchdog.page.path) or here.get(context.rank)
+    return {
+        **ask_all(sorted(servers)),
+        **{rank: page for rank, page in here.items() if page is not None},
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     """Whose fault it is."""
 
     why: Why
@@ -159,21 +150,16 @@ class Diagnosis:
 
 
 def diagnose(me: int, seen: Mapping[int, Seen]) -> Diagnosis:
-    """Follow who waits for whom, from this rank on, to those that wait for nobody.
-
-    Args:
-        me: a rank that waits; its status page is among those seen.
-        seen: the status pages of the ranks that could be asked.
-    """
+    """Follow who waits for whom, from a rank whose page was seen, to those that wait for nobody."""
     late, silent, visited = [], [], [me]
     for rank in visited:  # grows as it goes
-        one = seen.get(rank)
-        if one is None:
+        page = seen.get(rank)
+        if page is None:
             silent.append(rank)
-        elif rank != me and (one.lost or not one.waits):
+        elif rank != me and (page.lost or not page.waits):
             late.append(rank)
         else:
-            visited += [other for other in _awaited(one, seen) if other not in visited]
+            visited += [other for other in _awaited(page, seen) if other not in visited]
     if late:
         return Diagnosis("late", tuple(sorted(late)))
     if silent:
@@ -183,22 +169,15 @@ def diagnose(me: int, seen: Mapping[int, Seen]) -> Diagnosis:
     return Diagnosis("network", tuple(sorted(seen[me].waits[0].ranks)))
 
 
-def _awaited(one: Seen, seen: Mapping[int, Seen]) -> list[int]:
-    """The ranks that `one` waits for."""
-    wait = one.waits[0]
+def _awaited(page: Seen, seen: Mapping[int, Seen]) -> list[int]:
+    """The ranks that a rank waits for."""
+    wait = page.waits[0]
     if wait.peers is not None:
         return list(wait.peers)
-    others = [rank for rank in wait.ranks if rank != one.rank]
-    late = [rank for rank in others if rank in seen and _issued(seen[rank], wait) < wait.number]
-    if late:
-        return late
+    others = [rank for rank in wait.ranks if rank != page.rank]
+    late = [rank for rank in others if rank in seen and seen[rank].has_issued(wait.index) < wait.number]
     unseen = [rank for rank in others if rank not in seen]
-    return unseen or [rank for rank in others if seen[rank].lost]
-
-
-def _issued(seen: Seen, wait: Wait) -> int:
-    """How many collectives of a sequence a rank has issued."""
-    return seen.issued[wait.index] if wait.index < len(seen.issued) else 0
+    return late or unseen or [rank for rank in others if seen[rank].lost]
 
 
 def find_out(
@@ -208,19 +187,11 @@ def find_out(
     seen: Mapping[int, Seen],
     peers: Mapping[int, Peer],
 ) -> Report:
-    """Say who is missing.
-
-    Args:
-        context: the run.
-        timeout_s: how long a collective may be under way.
-        waits: what this rank waits for, oldest first.
-        seen: the status pages that could be read, this rank's among them.
-        peers: the ranks that have joined.
-    """
+    """Say who is missing; `waits`: what this rank waits for, oldest first; `seen` has its own page."""
     diagnosis = diagnose(context.rank, seen)
     shown, own = _most_telling(waits, diagnosis), seen[context.rank]
-    pending, others = shown.pending, [one for one in waits if one is not shown]
-    waiting = [rank for rank, one in seen.items() if one.waits and rank not in diagnosis.ranks]
+    pending, others = shown.pending, [overdue for overdue in waits if overdue is not shown]
+    waiting = [rank for rank, page in seen.items() if page.waits and rank not in diagnosis.ranks]
     where = ", ".join(part for part in (own.stage, f"step {own.step}" if own.step else "") if part)
     head = headline(diagnosis, timeout_s)
     names = [param.name for param in pending.params]
@@ -230,8 +201,8 @@ def find_out(
         *((f"rank {rank}", _state(rank, context, seen, peers)) for rank in diagnosis.ranks),
         ("waiting", named(waiting or [*seen])),
         *(
-            ("also waits for", f"{_numbered(one.pending)}, {' '.join(_carried(one.pending))}")
-            for one in others[:_ALSO_SHOWN]
+            ("also waits for", f"{_numbered(overdue.pending)}, {' '.join(_carried(overdue.pending))}")
+            for overdue in others[:_ALSO_SHOWN]
         ),
     ]
     width = max(len(name) for name, _ in rows)
@@ -260,22 +231,22 @@ def _most_telling(waits: Sequence[Overdue], diagnosis: Diagnosis) -> Overdue:
     """The oldest; or one of parameters, which says more than a control message, if it is about as old and
     among ranks whose fault it is.
     """
-    for one in waits:
-        overdue = 2 * one.age_s >= waits[0].age_s
-        if overdue and one.pending.kind is not None and {*diagnosis.ranks} & {*one.pending.sequence.ranks}:
-            return one
+    for wait in waits:
+        pending, as_old = wait.pending, 2 * wait.age_s >= waits[0].age_s
+        if as_old and pending.kind is not None and {*diagnosis.ranks} & {*pending.sequence.ranks}:
+            return wait
     return waits[0]
 
 
 def _state(rank: int, context: RunContext, seen: Mapping[int, Seen], peers: Mapping[int, Peer]) -> str:
-    one, peer = seen.get(rank), peers.get(rank)
-    if one is not None:
+    page, peer = seen.get(rank), peers.get(rank)
+    if page is not None:
         host = f" (on {peer.host})" if peer is not None and peer.host != context.host else ""
-        return doing(one) + host
+        return doing(page) + host
     if peer is None:
-        return "has not joined, or nobody can say whether it has"
+        return "has not joined, as far as can be seen from here"
     if not peer.server and peer.host != context.host:
-        return f"is on {peer.host}, whose ranks cannot be asked: another launcher than ddprun's started them"
+        return f"is on {peer.host}, whose ranks cannot be asked: ddprun's launcher did not start them"
     return f"is on {peer.host}, which does not answer: the host or the link to it is down"
 
 
@@ -303,7 +274,7 @@ def headline(diagnosis: Diagnosis, timeout_s: float) -> str:
         case "circle":
             return f"{who} have waited for each other for {timeout_s:g} s"
         case "network":
-            return f"{who} have all come to a collective, and for {timeout_s:g} s it does not get through"
+            return f"{who} have all entered a collective, which has not completed for {timeout_s:g} s"
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -318,23 +289,23 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(set(ranks)) == 1 else 's'} {listed}"
 
 
-def doing(one: Seen) -> str:
+def doing(page: Seen) -> str:
     """What a rank is doing."""
-    where = f" of step {one.step}" if one.step else ""
-    stage = f" ({one.stage})" if one.stage else ""
-    if one.state in ("Z", "gone") and one.lost:
-        return f"has ended; last seen in {one.phase}{where}{stage}"
-    if one.stopped:
-        state = f"its process ({one.pid}) is stopped, by SIGSTOP or a debugger; it was"
-    elif one.lost:
-        state = f"its process ({one.pid}) gives no sign of life (state {one.state}); it was"
+    where = f" of step {page.step}" if page.step else ""
+    stage = f" ({page.stage})" if page.stage else ""
+    if page.state in ("Z", "gone") and page.lost:
+        return f"has ended; last seen in {page.phase}{where}{stage}"
+    if page.stopped:
+        state = f"its process ({page.pid}) is stopped, by SIGSTOP or a debugger; it was"
+    elif page.lost:
+        state = f"its process ({page.pid}) gives no sign of life (state {page.state}); it was"
     else:
         state = "is"
-    text = f"{state} in {one.phase}{where}{stage}, for {one.phase_age_s:.1f} s"
-    if one.waits and not one.lost:
-        wait = one.waits[0]
+    text = f"{state} in {page.phase}{where}{stage}, for {page.phase_age_s:.1f} s"
+    if page.waits and not page.lost:
+        wait = page.waits[0]
         text += f", and waits in {wait.op} {wait.number} of {wait.name} ({wait.what})"
-    return text + (f", at {one.at}" if one.at else "")
+    return text + (f", at {page.at}" if page.at else "")
 
 
 def open_log(log: Path) -> IO[bytes]:

@@ -1,7 +1,6 @@
 """What the launcher does about ranks that hang: answer for them, and end those that cannot end themselves."""
 
 import os
-import secrets
 import signal
 import threading
 import time
@@ -56,7 +55,7 @@ class LauncherWatchdog:
         self._server: StatusServer | None = None
         if address is not None:
             with suppress(OSError):  # then other hosts' ranks say that nobody answers here
-                self._server = StatusServer(address, secrets.token_hex(8), self.read, self._hang_found)
+                self._server = StatusServer(address, self.read, self._hang_found)
         self._closed, self._failed_checks = threading.Event(), FailedChecks("the launcher's watchdog")
         self._without_ranks_s, self._unreachable = 0.0, 0
         # By folder: how long all its ranks have been stopped; when its hang was found.
@@ -114,10 +113,8 @@ class LauncherWatchdog:
             if passed > _LOST_S:  # this process was stopped, and its ranks with it: no time has passed
                 continue
             for check in (self._check_ranks, self._check_launcher):
-                try:
+                with self._failed_checks.reporting():
                     check(passed)
-                except Exception as error:
-                    self._failed_checks.report(error)
 
     def _check_launcher(self, passed_s: float) -> None:
         """Give up if all ranks are gone, for long, and torchelastic waits for what will not come."""
@@ -137,28 +134,28 @@ class LauncherWatchdog:
             living = _living(start)
             if (start / HANG).exists():
                 since = self._hang_since.setdefault(start, time.monotonic())
-                stuck = [one for one in living.values() if one.lifeless]
+                stuck = [page for page in living.values() if page.lifeless]
                 if len(stuck) == len(living) or time.monotonic() - since > _SURVIVORS_S:
                     self._end(stuck)
                 continue
             # With all of a host's ranks stopped, none of them can report.
-            stopped = [one for one in living.values() if one.stopped]
+            stopped = [page for page in living.values() if page.stopped]
             all_stopped = bool(stopped) and len(stopped) == len(living)
             self._stopped_s[start] = self._stopped_s.get(start, 0.0) + passed_s if all_stopped else 0.0
             if self._stopped_s[start] > self._timeout_s:
                 _announce_hang(start)
-                who = named([one.rank for one in stopped]) + (" is" if len(stopped) == 1 else " are")
+                who, have = named([page.rank for page in stopped]), "has" if len(stopped) == 1 else "have"
                 self._end(stopped)
                 say(
-                    f"ddprun: the run hangs: {who} all that is left on this host, and stopped for "
-                    f"{self._timeout_s:g} s, by SIGSTOP or a debugger; ending them"
+                    f"ddprun: the run hangs: {who}, the last on this host, {have} been stopped "
+                    f"for {self._timeout_s:g} s by SIGSTOP or a debugger; ending them"
                 )
 
     def _end(self, stuck: list[Seen]) -> None:
-        for one in stuck:
-            self.ended[one.rank] = f"{one.phase} of step {one.step}" if one.step else one.phase
+        for page in stuck:
+            self.ended[page.rank] = f"{page.phase} of step {page.step}" if page.step else page.phase
             with suppress(ProcessLookupError):
-                os.kill(one.pid, signal.SIGKILL)
+                os.kill(page.pid, signal.SIGKILL)
 
 
 def _living(start: Path) -> dict[int, Seen]:

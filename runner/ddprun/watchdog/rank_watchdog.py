@@ -7,12 +7,13 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddprun.screen import say
-from ddprun.watchdog.status_page import Note, StatusPage, Wait
+from ddprun.watchdog.status_page import StatusPage, Wait
 from ddprun_hooks.comm.observer import UNOBSERVED
 from ddprun_hooks.comm.observer import CollectiveSequence as ObservedSequence
 from ddprun_hooks.comm.trace import now_us
@@ -53,15 +54,19 @@ class FailedChecks:
 
     said: bool = False
 
-    def report(self, error: Exception) -> None:
-        """One more."""
-        if not self.said:
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Report whatever the block raises, and continue after it."""
+        try:
+            yield
+        except Exception as error:
+            if not self.said:
+                at = traceback.extract_tb(error.__traceback__)[-1]
+                say(
+                    f"ddprun: {self.who}: a check failed, and will be repeated: "
+                    f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
+                )
             self.said = True
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            say(
-                f"ddprun: {self.who}: a check failed, and will be repeated: "
-                f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
-            )
 
 
 class Onlooker:
@@ -97,7 +102,6 @@ class PendingCollective:
     what: str
     peers: Sequence[int] | None
     since_us: int
-    lost_us: int
     ended: Callable[[], bool] | None = None
     broken_us: int | None = None
     """When it failed."""
@@ -106,7 +110,7 @@ class PendingCollective:
         self.sequence.outstanding.pop(self.number, None)
 
     def failed(self) -> None:
-        self.broken_us, self.ended = now_us(), None
+        self.broken_us, self.ended = self.sequence.watchdog.clock_us(), None
         self.sequence.outstanding[self.number] = self  # one that failed may already have been taken for over
 
     def done_when(self, ended: Callable[[], bool]) -> None:
@@ -137,7 +141,7 @@ class CollectiveSequence:
             (None, -1, ()) if payload is None else (payload.kind, payload.bucket, payload.params)
         )
         pending = PendingCollective(
-            self, number, op, kind, bucket, params, what, peers, now_us(), self.watchdog.lost_us
+            self, number, op, kind, bucket, params, what, peers, self.watchdog.clock_us()
         )
         self.outstanding[number] = pending
         self.watchdog.page.issued(self.index, number)
@@ -216,15 +220,12 @@ class RankWatchdog(Onlooker):
         return sequence
 
     def stage(self, name: str) -> None:
-        """The stage that begins."""
         self.page.stage(name)
 
     def step(self, number: int) -> None:
-        """The step that begins."""
         self.page.step(number)
 
     def turn(self, phase: bytes) -> None:
-        """What the training thread turns to."""
         self.page.turn(phase)
 
     def close(self) -> None:
@@ -233,13 +234,17 @@ class RankWatchdog(Onlooker):
         if self._thread is not None:
             self._thread.join()
 
+    def clock_us(self) -> int:
+        """A clock that stands still while the process is stopped."""
+        return now_us() - self.lost_us
+
     def overdue(self, after_s: float) -> list[Overdue]:
         """Collectives under way for longer than that, oldest first."""
-        now, found = now_us(), []
+        now, found = self.clock_us(), []
         for sequence in self._sequences:
             for pending in list(sequence.outstanding.values()):
                 until = now if pending.broken_us is None else pending.broken_us
-                age_s = (until - pending.since_us - (self.lost_us - pending.lost_us)) / 1e6
+                age_s = (until - pending.since_us) / 1e6
                 if age_s < after_s and pending.ended is None:
                     continue
                 if pending.ended is not None and self._is_over(pending.ended):
@@ -250,9 +255,7 @@ class RankWatchdog(Onlooker):
 
     def note(self, waits: Sequence[Overdue]) -> None:
         """Write on the status page what this rank waits for, and where its training thread is."""
-        self.page.beat(
-            Note(tuple(one.wait for one in waits[:_WAITS_NOTED]), position_of(self._training_thread))
-        )
+        self.page.beat([one.wait for one in waits[:_WAITS_NOTED]], position_of(self._training_thread))
 
     def _watch(self) -> None:
         tick = min(_TICK_S, self.timeout_s / 10)
@@ -263,15 +266,11 @@ class RankWatchdog(Onlooker):
                 self.lost_us += round((now - before - tick) * 1e6)
             before = now
             waits: list[Overdue] = []
-            # Each by itself: what keeps a rank from writing its status page keeps it not from seeing a hang.
-            try:
+            # Each by itself: a rank that cannot write its status page still sees a hang.
+            with self._failed_checks.reporting():
                 waits = self.overdue(tick)
-            except Exception as error:
-                self._failed_checks.report(error)
-            try:
+            with self._failed_checks.reporting():
                 self.note(waits)
-            except Exception as error:
-                self._failed_checks.report(error)
             # The file is taken for missing if nobody can say.
             another_found = self.folder is not None and os.path.exists(self.folder / HANG)
             if (waits and waits[0].age_s > self.timeout_s) or another_found:
@@ -280,13 +279,11 @@ class RankWatchdog(Onlooker):
                 return
 
     def _is_over(self, ended: Callable[[], bool]) -> bool:
-        try:
+        # A device that has failed raises RuntimeError, as it will in the training thread. Whatever else is
+        # raised, nobody can say whether the collective is over; the group's own timeout is left.
+        with self._failed_checks.reporting(), suppress(RuntimeError):
             return ended()
-        except RuntimeError:  # of a device that has failed; the training thread will hear of that, too
-            return True
-        except Exception as error:  # nobody can say; the group's own timeout is left
-            self._failed_checks.report(error)
-            return True
+        return True
 
 
 def position_of(thread: int) -> str:

@@ -2,18 +2,18 @@
 
 A status page is a small file that its rank has mapped and writes a few bytes of at each turn: nothing is
 locked, and nothing waits. Whoever reads may find a half-written number; but status pages are read when ranks
-stand still. Other hosts ask the launcher for those of its host: one line of JSON there, one back.
+stand still. Other hosts ask the launcher for those of its host: a secret there, one line of JSON back.
 """
 
 import ctypes
 import hmac
-import json
 import mmap
 import os
+import secrets
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,17 +97,14 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class _Note:
     """The part of a status page that is written a few times a second."""
 
-    waits: tuple[Wait, ...] = ()
-    """What the rank waits for, oldest first."""
-
+    waits: Sequence[Wait] = ()
     at: str = ""
-    """Where its training thread is in Python code."""
 
 
-_NOTE = TypeAdapter(Note)
+_NOTE = TypeAdapter(_Note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +127,17 @@ class Seen:
     """Collectives issued, by sequence."""
 
     waits: tuple[Wait, ...]
-    """As in `Note`."""
+    """What the rank waits for, oldest first."""
 
     at: str
-    """As in `Note`."""
+    """Where its training thread is in Python code."""
 
     reported: bool
     """It has reported a hang in its log."""
+
+    def has_issued(self, sequence: int) -> int:
+        """How many collectives of a sequence the rank has issued."""
+        return self.issued[sequence] if sequence < len(self.issued) else 0
 
     @property
     def stopped(self) -> bool:
@@ -159,12 +160,7 @@ SEEN_BY_RANK = TypeAdapter(dict[int, Seen])
 
 
 class StatusPage:
-    """The writer's end.
-
-    Args:
-        rank: whose it is.
-        folder: where to make it; None: in memory without a name, which those of this host find under `/proc`.
-    """
+    """The writer's end; without a folder it is in memory without a name, which others find under `/proc`."""
 
     def __init__(self, rank: int, folder: Path | None) -> None:
         self._in_folder = folder is not None
@@ -179,7 +175,7 @@ class StatusPage:
         self._page = _Page.from_buffer(mmap.mmap(handle, size))
         self._issued, self._step = self._page.issued, 0
         self.turn(b"starting")
-        self.beat(Note())
+        self.beat()
         self._page.pid, self._page.rank, self._page.magic = os.getpid(), rank, _MAGIC
 
     def stage(self, name: str) -> None:
@@ -200,9 +196,9 @@ class StatusPage:
         if index < SEQUENCES:
             self._issued[index] = count
 
-    def beat(self, note: Note) -> None:
-        """A sign of life, and what takes longer to say."""
-        text = _NOTE.dump_json(note)
+    def beat(self, waits: Sequence[Wait] = (), at: str = "") -> None:
+        """A sign of life, with what this rank waits for and where its training thread is."""
+        text = _NOTE.dump_json(_Note(waits, at))
         self._page.note = text if len(text) <= _NOTE_BYTES else b"{}"
         self._page.beat = now_us()
 
@@ -236,7 +232,7 @@ def read(path: str | Path) -> Seen | None:
         phase=page.phase.decode(errors="replace"),
         phase_age_s=(now - page.phase_since) / 1e6,
         issued=issued[: max((index + 1 for index, count in enumerate(issued) if count), default=0)],
-        waits=note.waits,
+        waits=tuple(note.waits),
         at=note.at,
         reported=bool(page.reported),
     )
@@ -262,33 +258,23 @@ def claim(folder: Path | None, name: str) -> bool:
 
 
 class StatusServer(socketserver.ThreadingTCPServer):
-    """Answers for the ranks of one host: it says what their status pages say, and hears of a hang.
+    """Answers for the ranks of one host, at a free port of the address of the interface that they use.
 
-    Args:
-        address: of the interface that the ranks use; a free port is taken.
-        secret: whoever asks has to know it.
-        read: gives the status pages.
-        hang_found: a rank of another host has found a hang.
+    Ranks of another host ask when they have found a hang: it sends what the status pages say, and calls
+    `hang_found`.
     """
 
     daemon_threads = True
     block_on_close = False
 
     def __init__(
-        self,
-        address: str,
-        secret: str,
-        read: Callable[[], Mapping[int, Seen]],
-        hang_found: Callable[[], None],
+        self, address: str, read: Callable[[], dict[int, Seen]], hang_found: Callable[[], None]
     ) -> None:
-        self.secret, self.read, self.hang_found = secret, read, hang_found
+        self.read, self.hang_found, self.secret = read, hang_found, secrets.token_hex(8)
         super().__init__((address, 0), _Answer)
-
-    @property
-    def name(self) -> str:
-        """By which `ask` finds it, for those who may."""
         host, port = self.server_address[:2]
-        return f"{host!s}:{port}/{self.secret}"
+        self.name = f"{host!s}:{port}/{self.secret}"
+        """By which `ask` finds it, for those who may."""
 
     def open(self) -> None:
         """Answer from now on, on a thread."""
@@ -304,36 +290,27 @@ class _Answer(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         server = self.server
         assert isinstance(server, StatusServer)
-        asked = json.loads(self.rfile.readline(_QUESTION_BYTES))
-        if not hmac.compare_digest(str(asked["secret"]), server.secret):
-            return
-        if asked["hang"]:
+        if hmac.compare_digest(self.rfile.readline(_QUESTION_BYTES).strip(), server.secret.encode()):
             server.hang_found()
-        self.wfile.write(SEEN_BY_RANK.dump_json({**server.read()}) + b"\n")
+            self.wfile.write(SEEN_BY_RANK.dump_json(server.read()) + b"\n")
 
 
-def ask(server: str, *, hang: bool) -> dict[int, Seen] | None:
-    """The status pages of another host; None if nobody answers in time.
-
-    Args:
-        server: its name.
-        hang: report that the run hangs.
-    """
+def ask(server: str) -> dict[int, Seen] | None:
+    """The status pages of another host, which learns that the run hangs; None if nobody answers in time."""
     address, _, secret = server.partition("/")
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_ASK_S) as connection:
-            connection.sendall(json.dumps({"secret": secret, "hang": hang}).encode() + b"\n")
+            connection.sendall(f"{secret}\n".encode())
             with connection.makefile("rb") as answer:
                 return SEEN_BY_RANK.validate_json(answer.readline(_ANSWER_BYTES))
     except (OSError, ValueError):
         return None
 
 
-def ask_all(servers: Sequence[str], *, hang: bool) -> dict[int, Seen]:
+def ask_all(servers: Sequence[str]) -> dict[int, Seen]:
     """The status pages behind several servers, those that answer; takes no longer than one."""
     if not servers:
         return {}
     with ThreadPoolExecutor(len(servers)) as pool:
-        answers = pool.map(lambda server: ask(server, hang=hang), servers)
-        return {rank: seen for answer in answers if answer for rank, seen in answer.items()}
+        return {rank: seen for answer in pool.map(ask, servers) if answer for rank, seen in answer.items()}

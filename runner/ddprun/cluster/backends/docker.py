@@ -16,8 +16,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BeforeValidator, Field
 
-from ddprun.cluster import Cluster, ClusterError, Outcome, Show, Submission, limits
-from ddprun.cluster.image import RUNS, USER, Folder, Image, arguments
+from ddprun.cluster import RUNS, USER, Cluster, ClusterError, Folder, Image, Outcome, Show, Submission, limits
 from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, matching, problem
 
 JOB = "ddprun.job"
@@ -117,34 +116,20 @@ class Docker(Cluster):
 
     def __init__(self, options: Options, submission: Submission) -> None:
         """Write the requests to the engine."""
-        loaded, launch = submission.loaded, submission.loaded.pipeline.launch
-        hosts = submission.hosts(options.nodes)
-        self.name = submission.new_name()
-        self._options, self._data = options, loaded.path.read_bytes()
-        self._file = f"{RUNS}/{self.name}.yaml"
-        self._least = launch.hosts[0] if launch.hosts[0] < hosts else hosts
-        self._limits = [f"{name}={value}" for name, value in limits().items()]
+        hosts, least = submission.hosts(options.nodes), submission.loaded.pipeline.launch.hosts[0]
+        self.name, self._options = submission.new_name(), options
+        self._file, self._data = f"{RUNS}/{self.name}.yaml", submission.loaded.path.read_bytes()
+        self._least = min(least, hosts)
         self._env = [name for name in options.env if name not in limits()]
-        self.requests: list[tuple[str, dict[str, Any]]] = []
-        """Paths below the API's root, and what is posted there."""
-
-        if options.network is None:
-            network = {"Name": self.name, "Driver": "bridge", "Labels": {JOB: self.name}}
-            self.requests.append(("networks/create", network))
-        command = arguments(submission, self.name, self._file, hosts, self._container(0))
-        for node in range(hosts):
-            self.requests.append(
-                (f"containers/create?name={self._container(node)}", self._body(node, command))
-            )
+        names = [f"{self.name}-{node}" for node in range(hosts)]
+        command = submission.container_arguments(self.name, self._file, hosts, names[0])
+        self._containers = {name: self._body(node, name, command) for node, name in enumerate(names)}
 
     def lacks(self, variables: Iterable[str]) -> list[str]:
         """Those that are not passed on."""
         return [name for name in variables if name not in self._options.env]
 
-    def _container(self, node: int) -> str:
-        return f"{self.name}-{node}"
-
-    def _body(self, node: int, command: Sequence[str]) -> dict[str, Any]:
+    def _body(self, node: int, name: str, command: Sequence[str]) -> dict[str, Any]:
         """What makes one of the containers."""
         options = self._options
         runs = {"Type": "bind" if options.runs.startswith("/") else "volume", "Source": options.runs}
@@ -171,20 +156,33 @@ class Docker(Cluster):
             host["DeviceRequests"] = [{"DeviceIDs": ids, "Capabilities": [["gpu"]]}]
         return {
             "Image": options.image,
-            "Hostname": self._container(node),
+            "Hostname": name,
             "User": f"{USER}:{USER}",
             "Cmd": list(command),
-            "Env": [*self._limits, *(f"{name}=${{env:{name}}}" for name in self._env)],
+            "Env": self._variables({variable: f"${{env:{variable}}}" for variable in self._env}),
             "Labels": {JOB: self.name},
             "StopSignal": "SIGINT",
             "HostConfig": host,
         }
 
+    def _variables(self, values: Mapping[str, str]) -> list[str]:
+        """A container's environment variables; `values` has those that are passed on."""
+        passed_on = {name: values[name] for name in self._env}
+        return [f"{name}={value}" for name, value in {**limits(), **passed_on}.items()]
+
     @property
     def text(self) -> str:
         """The requests, in order. Values of environment variables are not in it."""
-        shown = [{"POST": path, "body": body} for path, body in self.requests]
-        shown.append({"PUT": f"containers/{self._container(0)}/archive?path={RUNS}", "file": self._file})
+        shown: list[dict[str, Any]] = []
+        if self._options.network is None:
+            network = {"Name": self.name, "Driver": "bridge", "Labels": {JOB: self.name}}
+            shown.append({"POST": "networks/create", "body": network})
+        shown += [
+            {"POST": f"containers/create?name={name}", "body": body}
+            for name, body in self._containers.items()
+        ]
+        first = next(iter(self._containers))
+        shown.append({"PUT": f"containers/{first}/archive?path={RUNS}", "file": self._file})
         return yaml.safe_dump_all(shown, sort_keys=False, width=120, allow_unicode=True)
 
     def send(self) -> str:
@@ -193,29 +191,24 @@ class Docker(Cluster):
         Raises:
             ClusterError: the engine is not there, or refuses.
         """
-        missing = [name for name in self._env if name not in os.environ]
-        if missing:
+        if missing := [name for name in self._env if name not in os.environ]:
             raise ClusterError(f"docker.env: {', '.join(missing)} is not set here")
+        env = self._variables(os.environ)
         with _engine() as api:
             try:
-                self._make(api)
+                if self._options.network is None:
+                    api.create_network(self.name, driver="bridge", labels={JOB: self.name})
+                made = [
+                    api.create_container_from_config({**body, "Env": env}, name)["Id"]
+                    for name, body in self._containers.items()
+                ]
+                api.put_archive(made[0], RUNS, _archive(self._file.removeprefix(f"{RUNS}/"), self._data))
+                for container in made:
+                    api.start(container)
             except BaseException:
                 remove(self.name)
                 raise
         return self.name
-
-    def _make(self, api: Any) -> None:
-        made: list[str] = []
-        for path, body in self.requests:
-            if path == "networks/create":
-                api.create_network(body["Name"], driver=body["Driver"], labels=body["Labels"])
-                continue
-            env = [*self._limits, *(f"{name}={os.environ[name]}" for name in self._env)]
-            name = path.partition("=")[2]
-            made.append(api.create_container_from_config({**body, "Env": env}, name)["Id"])
-        api.put_archive(made[0], RUNS, _archive(self._file.removeprefix(f"{RUNS}/"), self._data))
-        for container in made:
-            api.start(container)
 
     def follow(self, job: str, show: Show) -> Outcome:
         """Show what the containers print, until all have ended; then they and their network are removed.
@@ -246,9 +239,8 @@ class Docker(Cluster):
             finally:
                 left.set()  # whoever leaves, as by Ctrl-C, finds nobody writing
         remove(job)
-        good = [code == 0 for code, _ in ended]
         bad = [f"{name} {what}" for name, (code, what) in zip(names, ended, strict=True) if code]
-        done = all(good) or (self._least < len(names) and sum(good) >= self._least)
+        done = len(names) - len(bad) >= min(self._least, len(names))
         return Outcome("; ".join(["done" if done else "failed", *bad]), done)
 
 
@@ -272,7 +264,7 @@ def _wait(api: Any, name: str) -> tuple[int, str]:
     state: Mapping[str, Any] = api.inspect_container(name)["State"]
     code = int(state["ExitCode"])
     if state["OOMKilled"]:
-        return code, "was killed: it had used up docker.memory"
+        return code, "was killed: it exceeded docker.memory"
     return code, "was killed" if code == _KILLED else f"ended with exit code {code}"
 
 

@@ -7,10 +7,12 @@ https://kubernetes.io/docs/concepts/security/pod-security-standards/
 """
 
 import json
+import math
 import re
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -18,8 +20,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from ddprun.cluster import Cluster, ClusterError, Outcome, Show, Submission, limits
-from ddprun.cluster.image import RUNS, USER, Folder, Image, arguments
+from ddprun.cluster import RUNS, USER, Cluster, ClusterError, Folder, Image, Outcome, Show, Submission, limits
 from ddprun.options import (
     KeyPath,
     NonNegativeInt,
@@ -102,7 +103,7 @@ _CONTEXT: dict[str, tuple[Any, ...]] = {
 }
 """What the security context of an init container may say; a number of a user or group but 0, too."""
 
-_PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
+_HANDLERS = ("lifecycle", "livenessProbe", "readinessProbe", "startupProbe")
 
 _FIELD = r"^[a-z][A-Za-z]*$"
 
@@ -137,63 +138,50 @@ def _read_pod(value: Any) -> dict[str, Any]:
             faults.append(problem(f'"{name}" is set by ddprun', _OWN_FIELDS[name], at=name, on_key=True))
         elif name in _REFUSED_FIELDS and item is not False:
             faults.append(problem(f'"{name}" is not allowed', _REFUSED_FIELDS[name], at=name, on_key=True))
-        elif name == "initContainers":
-            faults += _unrestricted(item)
+    faults += _unrestricted(value.get("initContainers", []))
     hint = "take it from a Secret, by valueFrom: {secretKeyRef: {name, key}}"
-    faults += [
-        problem("${env:NAME} is not filled in for pods", hint, at=path)
-        for path, text in _texts(value)
-        if "${env:" in text
-    ]
+    for path, leaf in _leaves(value):
+        if isinstance(leaf, str) and "${env:" in leaf:
+            faults.append(problem("${env:NAME} is not filled in for pods", hint, at=path))
+        match path:
+            case ("initContainers", _, "ports", _, "hostPort", *_) if leaf:
+                faults.append(problem('"hostPort" is not allowed', _STANDARD, at=path))
+            case ("initContainers", _, where, *_, "host") if leaf and where in _HANDLERS:
+                faults.append(problem('"host" is not allowed', _STANDARD, at=path))
     if faults:
         raise combine(faults)
     return dict(value)
 
 
-def _texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Every string of plain data, and where it stands."""
-    if isinstance(value, str):
+def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every plain value, and where it stands."""
+    if not isinstance(value, dict | list):
         yield path, value
-    elif isinstance(value, dict | list):
-        for step, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _texts(item, (*path, step))
+        return
+    for step, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(item, (*path, step))
 
 
 def _unrestricted(containers: Any) -> Iterator[ValidationError]:
-    """What init containers ask for that no restricted one may have."""
+    """What the security contexts of init containers say that no restricted one may."""
     if not isinstance(containers, list):
         yield expected("a list of containers", at="initContainers")
         return
     for index, container in enumerate(containers):
-        here: KeyPath = ("initContainers", index)
         if not isinstance(container, dict):
-            yield expected("a container's fields", at=here)
+            yield expected("a container's fields", at=("initContainers", index))
             continue
+        here: KeyPath = ("initContainers", index, "securityContext")
         context = container.get("securityContext")
-        if context is not None and not isinstance(context, dict):
-            yield expected("a mapping of a security context's fields", at=(*here, "securityContext"))
-        for name, item in (context if isinstance(context, dict) else {}).items():
+        if not isinstance(context, dict | None):
+            yield expected("a mapping of a security context's fields", at=here)
+            continue
+        for name, item in (context or {}).items():
             allowed = _CONTEXT.get(name, ())
             user = name in ("runAsUser", "runAsGroup") and isinstance(item, int) and item > 0
             if not user and not any(item == one and type(item) is type(one) for one in allowed):
                 rule = f"must be {json.dumps(allowed[0])}" if allowed else "is not allowed"
-                yield problem(f'"{name}" {rule}', _STANDARD, at=(*here, "securityContext", name))
-        for number, port in enumerate(_items(container.get("ports"))):
-            if isinstance(port, dict) and port.get("hostPort"):
-                path = (*here, "ports", number, "hostPort")
-                yield problem('"hostPort" is not allowed', _STANDARD, at=path)
-        lifecycle = container.get("lifecycle")
-        handlers: list[tuple[KeyPath, Any]] = [((name,), container.get(name)) for name in _PROBES]
-        if isinstance(lifecycle, dict):
-            handlers += [(("lifecycle", name), handler) for name, handler in lifecycle.items()]
-        for where, handler in handlers:
-            for how, asked in (handler if isinstance(handler, dict) else {}).items():
-                if isinstance(asked, dict) and asked.get("host"):
-                    yield problem('"host" is not allowed', _STANDARD, at=(*here, *where, how, "host"))
-
-
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+                yield problem(f'"{name}" {rule}', _STANDARD, at=(*here, name))
 
 
 class Kubernetes(Cluster):
@@ -252,16 +240,22 @@ class Kubernetes(Cluster):
 
     def __init__(self, options: Options, submission: Submission) -> None:
         """Write the objects."""
-        self._loaded, self._options = submission.loaded, options
+        self._options, self._launch = options, submission.loaded.pipeline.launch
         self.name, self._nodes = submission.new_name(), submission.hosts(options.nodes)
         # As JobSet and Job call the first of their pods, in the domain of a headless Service.
         first = f"{self.name}-{_NODE}-0-0" if options.kind == "trainjob" else f"{self.name}-0"
-        file = f"{_FOLDER}/{_FILE}"
-        self._command = arguments(submission, self.name, file, self._nodes, f"{first}.{self.name}")
-        text = self._loaded.path.read_text("utf-8")
-        self.objects: list[Object] = [self._object("v1", "ConfigMap", self.name, data={_FILE: text})]
+        self._command = submission.container_arguments(
+            self.name, f"{_FOLDER}/{_FILE}", self._nodes, f"{first}.{self.name}"
+        )
+        text = submission.loaded.path.read_text("utf-8")
+        self.objects = [self._object("v1", "ConfigMap", data={_FILE: text})]
         if options.runs is None:
-            self.objects.append(self._claim())
+            claim = {
+                "accessModes": ["ReadWriteMany" if self._nodes > 1 else "ReadWriteOnce"],
+                "resources": {"requests": {"storage": options.storage}},
+                "storageClassName": options.storage_class,
+            }
+            self.objects.append(self._object("v1", "PersistentVolumeClaim", spec=claim))
         self.objects += self._train_job() if options.kind == "trainjob" else self._indexed_job()
 
     @property
@@ -273,88 +267,77 @@ class Kubernetes(Cluster):
         """All, unless a Secret is named, whose entries are not known here."""
         return [] if self._options.env_from is not None else list(variables)
 
-    def _object(self, api: str, kind: str, name: str, **rest: Any) -> Object:
-        metadata: Object = {"name": name}
-        if self._options.namespace is not None:
-            metadata["namespace"] = self._options.namespace
-        metadata["labels"] = {JOB: self.name}
-        return {"apiVersion": api, "kind": kind, "metadata": metadata, **rest}
+    def _object(
+        self, api: str, kind: str, labels: Mapping[str, str | None] = MappingProxyType({}), **rest: Object
+    ) -> Object:
+        """One of the job's objects; of `labels` and `rest` what is None is left out."""
+        all_labels = {JOB: self.name, **labels}
+        metadata = {"name": self.name, "namespace": self._options.namespace, "labels": all_labels}
+        made: Object = _without_none({"apiVersion": api, "kind": kind, "metadata": metadata, **rest})
+        return made
 
-    def _queued(self, job: Object) -> Object:
-        """A job in the queue that the pipeline names."""
-        if self._options.queue is not None:
-            job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = self._options.queue
-        return job
-
-    def _claim(self) -> Object:
-        spec: Object = {
-            "accessModes": ["ReadWriteMany" if self._nodes > 1 else "ReadWriteOnce"],
-            "resources": {"requests": {"storage": self._options.storage}},
-        }
-        if self._options.storage_class is not None:
-            spec["storageClassName"] = self._options.storage_class
-        return self._object("v1", "PersistentVolumeClaim", self.name, spec=spec)
+    @property
+    def _queue(self) -> dict[str, str | None]:
+        """The label of a job that waits in a queue."""
+        return {"kueue.x-k8s.io/queue-name": self._options.queue}
 
     def _train_job(self) -> list[Object]:
-        launch = self._loaded.pipeline.launch
-        job: Object = {"spec": {"backoffLimit": 0, "template": self._pod("Never")}}
-        job["metadata"] = {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}}
-        jobs: Object = {"replicatedJobs": [{"name": _NODE, "template": job}]}
-        if launch.max_restarts:  # a pod that is lost: all pods start again, and go on from the checkpoint
-            jobs["failurePolicy"] = {"maxRestarts": launch.max_restarts}
-        policy = {"numNodes": self._nodes, "torch": {}}
-        runtime = {"mlPolicy": policy, "template": {"spec": jobs}}
-        trainer: Object = {
-            "image": self._options.image,
+        options, launch = self._options, self._launch
+        job = {
+            "spec": {"backoffLimit": 0, "template": self._pod("Never")},
+            "metadata": {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}},
+        }
+        jobs = {
+            "replicatedJobs": [{"name": _NODE, "template": job}],
+            # Where a pod is lost all pods start again, and resume from the checkpoint.
+            "failurePolicy": {"maxRestarts": launch.max_restarts} if launch.max_restarts else None,
+        }
+        runtime = {"mlPolicy": {"numNodes": self._nodes, "torch": {}}, "template": {"spec": jobs}}
+        trainer = {
+            "image": options.image,
             "args": self._command,
             "numNodes": self._nodes,
-            "numProcPerNode": launch.nproc_per_node or self._options.gpus or 2,
+            "numProcPerNode": launch.nproc_per_node or options.gpus or 2,
+            "resourcesPerNode": self._resources(),
         }
-        if resources := self._resources():
-            trainer["resourcesPerNode"] = resources
         reference = {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": self.name}
-        spec = {"runtimeRef": reference, "trainer": trainer}
-        made = self._object(f"{_TRAINER}/v1alpha1", "TrainingRuntime", self.name, spec=runtime)
-        made["metadata"]["labels"][f"{_TRAINER}/framework"] = "torch"  # for Kubeflow's own tools
+        train_job = {"runtimeRef": reference, "trainer": trainer}
+        api = f"{_TRAINER}/v1alpha1"
+        framework = {f"{_TRAINER}/framework": "torch"}  # for Kubeflow's own tools
         return [
-            made,
-            self._queued(self._object(f"{_TRAINER}/v1alpha1", "TrainJob", self.name, spec=spec)),
+            self._object(api, "TrainingRuntime", framework, spec=runtime),
+            self._object(api, "TrainJob", self._queue, spec=train_job),
         ]
 
     def _indexed_job(self) -> list[Object]:
-        restarts = self._loaded.pipeline.launch.max_restarts
+        restarts = self._launch.max_restarts
         service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {JOB: self.name}}
-        pod = self._pod("OnFailure" if restarts else "Never")
-        pod["spec"]["subdomain"] = self.name
-        spec = {
+        job = {
             "completionMode": "Indexed",
             "completions": self._nodes,
             "parallelism": self._nodes,
             "backoffLimit": restarts * self._nodes,
-            "template": pod,
+            "template": self._pod("OnFailure" if restarts else "Never", subdomain=self.name),
         }
         return [
-            self._object("v1", "Service", self.name, spec=service),
-            self._queued(self._object("batch/v1", "Job", self.name, spec=spec)),
+            self._object("v1", "Service", spec=service),
+            self._object("batch/v1", "Job", self._queue, spec=job),
         ]
 
-    def _resources(self) -> Object:
-        """Both asked for and not to be gone beyond; processors that are idle may be used."""
+    def _resources(self) -> Object | None:
+        """Both asked for and not to be exceeded; processors that are idle may be used."""
         options = self._options
-        found: Object = {}
-        if options.gpus:
-            found["nvidia.com/gpu"] = options.gpus
-        if options.memory is not None:
-            found["memory"] = options.memory
-        limits = dict(found)
-        if options.cpus is not None:
-            found["cpu"] = f"{options.cpus:g}"
-        return {"requests": found, **({"limits": limits} if limits else {})} if found else {}
+        limited = {"nvidia.com/gpu": options.gpus or None, "memory": options.memory}
+        cpu = None if options.cpus is None else f"{options.cpus:g}"
+        if not any((*limited.values(), cpu)):
+            return None
+        return {"requests": {**limited, "cpu": cpu}, "limits": limited if any(limited.values()) else None}
 
-    def _pod(self, restart: str) -> Object:
+    def _pod(self, restart: str, subdomain: str | None = None) -> Object:
         """A pod, as every host of the job is one."""
         options = self._options
-        container: Object = {
+        claims = [(f"claim-{index}", *item) for index, item in enumerate(options.claims.items())]
+        container = {
             "name": _NODE,
             "image": options.image,
             "args": self._command,
@@ -364,29 +347,18 @@ class Kubernetes(Cluster):
                 {"name": "runs", "mountPath": RUNS},
                 {"name": "tmp", "mountPath": "/tmp"},
                 {"name": "shm", "mountPath": "/dev/shm"},
-                *(
-                    {"name": f"claim-{index}", "mountPath": folder, "readOnly": True}
-                    for index, folder in enumerate(options.claims.values())
-                ),
+                *({"name": name, "mountPath": path, "readOnly": True} for name, _, path in claims),
             ],
+            # These come before those of envFrom.
+            "env": [{"name": name, "value": value} for name, value in limits().items()] or None,
+            "envFrom": options.env_from and [{"secretRef": {"name": options.env_from}}],
+            "resources": self._resources(),
         }
-        if variables := limits():  # before those of env_from
-            container["env"] = [{"name": name, "value": value} for name, value in variables.items()]
-        if options.env_from is not None:
-            container["envFrom"] = [{"secretRef": {"name": options.env_from}}]
-        if resources := self._resources():
-            container["resources"] = resources
-        volumes: list[Object] = [
-            {"name": "pipeline", "configMap": {"name": self.name}},
-            {"name": "runs", "persistentVolumeClaim": {"claimName": options.runs or self.name}},
-            {"name": "tmp", "emptyDir": {}},
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},
+        init_containers = [
+            {**one, "securityContext": {**_RESTRICTED, **(one.get("securityContext") or {})}}
+            for one in options.pod.get("initContainers", ())
         ]
-        volumes += [
-            {"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
-            for index, claim in enumerate(options.claims)
-        ]
-        spec: Object = {
+        spec = {
             "restartPolicy": restart,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
@@ -398,19 +370,21 @@ class Kubernetes(Cluster):
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             **options.pod,
-            **self._init_containers(),
+            "initContainers": init_containers or None,
             "containers": [container],
-            "volumes": volumes,
+            "volumes": [
+                {"name": "pipeline", "configMap": {"name": self.name}},
+                {"name": "runs", "persistentVolumeClaim": {"claimName": options.runs or self.name}},
+                {"name": "tmp", "emptyDir": {}},
+                {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},
+                *(
+                    {"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+                    for name, claim, _ in claims
+                ),
+            ],
+            "subdomain": subdomain,
         }
         return {"metadata": {"labels": {JOB: self.name}}, "spec": spec}
-
-    def _init_containers(self) -> Object:
-        """Those that the file names, restricted where they do not say so themselves."""
-        found = [
-            {**container, "securityContext": {**_RESTRICTED, **(container.get("securityContext") or {})}}
-            for container in self._options.pod.get("initContainers", ())
-        ]
-        return {"initContainers": found} if found else {}
 
     def send(self) -> str:
         """Create the objects, the job last; those that were made are deleted again if one is refused.
@@ -418,21 +392,13 @@ class Kubernetes(Cluster):
         Raises:
             ClusterError: no cluster answers, or it refuses one.
         """
-        made: list[tuple[Any, Object]] = []
-        with _cluster() as (client, dynamic):
+        with _cluster() as cluster, ExitStack() as undo:
             namespace = self._options.namespace or _namespace()
-            try:
-                for manifest in self.objects:
-                    resource = dynamic.resources.get(
-                        api_version=manifest["apiVersion"], kind=manifest["kind"]
-                    )
-                    resource.create(body=manifest, namespace=namespace)
-                    made.append((resource, manifest))
-            except BaseException:
-                for resource, manifest in reversed(made):
-                    resource.delete(name=manifest["metadata"]["name"], namespace=namespace)
-                raise
-            del client
+            for manifest in self.objects:
+                resource = _resource(cluster, manifest)
+                resource.create(body=manifest, namespace=namespace)
+                undo.callback(resource.delete, name=self.name, namespace=namespace)
+            undo.pop_all()
         return self.name
 
     def follow(self, job: str, show: Show) -> Outcome:
@@ -441,11 +407,12 @@ class Kubernetes(Cluster):
         Raises:
             ClusterError: the cluster does not answer.
         """
-        with _cluster() as (client, dynamic):
+        from kubernetes.client import CoreV1Api
+
+        with _cluster() as cluster:
             namespace = self._options.namespace or _namespace()
-            log = _Log(client, namespace, f"{JOB}={job}", show)
-            last = self.objects[-1]
-            resource = dynamic.resources.get(api_version=last["apiVersion"], kind=last["kind"])
+            log = _Log(CoreV1Api(cluster.client), namespace, f"{JOB}={job}", show)
+            resource = _resource(cluster, self.objects[-1])
             while True:
                 log.show_new()
                 status = resource.get(name=job, namespace=namespace).to_dict().get("status", {})
@@ -456,52 +423,52 @@ class Kubernetes(Cluster):
                 time.sleep(_POLL_S)
 
 
+def _without_none(value: Any) -> Any:
+    """Plain data without the fields that are None, which Kubernetes takes for missing ones, too."""
+    if isinstance(value, dict):
+        return {name: _without_none(item) for name, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+@dataclass
 class _Log:
     """The output of a job's first pod, and of those that take its place."""
 
-    def __init__(self, client: Any, namespace: str, selector: str, show: Show) -> None:
-        from kubernetes.client import CoreV1Api
+    core: Any
+    namespace: str
+    selector: str
+    show: Show
+    read_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    """When the output of a pod's n-th container was read last; infinity: it was read to its end."""
 
-        self._core: Any = CoreV1Api(client)
-        self._namespace, self._selector, self._show = namespace, selector, show
-        self._read: dict[tuple[str, int], float] = {}
-        """When the output of a pod's container, the n-th that it has started, was read last."""
-
-        self._over: set[tuple[str, int]] = set()
-        self._reason = ""
+    reason: str = ""
 
     def show_new(self) -> None:
         """Show what there is to show; comes back when the pod has ended, or does not run yet."""
-        for pod in self._core.list_namespaced_pod(self._namespace, label_selector=self._selector).items:
+        for pod in self.core.list_namespaced_pod(self.namespace, label_selector=self.selector).items:
             notes, state = pod.metadata.annotations or {}, (pod.status.container_statuses or [None])[0]
             if notes.get(_INDEX, "0") != "0":
                 continue
             if state is None or state.state is None or state.state.waiting is not None:
-                self._show_reason(_why(pod, state))
+                if (why := _why(pod, state)) and why != self.reason:
+                    self.show(f"ddprun: {why}\n")
+                self.reason = why
                 continue
-            one = (pod.metadata.name, state.restart_count)
-            if one not in self._over:
-                self._follow(one)
-                if state.state.terminated is not None:
-                    self._over.add(one)
+            container = pod.metadata.name, state.restart_count
+            if self.read_s.get(container) != math.inf:
+                self._follow(*container)
+                self.read_s[container] = math.inf if state.state.terminated is not None else time.monotonic()
 
-    def _follow(self, one: tuple[str, int]) -> None:
+    def _follow(self, pod: str, start: int) -> None:
         from urllib3.exceptions import HTTPError
 
-        since = {"since_seconds": int(time.monotonic() - self._read[one]) + 1} if one in self._read else {}
-        arguments = {"follow": True, "_preload_content": False, **since}
-        stream = self._core.read_namespaced_pod_log(one[0], self._namespace, **arguments)
-        try:
+        options: dict[str, Any] = {"follow": True, "_preload_content": False}
+        if (pod, start) in self.read_s:
+            options["since_seconds"] = int(time.monotonic() - self.read_s[pod, start]) + 1
+        stream = self.core.read_namespaced_pod_log(pod, self.namespace, **options)
+        with suppress(HTTPError):  # cut off by something on the way: the rest is read next time
             for piece in stream.stream():
-                self._show(piece.decode(errors="replace"))
-        except HTTPError:
-            pass  # cut off by something on the way: the rest is read when it is asked for again
-        self._read[one] = time.monotonic()
-
-    def _show_reason(self, why: str) -> None:
-        if why and why != self._reason:
-            self._show(f"ddprun: {why}\n")
-        self._reason = why
+                self.show(piece.decode(errors="replace"))
 
 
 def _why(pod: Any, container: Any) -> str:
@@ -517,10 +484,14 @@ def _why(pod: Any, container: Any) -> str:
     return ""
 
 
+def _resource(cluster: Any, manifest: Object) -> Any:
+    """What creates, finds and deletes objects of this kind."""
+    return cluster.resources.get(api_version=manifest["apiVersion"], kind=manifest["kind"])
+
+
 @contextmanager
-def _cluster() -> Iterator[tuple[Any, Any]]:
-    """The cluster of the current context, or the one that this process runs in: two clients, the second for
-    objects of any kind.
+def _cluster() -> Iterator[Any]:
+    """A client of the current context's cluster, or of the one that this process runs in.
 
     Raises:
         ClusterError: there is none, or it refuses something inside the block.
@@ -542,9 +513,9 @@ def _cluster() -> Iterator[tuple[Any, Any]]:
     settings.retries = 1
     try:
         with client.ApiClient(settings) as api, TemporaryDirectory(prefix="ddprun-") as scratch:
-            yield api, DynamicClient(api, cache_file=f"{scratch}/kinds.json")
+            yield DynamicClient(api, cache_file=f"{scratch}/kinds.json")
     except ResourceNotFoundError as error:
-        hint = "" if _TRAINER not in str(error) else "; kubernetes.kind: job does without Kubeflow Trainer"
+        hint = "" if _TRAINER not in str(error) else "; kubernetes.kind: job needs no Kubeflow Trainer"
         raise ClusterError(f"the cluster at {settings.host} does not have it: {error}{hint}") from None
     except (ApiException, DynamicApiError) as error:
         why = getattr(error, "body", None) or error.reason

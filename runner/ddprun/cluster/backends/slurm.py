@@ -2,7 +2,7 @@
 
 A job whose time is nearly up gets SIGUSR1 (`sbatch --signal`), as it does from `scancel --signal=USR1`. Its
 ranks take a checkpoint and stop, ddprun ends with `QUEUE_AGAIN`, and the script puts the job back into the
-queue; when it runs again it goes on from the checkpoint. https://slurm.schedmd.com/sbatch.html
+queue; when it runs again it resumes from the checkpoint. https://slurm.schedmd.com/sbatch.html
 """
 
 import re
@@ -25,7 +25,7 @@ from ddprun.options import NonNegativeInt, PositiveInt, Validated, combine, expe
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
 _POLL_S = 1.0
 _SILENT_S = 300.0
-"""How long Slurm may not answer: its controller is started again, or another host takes over; jobs go on."""
+"""How long Slurm may not answer: its controller restarts, or another host takes over; jobs keep running."""
 
 _NO_SUCH_JOB = "Invalid job id"
 _NOT_OVER = frozenset(
@@ -34,7 +34,7 @@ _NOT_OVER = frozenset(
         *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "STAGE_OUT"),
     }
 )
-"""States of a job that is to go on; https://slurm.schedmd.com/job_state_codes.html."""
+"""States of a job that is not over; https://slurm.schedmd.com/job_state_codes.html."""
 
 _TIME = r"^([0-9]+-)?[0-9]{1,9}(:[0-9]{1,2}){0,2}$"
 _OPTION = r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$"
@@ -57,8 +57,8 @@ _OWN_OPTIONS: Mapping[str, str] = MappingProxyType(
         "no-requeue": "write slurm.warn_s: 0",
         "ntasks": "there is one task on each host; write launch.nproc_per_node",
         "ntasks-per-node": "there is one task on each host; write launch.nproc_per_node",
-        "open-mode": "a job that is queued again goes on writing to its output file",
-        "output": "the job's output is beside the run's folder",
+        "open-mode": "a requeued job appends to its output file",
+        "output": "the job's output is next to the run's folder",
         "parsable": "submit prints the job's id",
         "partition": "write slurm.partition",
         "requeue": "write slurm.warn_s",
@@ -171,16 +171,70 @@ class Slurm(Cluster):
     }
 
     def __init__(self, options: Options, submission: Submission) -> None:
-        """Write the script."""
+        """Choose the folder of runs."""
+        self._options, self._submission = options, submission
         # As all hosts see them; `%j` stands for the job's id.
         self._runs = Path("runs").resolve() / submission.loaded.pipeline.name
         self._output = self._runs / "slurm-%j.out"
-        self._text = self._script(options, submission)
 
     @property
     def text(self) -> str:
         """The script."""
-        return self._text
+        options, submission = self._options, self._submission
+        loaded, program = submission.loaded, _program(options, submission)
+        directives = {
+            "job-name": loaded.pipeline.name,
+            "nodes": submission.hosts(options.nodes),
+            "ntasks-per-node": 1,
+            "cpus-per-task": options.cpus,
+            "gpus-per-node": options.gpus,
+            "time": options.time,
+            "partition": options.partition,
+            "account": options.account,
+            "output": str(self._output),
+            "open-mode": "append",
+            "signal": f"USR1@{options.warn_s}" if options.warn_s else None,
+            "requeue" if options.warn_s else "no-requeue": True,
+            **options.options,
+        }
+        lines = [
+            f"#SBATCH --{name}" + ("" if value is True else f"={_directive(str(value))}")
+            for name, value in directives.items()
+            if value is not None and value is not False
+        ]
+        sets = "".join(f" --set {shlex.quote(override)}" for override in submission.overrides)
+        # All variables of this script, whatever sbatch leaves out of the shell that submits it.
+        srun = "srun --export=ALL --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60"
+        if options.image is not None:
+            srun += f" --container-image={shlex.quote(options.image)}"
+            if limits():  # before what the image sets
+                srun += f" --container-env={','.join(limits())}"
+        body = [
+            "set -u",
+            *(f"export {name}={shlex.quote(value)}" for name, value in limits().items()),
+            "# The same folder each time that the job is queued, so that its run is resumed.",
+            f'run={shlex.quote(str(self._runs))}/slurm-"$SLURM_JOB_ID"',
+            'if [ -e "$run/pipeline.yaml" ]; then',
+            '  set -- resume "$run"',
+            "else",
+            f'  set -- run {shlex.quote(str(loaded.path.resolve()))} --run-dir "$run"{sets}',
+            "fi",
+            # Since Slurm 22.05 srun does not take that over from the job.
+            'if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi',
+        ]
+        if options.warn_s:
+            body += [
+                f"export {ON_USR1}=stop",
+                f'{srun} {shlex.quote(program)} "$@"',
+                "code=$?",
+                f'if [ "$code" -eq {QUEUE_AGAIN} ]; then # SIGUSR1 has come, and a checkpoint was taken',
+                '  scontrol requeue "$SLURM_JOB_ID"',
+                "fi",
+                'exit "$code"',
+            ]
+        else:
+            body.append(f'exec {srun} {shlex.quote(program)} "$@"')
+        return "\n".join(["#!/bin/sh", *lines, "", *body]) + "\n"
 
     def send(self) -> str:
         """Hand it to sbatch; gives the job's id.
@@ -222,64 +276,6 @@ class Slurm(Cluster):
             if state not in _NOT_OVER:
                 return Outcome(state, state == "COMPLETED")
             time.sleep(_POLL_S)
-
-    def _script(self, options: Options, submission: Submission) -> str:
-        loaded, program = submission.loaded, _program(options, submission)
-        again: list[tuple[str, str | bool]] = [("no-requeue", True)]
-        if options.warn_s:
-            again = [("signal", f"USR1@{options.warn_s}"), ("requeue", True)]
-        directives: list[tuple[str, str | int | float | bool | None]] = [
-            ("job-name", loaded.pipeline.name),
-            ("nodes", submission.hosts(options.nodes)),
-            ("ntasks-per-node", 1),
-            ("cpus-per-task", options.cpus),
-            ("gpus-per-node", options.gpus),
-            ("time", str(options.time) if options.time is not None else None),
-            ("partition", options.partition),
-            ("account", options.account),
-            ("output", str(self._output)),
-            ("open-mode", "append"),
-            *again,
-            *options.options.items(),
-        ]
-        lines = [
-            f"#SBATCH --{name}" + ("" if value is True else f"={_directive(str(value))}")
-            for name, value in directives
-            if value is not None and value is not False
-        ]
-        sets = "".join(f" --set {shlex.quote(override)}" for override in submission.overrides)
-        # All variables of this script, whatever of the shell that submits it sbatch is told to leave out.
-        srun = "srun --export=ALL --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60"
-        if options.image is not None:
-            srun += f" --container-image={shlex.quote(options.image)}"
-            if limits():  # before what the image sets
-                srun += f" --container-env={','.join(limits())}"
-        body = [
-            "set -u",
-            *(f"export {name}={shlex.quote(value)}" for name, value in limits().items()),
-            "# The same folder each time that the job is queued: a run that is there goes on.",
-            f'run={shlex.quote(str(self._runs))}/slurm-"$SLURM_JOB_ID"',
-            'if [ -e "$run/pipeline.yaml" ]; then',
-            '  set -- resume "$run"',
-            "else",
-            f'  set -- run {shlex.quote(str(loaded.path.resolve()))} --run-dir "$run"{sets}',
-            "fi",
-            # Since Slurm 22.05 srun does not take that over from the job.
-            'if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi',
-        ]
-        if options.warn_s:
-            body += [
-                f"export {ON_USR1}=stop",
-                f'{srun} {shlex.quote(program)} "$@"',
-                "code=$?",
-                f'if [ "$code" -eq {QUEUE_AGAIN} ]; then # SIGUSR1 has come, and a checkpoint was taken',
-                '  scontrol requeue "$SLURM_JOB_ID"',
-                "fi",
-                'exit "$code"',
-            ]
-        else:
-            body.append(f'exec {srun} {shlex.quote(program)} "$@"')
-        return "\n".join(["#!/bin/sh", *lines, "", *body]) + "\n"
 
 
 def _program(options: Slurm.Options, submission: Submission) -> str:
