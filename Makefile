@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Tests that run at a time: a file each, with two to four ranks. With 0 they run one after the other.
 WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest
 
 .PHONY: quickstart test test-engines test-slow test-gpu check bench clean
 
@@ -13,7 +13,8 @@ quickstart: $(VENV)/.run  ## virtual environment, install, train on real digits
 
 test: check  ## linters, types, and the tests: with one real run on Slurm, Docker and Kubeflow each
 	scripts/test-packages
-	$(PYTEST) -m "not slow and not engines"
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not engines and not alone"
+	$(PYTEST) -m "alone and not slow and not engines"
 
 test-engines: $(VENV)/.dev  ## all other tests on Slurm and Docker
 	scripts/test-packages

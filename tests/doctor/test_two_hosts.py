@@ -30,6 +30,7 @@ EPHEMERAL = (32768, 60999)
 
 
 @needs_tbf
+@pytest.mark.alone
 def test_a_link_of_100_mbit_is_measured_within_a_tenth(tmp_path: Path) -> None:
     """In each direction; nothing else is wrong, so both end with 0, and one of them speaks."""
     one, two = examine(tmp_path, "--format=json", setup=(SLOW, SLOW))
@@ -58,6 +59,7 @@ def test_a_link_of_100_mbit_is_measured_within_a_tenth(tmp_path: Path) -> None:
 
 
 @needs_tbf
+@pytest.mark.alone
 def test_one_slow_direction_is_told_from_the_other(tmp_path: Path) -> None:
     """Only what node1 sends is held back."""
     one, two = examine(tmp_path, "--format=json", setup=("true", SLOW))

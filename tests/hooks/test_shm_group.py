@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import itertools
-import multiprocessing
 import os
 import random
 import signal
@@ -26,6 +25,7 @@ from ddprun_hooks.shm.group import ShmGroup, Steps
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.shm.setup import open_shm_groups
 from tests.ranks import as_processes, is_running
+from tests.warm import fork_server
 
 SLOT_BYTES = 4096
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64)
@@ -319,6 +319,16 @@ def listening_sockets() -> list[bytes]:
     return [line.rpartition("@")[2].encode() for line in lines if "@ddprun-" in line]
 
 
+def own_listening_sockets() -> list[bytes]:
+    """Those of this process alone."""
+    mine = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the folder's own
+            mine.add(os.readlink(file))
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@ddprun-" in line]
+    return [name.rpartition("@")[2].encode() for *_, inode, name in lines if f"socket:[{inode}]" in mine]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 @pytest.mark.parametrize(
     ("said", "times"),
@@ -332,7 +342,7 @@ def test_another_user_who_connects_changes_nothing(tmp_path: Path, said: bytes, 
     tmp_path.chmod(0o777)
     for folder in tmp_path.parents[:3]:  # pytest's own are for its user alone
         folder.chmod(folder.stat().st_mode | 0o011)
-    context = multiprocessing.get_context("forkserver")
+    context = fork_server()
     stranger = context.Process(target=connect_as_another_user, args=(said, times, str(tmp_path)), daemon=True)
     stranger.start()
 
@@ -360,7 +370,7 @@ def test_a_connection_that_does_not_know_the_secret_is_closed() -> None:
 
     def before_connecting() -> None:
         said_by_strangers = (SILENT, b"\0\0\0\1", b"\0" * 32 + b"\1\0\0\0", b"x" * 1000)
-        for name, said in itertools.product(listening_sockets(), said_by_strangers):
+        for name, said in itertools.product(own_listening_sockets(), said_by_strangers):
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stranger.settimeout(20)
             stranger.connect(b"\0" + name)
