@@ -6,6 +6,8 @@ import pytest
 
 from tests.engine.running import events, lines, run_pipeline, summary
 
+pytestmark = pytest.mark.alone
+
 TEXT = """
 model: {tests.engine.late.Net: {where: WHERE}}
 data: {train: {tests.engine.late.Samples: {late_s: LATE_S}}}

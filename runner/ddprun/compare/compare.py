@@ -256,8 +256,8 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 def _read(side: Side, every: int) -> None:
     """Read a run's steps by turns.
 
-    The first turn warms up and does not count; nor does the first step of each turn, whose data was loaded
-    while others had their turn; nor do steps that measure fidelity, which takes time of its own.
+    The first turn warms up and does not count; nor do steps that measure fidelity, which takes time of its
+    own.
     """
     try:
         run = Run(side.folder)
