@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Tests that run at a time: a file each, with two to four ranks. With 0 they run one after the other.
-WORKERS ?= 3
+WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: quickstart test test-engines test-slow test-gpu check bench clean
