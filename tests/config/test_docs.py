@@ -1,4 +1,4 @@
-"""docs/pipeline.md says what the schema says."""
+"""docs/pipeline.md says what the schema says, and docs/reliability.md names tests that there are."""
 
 import re
 from pathlib import Path
@@ -128,3 +128,20 @@ def test_every_tracker_is_on_its_page_with_its_options() -> None:
         f"`{name}: {{{', '.join(TRACKERS.load(name).Options.model_fields)}}}`" for name in TRACKERS.built_in()
     }
     assert {row.split(" | ")[0] for row in re.findall(r"^\| (`\w+: \{.*?) \|$", text, re.MULTILINE)} == wanted
+
+
+def test_every_test_that_reliability_names_is_there() -> None:
+    """Each name in the table of promises is a test file, or a test in it."""
+    tests = Path(__file__).parents[1]
+    page = (tests.parent / "docs" / "reliability.md").read_text(encoding="utf-8")
+    rows = page.split("## Which test holds which promise")[1].splitlines()
+    file, found = tests, 0
+    for path, test in re.findall(r"`([\w/]*(?:\.py)?)(?:::(\w+))?`", "\n".join(rows)):
+        if not (path.endswith(".py") or test):
+            continue
+        file, found = (tests / path if path else file), found + 1
+        if test:
+            assert f"\ndef {test}(" in file.read_text(encoding="utf-8")
+        else:
+            assert file.is_file()
+    assert found > 30

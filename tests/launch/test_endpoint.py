@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddprun.host import network
-from ddprun.launch.launcher import inherited_overrides, passing_on
+from ddprun.launch.launcher import export_overrides, inherited_overrides
 from tests.ranks import Running
 
 
@@ -96,11 +96,11 @@ def test_overrides_are_passed_on_once() -> None:
     """In order and as they are; processes that the ranks start do not see them, nor anything afterwards."""
     overrides = ["name=a b", "data={x: 'ü\n'}", "=", "seed=1"]
     before = dict(os.environ)
-    with passing_on(overrides):
+    with export_overrides(overrides):
         assert inherited_overrides() == tuple(overrides)
         assert os.environ == before
         assert inherited_overrides() == ()
-    with passing_on(overrides):
+    with export_overrides(overrides):
         assert len(os.environ) == len(before) + 1
     assert os.environ == before
 

@@ -80,13 +80,13 @@ def compare(
     if folder.exists() and any(folder.iterdir()):
         raise click.ClickException(f"the folder {folder} is not empty: name another with --output")
     arguments = ["--nproc-per-node", nproc_per_node] if nproc_per_node is not None else []
-    progress = _Progress()
+    progress = _ProgressLine()
     try:
         sides = comparing.run_all(chosen, folder, turn, arguments, progress)
     except KeyboardInterrupt:
         return 130
     finally:
-        progress.end()
+        progress.close()
     rows = comparing.rows(sides)
     click.echo(comparing.table(rows, form, None if is_terminal(sys.stdout) else 160), nl=False)
     read = [(side.variant.name, side.digest) for side in sides if side.digest is not None]
@@ -102,7 +102,7 @@ def compare(
     return 1 if failed else 0
 
 
-class _Progress:
+class _ProgressLine:
     """One line that is written over on a terminal; elsewhere the first and every tenth."""
 
     def __init__(self) -> None:
@@ -115,6 +115,6 @@ class _Progress:
             click.echo(f"ddprun compare: {text}", err=True)
         self._count += 1
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self._terminal:
             click.echo("", err=True)

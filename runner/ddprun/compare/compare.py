@@ -32,7 +32,7 @@ from rich.text import Text
 from ddprun import COMPARED
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import load
-from ddprun.launch.launcher import passing_on
+from ddprun.launch.launcher import export_overrides
 from ddprun.report.digest import Digest, digest
 from ddprun.report.runs import NoRunError, Run
 from ddprun.telemetry.writer import finite
@@ -214,7 +214,7 @@ async def _started(
                 command += ["--run-dir", str(side.folder), *arguments]
                 side.folder.parent.mkdir(parents=True, exist_ok=True)
                 with (
-                    passing_on((*side.variant.overrides, "timings.every=1")),
+                    export_overrides((*side.variant.overrides, "timings.every=1")),
                     side.folder.with_suffix(".log").open("wb") as log,
                 ):
                     process = subprocess.Popen(

@@ -80,7 +80,7 @@ def read_file(path: Path) -> Tree:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        return Tree(None, [_unreadable(path, error)])
+        return Tree(None, [_cannot_be_read(path, error)])
     except ValueError:
         return Tree(None, [Fault(file=name, problem="a path cannot hold a NUL character")])
     if len(raw) > MAX_BYTES:
@@ -303,7 +303,7 @@ def _syntax(builder: _Builder, error: yaml.MarkedYAMLError) -> Fault:
     return place.fault("", f"not valid YAML: {problem}", allowed)
 
 
-def _unreadable(path: Path, error: OSError) -> Fault:
+def _cannot_be_read(path: Path, error: OSError) -> Fault:
     name = str(path)
     if isinstance(error, FileNotFoundError):
         folder = path.parent

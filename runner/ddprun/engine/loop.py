@@ -309,7 +309,7 @@ def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
         compare_clocks=session.clocks_are_old,
         synchronised=synchronized,
     )
-    pauses = _profiler_turns(run) or _slice_is_over(run) or session.checkpoint_is_due
+    pauses = _profiler_turns(run) or _time_slice_is_over(run) or session.checkpoint_is_due
     if pauses or any(one.checkpoint or one.compare_clocks for one in known):
         known += runtime.recorder.drain()
     return known
@@ -362,7 +362,7 @@ def end_of_steps(run: StageRun) -> bool:
 def pause_before_step(run: StageRun) -> None:
     """Let the other runs of a comparison work, and turn torch's profiler on or off, if it is time."""
     runtime, state = run.session.runtime, run.session.state
-    if _slice_is_over(run):
+    if _time_slice_is_over(run):
         assert runtime.time_slices is not None
         _finish_pending(run, b"waiting for its turn")
         run.skip(runtime.time_slices.wait(state.step))
@@ -382,7 +382,7 @@ def _finish_pending(run: StageRun, phase: bytes) -> None:
     session.runtime.ranks.watchdog.turn(phase)
 
 
-def _slice_is_over(run: StageRun) -> bool:
+def _time_slice_is_over(run: StageRun) -> bool:
     slices = run.session.runtime.time_slices
     return slices is not None and slices.due(run.session.state.step)
 

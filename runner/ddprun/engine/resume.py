@@ -159,8 +159,8 @@ def _list_steps(session: Session, root: Path) -> list[int]:
 
 def _check_share(session: Session, root: Path, step: int) -> str | None:
     """Check this rank's share of a checkpoint's files; why not all ranks can use it, None if they can."""
-    ranks, away = session.runtime.ranks, session.runtime.records.away
-    checking = [rank for rank in range(ranks.size) if rank not in away]
+    ranks, remote = session.runtime.ranks, session.runtime.records.remote_ranks
+    checking = [rank for rank in range(ranks.size) if rank not in remote]
     problem = ""
     if ranks.rank in checking:
         try:
@@ -248,7 +248,7 @@ def _read_state(session: Session, found: Checkpoint, scratch: Path) -> dict[str,
     # With other ranks, buckets, hosts or hooks, the hooks' state moves between ranks.
     merging = found.world_size != ranks or layout != layout_of(session)
     source = found
-    for reader in runtime.records.away:  # these do not see the run's folder
+    for reader in runtime.records.remote_ranks:  # these do not see the run's folder
         parts = folder.part_names(found.world_size) if merging else ["shared", rank_name(reader)]
         names = [path.name for part in parts for path in folder.paths(found.path, part)]
         if rank == 0:

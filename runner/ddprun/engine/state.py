@@ -324,8 +324,8 @@ def open_checkpoints(
         ranks=ranks.size,
         every=wanted.every,
         keep=wanted.keep,
-        remote=records.away,
-        control=open_control(timedelta(seconds=timeout_s)) if records.away else None,
+        remote=records.remote_ranks,
+        control=open_control(timedelta(seconds=timeout_s)) if records.remote_ranks else None,
         limit_s=timeout_s,
         before=records.writer.flush,
         after=keep_checkpoint,
@@ -386,7 +386,7 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
             "ddprun": __version__,
         }
         parts["shared"] = encode({**{key: whole[key] for key in sorted(shared)}, **about})
-    if runtime.records.away and (state.synchronizer is None or not state.synchronizer.plan.never):
+    if runtime.records.remote_ranks and (state.synchronizer is None or not state.synchronizer.plan.never):
         runtime.records.collect()
     reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
     writer.put(step, parts, wait=at_end)

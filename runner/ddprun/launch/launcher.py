@@ -223,7 +223,7 @@ def restart_warning() -> str | None:
 
 
 @contextmanager
-def passing_on(overrides: Sequence[str]) -> Iterator[None]:
+def export_overrides(overrides: Sequence[str]) -> Iterator[None]:
     """Pass `--set` options on to the processes that are started in this block.
 
     On their command lines everybody who may list processes would read them.

@@ -33,7 +33,7 @@ from ddprun.config import Loaded
 from ddprun.host import network, rank_files
 from ddprun.host.device import default_ranks, place_of
 from ddprun.host.processes import LAUNCHER, handle, in_background
-from ddprun.launch.launcher import flag_of, passing_on
+from ddprun.launch.launcher import export_overrides, flag_of
 from ddprun.launch.rendezvous import make_handler
 from ddprun.run_files import Resuming, resume_command
 from ddprun.screen import say
@@ -254,7 +254,7 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
         partial(network.answers, config.rdzv_endpoint) if several and _is_elastic(config) else None,
     )
     try:
-        with watchdog, passing_on(overrides):
+        with watchdog, export_overrides(overrides):
             try:
                 _run_agent(agent)
             except ChildFailedError:

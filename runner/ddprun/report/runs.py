@@ -237,9 +237,9 @@ class Run:
             what = "has no events.jsonl" if self.folder.is_dir() else "does not exist"
             raise NoRunError(f"{self.folder} is not the folder of a run: it {what}") from None
         except OSError as error:
-            raise self._unreadable(error) from None
+            raise self._cannot_be_read(error) from None
 
-    def _unreadable(self, error: OSError) -> NoRunError:
+    def _cannot_be_read(self, error: OSError) -> NoRunError:
         return NoRunError(f"{self.folder} cannot be read: {error.strerror}")
 
     @cached_property
@@ -269,7 +269,7 @@ class Run:
         try:
             return ranks_in(self.folder, "steps")
         except OSError as error:
-            raise self._unreadable(error) from None
+            raise self._cannot_be_read(error) from None
 
     @property
     def last_step(self) -> int:
@@ -341,7 +341,7 @@ class Run:
         except FileNotFoundError:
             return BytesIO()
         except OSError as error:
-            raise self._unreadable(error) from None
+            raise self._cannot_be_read(error) from None
 
 
 def between(steps: Sequence[int], low: int, high: int) -> Sequence[int]:

@@ -162,10 +162,10 @@ NOTHING_ADDED: Mapping[str, Any] = MappingProxyType(Accumulator().state_dict())
 def mean_losses(messages: Numbers) -> list[float]:
     """Over all samples of all ranks, for each message; shape (messages, ranks, numbers of a message)."""
     # The order of additions must not depend on how many messages there are: `sum` would choose one.
-    return own_losses(np.add.accumulate(messages[..., : SAMPLES_AT + 1], axis=1)[:, -1])
+    return local_mean_losses(np.add.accumulate(messages[..., : SAMPLES_AT + 1], axis=1)[:, -1])
 
 
-def own_losses(messages: Numbers) -> list[float]:
+def local_mean_losses(messages: Numbers) -> list[float]:
     """The mean loss in each message, shape (messages, numbers of a message); NaN without samples."""
     with np.errstate(invalid="ignore", divide="ignore"):
         losses: list[float] = (messages[:, LOSS_AT] / messages[:, SAMPLES_AT]).tolist()

@@ -35,10 +35,10 @@ from ddprun.telemetry.control_message import (
     Overflow,
     OwnMessages,
     all_ready_us,
+    local_mean_losses,
     mean_losses,
     no_messages,
     overflow,
-    own_losses,
 )
 from ddprun.telemetry.steps import (
     PARTS,
@@ -116,7 +116,7 @@ def global_step(own: OwnMessages, messages: Numbers, stragglers: Stragglers | No
     return GlobalStep(
         steps=own.steps[:count],
         mean_losses=mean_losses(messages[:count]),
-        rank_losses=own_losses(messages[count - 1]),
+        rank_losses=local_mean_losses(messages[count - 1]),
         stop=of_any_rank & STOP > 0,
         checkpoint=of_any_rank & CHECKPOINT > 0,
         compare_clocks=int(requests[0]) & COMPARE_CLOCKS > 0,

@@ -199,8 +199,8 @@ class RecordFiles:
         self._target = folder
         shared = self._sees_rank_0(tell_all)
         sees = control.all_gather([float(shared)], "who sees the run folder")[:, 0].tolist()
-        self.away = [rank for rank, one in enumerate(sees) if not one]
-        """Ranks that do not see rank 0's folder."""
+        self.remote_ranks = [rank for rank, one in enumerate(sees) if not one]
+        """Ranks that do not see rank 0's folder: their records travel to it."""
 
         self._scratch = None if shared else tempfile.TemporaryDirectory(prefix="ddprun-")
         self.writer = Writer(folder if self._scratch is None else Path(self._scratch.name))
@@ -209,7 +209,7 @@ class RecordFiles:
     def collect(self) -> None:
         """Bring all records so far to disk, and those of other hosts to rank 0; called by all ranks."""
         self.writer.flush()
-        for rank in self.away:
+        for rank in self.remote_ranks:
             for kind in FOLDERS:
                 if self._control.rank == rank:
                     self._control.send_bytes(self._new_bytes(kind), 0)

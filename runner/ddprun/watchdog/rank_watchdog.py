@@ -247,7 +247,7 @@ class RankWatchdog(Onlooker):
                 age_s = (until - pending.since_us) / 1e6
                 if age_s < after_s and pending.ended is None:
                     continue
-                if pending.ended is not None and self._is_over(pending.ended):
+                if pending.ended is not None and self._has_ended(pending.ended):
                     pending.done()
                 elif age_s >= after_s:
                     found.append(Overdue(pending, age_s))
@@ -278,7 +278,7 @@ class RankWatchdog(Onlooker):
                 self.handler(self, waits)
                 return
 
-    def _is_over(self, ended: Callable[[], bool]) -> bool:
+    def _has_ended(self, ended: Callable[[], bool]) -> bool:
         # A device that has failed raises RuntimeError, as it will in the training thread. Whatever else is
         # raised, nobody can say whether the collective is over; the group's own timeout is left.
         with self._failed_checks.reporting(), suppress(RuntimeError):
