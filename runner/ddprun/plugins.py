@@ -67,8 +67,8 @@ class Plugins:
 
     def installed(self) -> tuple[str, ...]:
         """Names that installed packages add."""
-        taken = self.taken.union(self.built_in())
-        return tuple(name for name in installed(self.group) if name not in taken)
+        found = installed(self.group)
+        return tuple(name for name in found if name not in self.taken | {*self.built_in()}) if found else ()
 
     def names(self) -> tuple[str, ...]:
         """All names."""
@@ -89,13 +89,7 @@ class Plugins:
         module, _, attribute = self.base.rpartition(".")
         base = getattr(importlib.import_module(module), attribute)
         if name in self.built_in():
-            module = f"{self.folder}.{name}"
-            own: type[Any] = next(
-                found
-                for found in vars(importlib.import_module(module)).values()
-                if _is_derived(found, base) and found.__module__ == module
-            )
-            return own
+            return _defined_in(f"{self.folder}.{name}", base)
         words = f"a {self.kind} is a class derived from {self.base}"
         found = import_installed(self.group, name, Wanted(words, base, kind=self.kind))
         if not _is_derived(found, base):
@@ -128,6 +122,13 @@ def _modules(folder: str) -> tuple[str, ...]:
     return tuple(
         sorted(found.name for found in pkgutil.iter_modules(importlib.import_module(folder).__path__))
     )
+
+
+@functools.cache
+def _defined_in(module: str, base: type) -> type[Any]:
+    """The class derived from `base` that a module defines."""
+    classes = vars(importlib.import_module(module)).values()
+    return next(found for found in classes if _is_derived(found, base) and found.__module__ == module)
 
 
 def _is_derived(found: Any, base: type) -> bool:

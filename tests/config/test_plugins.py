@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
@@ -53,7 +53,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     (tmp_path / "plugins_broken.py").write_text("raise RuntimeError('it is broken')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(installing, "entry_points", lambda group: [p for p in POINTS if p.group == group])
+    monkeypatch.setattr(installing, "_all_entry_points", lambda: EntryPoints(POINTS))
     caches = (installing.installed, pipeline_model)
     for cache in caches:
         cache.cache_clear()

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -450,10 +450,7 @@ def test_installed_hooks_are_judged_by_their_target(
         EntryPoint("foreign", "no_such_package:Hook", "ddprun.hooks"),
     ]
 
-    def found(group: str, name: str | None = None) -> list[EntryPoint]:
-        return [point for point in points if name in (None, point.name)]
-
-    monkeypatch.setattr(installing, "entry_points", found)
+    monkeypatch.setattr(installing, "_all_entry_points", lambda: EntryPoints(points))
     installing.installed.cache_clear()
     try:
         trusted(LAB)

@@ -67,9 +67,15 @@ def installed(group: str) -> Mapping[str, tuple[str, ...]]:
     A name stands for several if more than one package adds it.
     """
     found: dict[str, set[str]] = {}
-    for point in entry_points(group=group):
+    for point in _all_entry_points().select(group=group):
         found.setdefault(point.name, set()).add(f"{point.module}.{point.attr}")
     return {name: tuple(sorted(found[name])) for name in sorted(found)}
+
+
+@functools.cache
+def _all_entry_points() -> Any:
+    """Those of all groups, since to read the metadata of all packages takes some milliseconds each time."""
+    return entry_points()
 
 
 def import_installed(group: str, name: str, wanted: Wanted) -> Any:

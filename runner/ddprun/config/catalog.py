@@ -73,10 +73,18 @@ def _of_torch(kind: str, torch: signatures.TorchKind, name: str) -> Entry:
     found = signatures.signature(torch, name)
     shown = signatures.functional_name(name) if torch == "loss" else name
     length = signatures.length_option(name) if torch == "schedule" else None
-    entry = _of_model(kind, shown, signatures.options_model(torch, name))
-    for option, item in zip(entry["options"], found.parameters, strict=True):
-        option["default"] = "the stage's steps" if item.name == length else _plain_default(item.default)
-    return entry | {"source": "torch", "description": f"{found.summary}."}
+    options = [
+        {
+            "name": item.name,
+            "type": docs.type_words(item.schema),
+            "required": item.required,
+            "default": "the stage's steps" if item.name == length else _plain_default(item.default),
+            "description": "",
+        }
+        for item in found.parameters
+    ]
+    summary = f"{found.summary}."
+    return {"kind": kind, "name": shown, "source": "torch", "description": summary, "options": options}
 
 
 def _plain_default(source: str) -> Any:
