@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Tests that run at a time: a file each, with two to four ranks. With 0 they run one after the other.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
+# Tests start many Pythons, and without byte code each of them compiles the source again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-engines test-slow test-gpu check bench clean
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.slurm import needs_slurm, slurm
 
-pytestmark = [needs_slurm, pytest.mark.netns]
+pytestmark = [needs_slurm, pytest.mark.netns, pytest.mark.engines]
 
 
 def test_srun_starts_one_doctor_on_each_host(tmp_path: Path) -> None:
