@@ -78,15 +78,15 @@ class Handle(Dispatcher):
 
     def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
         if layout.index == 0:
-            self._start_pass(buffer.device)
+            self._begin_backward(buffer.device)
         future = super()._send(buffer, layout, stack)
         scale = self._scale
         return future if scale is None else future.then(lambda done: done.value().mul_(scale))
 
-    def _start_pass(self, device: torch.device) -> None:
+    def _begin_backward(self, device: torch.device) -> None:
         if not self._warned:
             self._unread += [trace for trace in self.traces if trace.findings]
-            over = list(itertools.takewhile(_is_over, self._unread))  # a stream ends them in their order
+            over = list(itertools.takewhile(_has_ended, self._unread))  # a stream ends them in their order
             del self._unread[: len(over)]
             read_findings(over)
             lost = [(trace.bucket, one.hook) for trace in over for one in trace.findings if one.code == 1]
@@ -161,7 +161,7 @@ def register(
         raise HookSetupError(text) from None
 
 
-def _is_over(trace: BucketTrace[Any]) -> bool:
+def _has_ended(trace: BucketTrace[Any]) -> bool:
     """Whether a payload has arrived; does not wait for a device."""
     if isinstance(trace.done, torch.cuda.Event):
         return bool(trace.done.query())  # type: ignore[no-untyped-call]

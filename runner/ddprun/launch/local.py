@@ -457,7 +457,7 @@ def _is_elastic(config: LaunchConfig) -> bool:
     return config.max_restarts > 0 or config.min_nodes < config.max_nodes
 
 
-def rendezvous_parameters(config: LaunchConfig, **changed: Any) -> RendezvousParameters:
+def rendezvous_parameters(config: LaunchConfig, **overrides: Any) -> RendezvousParameters:
     """As torch.distributed.launcher.api.launch_agent has them, with other values of `--rdzv-conf`."""
     defaults = _ELASTIC_CONF if _is_elastic(config) and config.rdzv_backend != "static" else {}
     return RendezvousParameters(
@@ -467,7 +467,7 @@ def rendezvous_parameters(config: LaunchConfig, **changed: Any) -> RendezvousPar
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
         local_addr=config.local_addr,
-        **{**defaults, **config.rdzv_configs, **changed},
+        **{**defaults, **config.rdzv_configs, **overrides},
     )
 
 
