@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 import torch
 
+from ddprun.track import RunInfo
 from ddprun_hooks.testing import contribution, run_hooks
 from tests.engine.running import lines, summary
 from tests.ranks import ddprun
@@ -78,13 +79,43 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def load(path: str) -> dict[str, Any]:
+    """What a module of the page defines."""
+    module: dict[str, Any] = {"__name__": path}
+    exec(SOURCES[path], module)
+    return module
+
+
 def test_the_hook_limits_what_each_rank_adds() -> None:
     """On three ranks in one process: the mean is that of limited values."""
-    module: dict[str, Any] = {}
-    exec(SOURCES["mylab/hooks.py"], module)
+    module = load("mylab/hooks.py")
     shares = torch.stack([contribution(rank, step=1, ranks=3) for rank in range(3)])
     for mean in run_hooks(module["Clamp"](limit=0.1), 3, lambda rank: rank.step(1)):
         torch.testing.assert_close(mean, shares.clamp(-0.1, 0.1).sum(0))
+
+
+def test_the_tracker_closes_its_file(tmp_path: Path) -> None:
+    """So that the last rows are there, whatever becomes of the process."""
+    tracker_class = load("mylab/trackers.py")["Csv"]
+    tracker = tracker_class(tracker_class.Options(), RunInfo("name", tmp_path, {}))
+    tracker.metrics(3, {"accuracy": 0.5})
+    tracker.close({})
+    assert (tmp_path / "curves.csv").read_text().split() == ["3,accuracy,0.5"]
+
+
+def test_a_job_that_has_ended_is_shown_to_its_last_line(tmp_path: Path) -> None:
+    """Though it ended before it was followed."""
+    backend = object.__new__(load("mylab/clusters.py")["Background"])
+    backend.name, backend.log, backend.command = (
+        "job",
+        tmp_path / "job.log",
+        ["sh", "-c", "echo last; exit 3"],
+    )
+    assert backend.send() == "job"
+    backend.process.wait(30)
+    shown: list[str] = []
+    assert backend.follow("job", shown.append) == ("ended with exit code 3", False)
+    assert shown == ["last\n"]
 
 
 def test_hook_policy_and_tracker_take_part_in_a_run(mylab: Mapping[str, str], folder: Path) -> None:
