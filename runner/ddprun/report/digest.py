@@ -1,5 +1,5 @@
-"""What a report needs of a run's records, stage by stage, in one pass over them and in bounded memory; and what
-stands out in a stage, in three sentences: where the time went, who was late, and what to try.
+"""What a report needs of a run's records, stage by stage, in one pass over them and in bounded memory; and
+what stands out in a stage, in three sentences: where the time went, who was late, and what to try.
 
 Long runs are thinned: a curve shows means over as many equal intervals of steps as a chart has room for, and
 bucket records are read of steps that are drawn at random from the whole run.
@@ -11,7 +11,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -46,6 +46,17 @@ PART_NAMES = {
     "optimizer_us": "optimizer",
     "sync_us": "between steps",
     "other_us": "other",
+}
+_PLACES = {
+    "data_us": "loading data",
+    "forward_us": "in forward",
+    "backward_us": "in backward",
+    "exposed_hook_us": "in hooks",
+    "exposed_wait_us": "waiting for the last rank",
+    "exposed_wire_us": "on the wire",
+    "optimizer_us": "in the optimizer",
+    "sync_us": "between steps",
+    "other_us": "elsewhere",
 }
 _SHARES = {
     "compute": ("forward_us", "backward_us", "optimizer_us"),
@@ -107,19 +118,24 @@ class Times:
     us: list[Counter[str]]  # for each rank the sum over its steps of each part, and of `step_us`
     steps: list[int]  # how many these are, for each rank
 
+    def __add__(self, other: "Times") -> "Times":
+        """Of the steps of both."""
+        us = zip(self.us, other.us, strict=True)
+        return Times([one + more for one, more in us], list(map(int.__add__, self.steps, other.steps)))
+
     @cached_property
     def parts_us(self) -> list[dict[str, float]]:
         """For each rank the mean of each part of a step, and of `step_us`; empty for a rank without steps."""
         ranks = zip(self.us, self.steps, strict=True)
-        return [{part: us[part] / steps for part in (*PARTS, "step_us")} if steps else {} for us, steps in ranks]
+        return [
+            {part: us[part] / steps for part in (*PARTS, "step_us")} if steps else {} for us, steps in ranks
+        ]
 
     @cached_property
     def mean_parts_us(self) -> dict[str, float]:
         """The means over ranks."""
         known = [one for one in self.parts_us if one]
-        return {
-            part: sum(one[part] for one in known) / max(1, len(known)) for part in (*PARTS, "step_us")
-        }
+        return {part: sum(one[part] for one in known) / max(1, len(known)) for part in (*PARTS, "step_us")}
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -152,10 +168,17 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """As a reader knows it: what it synchronises when, through which hooks."""
+        """As a reader knows it."""
+        return f"stage {self.index}, {self.described}"
+
+    @property
+    def described(self) -> str:
+        """What it does: how it synchronises, and through which hooks."""
         policy = self.sync if isinstance(self.sync, str) else next(iter(self.sync or ()), None)
-        about = [str(policy)] * (policy not in (None, "every_step")) + [", ".join(self.hooks)] * bool(self.hooks)
-        return f"stage {self.index}, {self.kind}" + (f" ({', '.join(about)})" if about else "")
+        about = [str(policy)] * (policy not in (None, "every_step")) + [", ".join(self.hooks)] * bool(
+            self.hooks
+        )
+        return self.kind + (f" ({', '.join(about)})" if about else "")
 
 
 @dataclass
@@ -182,12 +205,8 @@ class Digest:
     @cached_property
     def times(self) -> Times:
         """Of all steps."""
-        us: list[Counter[str]] = [Counter() for _ in self.run.ranks]
-        for stage in self.stages:
-            for total, more in zip(us, stage.times.us, strict=True):
-                total.update(more)
-        counts = zip(*(stage.times.steps for stage in self.stages), strict=True)
-        return Times(us, [sum(of_rank) for of_rank in counts] or [0] * self.ranks)
+        none = Times([Counter() for _ in self.run.ranks], [0] * self.ranks)
+        return sum((stage.times for stage in self.stages), none)
 
     @property
     def steps_per_s(self) -> float | None:
@@ -296,6 +315,37 @@ def digest(run: Run, timed: Callable[[int], bool] = lambda _: True) -> Digest:
         _read_buckets(found)
         shown = _steps_to_show(found.recorded, columns["step_us"], columns["exposed_wait_us"])
         found.timelines = list(_timelines(run, shown))
+    return found
+
+
+def merged(digests: Sequence[Digest]) -> Digest:
+    """Runs of one pipeline under several seeds as one: the first, with all times and the mean losses."""
+    first, *others = digests
+    stages = [
+        replace(stage, times=sum((one.stages[n].times for one in others if n < len(one.stages)), stage.times))
+        for n, stage in enumerate(first.stages)
+    ]
+    held_out = {
+        name: _mean_curve([one.held_out[name] for one in digests if name in one.held_out])
+        for name in first.held_out
+    }
+    loss = _mean_curve([one.loss for one in digests])
+    return replace(first, stages=stages, loss=loss, held_out=held_out)
+
+
+def _mean_curve(curves: Sequence[Curve]) -> Curve:
+    """Means over curves at the steps that all have, and the lowest and the highest of their means."""
+    if len(curves) == 1:
+        return curves[0]
+    at = [dict(zip(curve.steps, curve.means, strict=True)) for curve in curves]
+    found = Curve([], [], [], [])
+    for step in curves[0].steps:
+        values = [value for known in at if (value := known.get(step)) is not None]
+        if len(values) == len(curves):
+            found.steps.append(step)
+            found.means.append(sum(values) / len(values))
+            found.lowest.append(min(values))
+            found.highest.append(max(values))
     return found
 
 
@@ -507,12 +557,10 @@ def difference(first: str, before: Times, after: Times) -> str:
     if abs(total) < _LITTLE * before.mean_parts_us["step_us"] / 1000:
         return f"A step took about as long as with {first}."
 
-    def less(value: float) -> str:
-        return f"{abs(value):.2g} ms {'more' if value > 0 else 'less'}"
-
     most = sorted(ms, key=lambda part: ms[part] * math.copysign(1, total))[-2:][::-1]
-    parts = " and ".join(f"{less(ms[part])} {PART_NAMES[part]}" for part in most if ms[part] * total > 0)
-    return f"A step took {less(total)} than with {first}, mostly {parts}."
+    parts = " and ".join(f"{_PLACES[part]} ({ms[part]:+.1f})" for part in most if ms[part] * total > 0)
+    longer = "longer" if total > 0 else "less"
+    return f"A step took {abs(total):.1f} ms {longer} than with {first}, mostly {parts}."
 
 
 def _who(digest: Digest, stage: Stage, sums: Sequence[StragglerTotal]) -> str:

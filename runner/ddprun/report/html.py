@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from itertools import zip_longest
+from textwrap import wrap
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -41,7 +42,10 @@ _MOST_EVALUATIONS = 50
 _MOST_BARS = 24
 _MARKED_POINTS = 30  # a line of so few has a mark at each
 _MOST_MARKS = 200  # evaluations in a chart
+_MOST_BANDS = 4
+_LABEL = 18  # characters of a line beside a bar
 _CURVE_ROWS = 20
+_AS_THEY_ARE = ("parameters", "buffers", "optimizer")  # what is sent without hooks
 _NO_STEPS = "No step records."
 
 Chart = dict[str, Any]  # as plotly.js takes it
@@ -75,6 +79,7 @@ _LOOKS = {
     "other_us": _Look("#777777", "+"),
 }
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
+_ALONE = 5  # the colour of held-out data in the report of one run
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _OUTLINE = {"color": "rgba(0,0,0,0)", "line": {"color": "#D55E00", "width": 1.5}}
 
@@ -116,7 +121,9 @@ class Figure:
     @property
     def chosen(self) -> str:
         """The choice that is shown first."""
-        return next((choice for choice in self.charts if "the median step" in choice), next(iter(self.charts)))
+        return next(
+            (choice for choice in self.charts if "the median step" in choice), next(iter(self.charts))
+        )
 
 
 Block = Text | Table | Figure
@@ -127,12 +134,12 @@ class Comparison:
     """What `ddprun compare` says about the runs of a page."""
 
     sentences: Sequence[str]
-    tables: Sequence[Table]
+    blocks: Sequence[Block]
 
 
 def page(runs: Runs, comparison: Comparison | None = None) -> str:
     """The page about at least one run; what compares them comes first."""
-    found: dict[str, list[Block]] = {"Comparison": list(comparison.tables) if comparison else []}
+    found: dict[str, list[Block]] = {"Comparison": list(comparison.blocks) if comparison else []}
     found |= {title: list(blocks(runs)) for title, blocks in _SECTIONS.items()}
     for title in found:
         _share_scales([block for block in found[title] if isinstance(block, Figure)])
@@ -150,7 +157,7 @@ def page(runs: Runs, comparison: Comparison | None = None) -> str:
     environment.filters |= {"shown": shown, "code": _code}
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template("report.html").render(
-        title="ddprun: " + ", ".join(name for name, _ in runs),
+        title="ddprun: " + (", ".join(name for name, _ in runs) if len(runs) < 3 else f"{len(runs)} runs"),
         words=_words(runs, comparison),
         sections=[(title, title.lower().replace(" ", "-"), blocks) for title, blocks in sections.items()],
         charts=finite({figure.id: {"chosen": figure.chosen, "choices": figure.charts} for figure in figures}),
@@ -233,7 +240,7 @@ def _over_steps(
     label: str,
     unit: str,
     lines: Mapping[str, "_Line"],
-    digests: Sequence[Digest],
+    runs: Runs,
     draw: Callable[[Mapping[str, "_Line"], str], Chart] | None = None,
 ) -> Iterator[Block]:
     """A chart of curves over steps, with the stages; its table has few enough rows to be read."""
@@ -241,7 +248,7 @@ def _over_steps(
     for name, (curve, *_) in lines.items():
         every = max(1, len(curve.steps) // _CURVE_ROWS)
         rows += [[name, round(s), m] for s, m in zip(curve.steps[::every], curve.means[::every], strict=True)]
-    chart = _with_marks((draw or _curve_chart)(lines, unit), digests)
+    chart = _with_marks((draw or _curve_chart)(lines, unit), runs)
     return _chart(chart, label, ["", "step", unit], rows)
 
 
@@ -268,8 +275,8 @@ def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
     yield "steps per second", digest.steps_per_s
     yield "samples, all ranks", summary.get("samples")
     yield "mean loss, last step", summary.get("loss")
-    for name, value in (summary.get("metrics") or {}).items():
-        yield f"held-out {name}", value
+    for name, curve in digest.held_out.items():
+        yield f"held-out {name}", curve.means[-1]
     if digest.recorded:
         yield "exposed communication", f"{digest.times.exposed:.0%} of step time"
     if "wire_bytes" in summary:
@@ -283,7 +290,7 @@ def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
 def _loss(runs: Runs) -> Iterator[Block]:
     if not any(digest.loss.steps for _, digest in runs):
         return
-    lines = {}
+    lines: dict[str, _Line] = {}
     for index, (name, digest) in enumerate(runs):
         if len(runs) == 1 and digest.ranks > 1:
             of_ranks = zip(digest.run.ranks, digest.rank_losses, strict=False)
@@ -291,31 +298,38 @@ def _loss(runs: Runs) -> Iterator[Block]:
         of_run = "mean over ranks" if len(runs) == 1 else name
         lines[of_run] = _Line(digest.loss, index, "mean")  # on top of those of the ranks
         if "loss" in digest.held_out:
-            lines[_held_out_of(name, runs)] = _Line(digest.held_out["loss"], index, "held-out")
-    yield from _over_steps("Loss over steps", "loss", lines, [digest for _, digest in runs])
+            lines[_held_out_of(name, runs)] = _held_out_line(digest, "loss", index, runs)
+    yield from _over_steps("Loss over steps", "loss", lines, runs)
 
 
 def _held_out_of(name: str, runs: Runs) -> str:
     return "held-out" if len(runs) == 1 else f"{name}, held-out"
 
 
+def _held_out_line(digest: Digest, metric: str, index: int, runs: Runs) -> "_Line":
+    """In the colour of its run; of a single run in one that no other line has."""
+    return _Line(digest.held_out[metric], index if len(runs) > 1 else _ALONE, "held-out")
+
+
 def _held_out(runs: Runs) -> Iterator[Block]:
     """A chart of each metric but the loss, which is beside the training loss; and all numbers."""
-    digests = [digest for _, digest in runs]
-    metrics = list(dict.fromkeys(name for digest in digests for name in digest.held_out))
+    metrics = list(dict.fromkeys(name for _, digest in runs for name in digest.held_out))
     for metric in metrics:
         lines = {
-            _held_out_of(name, runs): _Line(digest.held_out[metric], index, "held-out")
+            _held_out_of(name, runs): _held_out_line(digest, metric, index, runs)
             for index, (name, digest) in enumerate(runs)
             if metric in digest.held_out
         }
         if metric != "loss" and any(len(line.curve.steps) > 1 for line in lines.values()):
-            yield from _over_steps(f"Held-out {metric} over steps", metric, lines, digests)
-    rows = [
-        [*[name] * (len(runs) > 1), step, *(found.get(metric) for metric in metrics)]
-        for name, digest in runs
-        for step, found in digest.run.evaluations.items()
-    ]
+            yield from _over_steps(f"Held-out {metric} over steps", metric, lines, runs)
+    rows: list[list[Any]] = []
+    for name, digest in runs:
+        found: dict[float, dict[str, float | None]] = defaultdict(dict)
+        for metric, curve in digest.held_out.items():
+            for step, value in zip(curve.steps, curve.means, strict=True):
+                found[step][metric] = value
+        of_run = [name] * (len(runs) > 1)
+        rows += [[*of_run, round(step), *map(found[step].get, metrics)] for step in sorted(found)]
     if rows:
         last = rows[-_MOST_EVALUATIONS:]
         caption = f"The last {len(last)} of {len(rows)} evaluations." if len(last) < len(rows) else ""
@@ -331,7 +345,7 @@ def _groups(runs: Runs) -> Iterator[Block]:
                 about = [name] * (len(runs) > 1) + [f"group {group}"] * (len(curves) > 1)
                 lines[", ".join(about) or label.lower()] = _Line(curve, len(lines))
         if lines:
-            yield from _over_steps(f"{label} over steps", label.lower(), lines, [one for _, one in runs])
+            yield from _over_steps(f"{label} over steps", label.lower(), lines, runs)
 
 
 def _step_time(runs: Runs) -> Iterator[Block]:
@@ -355,19 +369,19 @@ def _step_time(runs: Runs) -> Iterator[Block]:
         of_stages = {stage.name: stage.times.mean_parts_us for stage in digest.stages}
         label = f"Step time by {'stage and ' * several}rank, in milliseconds"
         bars = of_ranks if len(of_ranks) <= _MOST_BARS else of_stages
-        yield from _chart(_parts_chart(bars, "milliseconds per step"), label, heads, rows(of_stages | of_ranks))
+        yield from _chart(_parts_chart(bars, "ms per step"), label, heads, rows(of_stages | of_ranks))
         used = {
             PART_NAMES[part]: _Line(curve, index)
             for index, (part, curve) in enumerate(digest.parts_ms.items())
             if any(curve.means)
         }
         label = "Step time over the run, mean over ranks"
-        yield from _over_steps(label, "milliseconds", used, [digest], _areas)
+        yield from _over_steps(label, "milliseconds", used, [("", digest)], _areas)
 
     if len(runs) > 1:
         means = {name: digest.times.mean_parts_us for name, digest in runs if digest.recorded}
-        chart = _parts_chart(means, "milliseconds per step, mean over ranks")
-        yield from _chart(chart, "Step time of the runs, in milliseconds", heads, rows(means))
+        label = "Step time of the runs, mean over ranks, in milliseconds"
+        yield from _chart(_parts_chart(means, "ms per step"), label, heads, rows(means))
     yield from _each(of_run)(runs)
 
 
@@ -381,16 +395,20 @@ def _timeline(runs: Runs) -> Iterator[Block]:
     yield Text(note.format(link), "note")
 
     def of_run(digest: Digest) -> Iterator[Block]:
-        choices = {
-            f"step {step['step']:,}{f' ({why})' if (why := step['why']) else ''}": _timeline_chart(step)
-            for step in digest.timelines
-        }
+        choices = {_title(digest, step): _timeline_chart(step) for step in digest.timelines}
         if not choices:
             yield Text(_NO_STEPS, "note")
             return
         yield Figure("Timeline of one step, one rank below the other", choices)
 
     yield from _each(of_run)(runs)
+
+
+def _title(digest: Digest, step: Mapping[str, Any]) -> str:
+    """The step, its stage, and why it is shown."""
+    stages = [stage.name for stage in digest.stages if stage.first <= step["step"] <= stage.last]
+    about = ", ".join([*stages[: len(digest.stages) > 1], *[step["why"]] * bool(step["why"])])
+    return f"step {step['step']:,}" + (f": {about}" if about else "")
 
 
 def _gradients(digest: Digest) -> Iterator[Block]:
@@ -415,7 +433,7 @@ def _communication(digest: Digest) -> Iterator[Block]:
             steps, payloads = max(1, one.steps) * max(1, digest.ranks), max(1, one.payloads)
             sizes = [size(number / steps) for number in (one.bytes, one.wire_bytes, one.between_hosts_bytes)]
             times = [number / payloads / 1000 for number in (one.us, one.encode_us, one.decode_us)]
-            hooks = ", ".join(one.hooks) or "none: all-reduce"
+            hooks = ", ".join(one.hooks) or ("none" if one.kind in _AS_THEY_ARE else "none: all-reduce")
             share = f"{one.steps / max(1, stage.bucket_steps):.0%}"
             rows.append([stage.index, one.kind, hooks, share, one.payloads / steps, *sizes, *times])
     caption = "Means over ranks and over the steps with such an exchange; times are for one payload."
@@ -424,14 +442,13 @@ def _communication(digest: Digest) -> Iterator[Block]:
 
 def _fidelity(digest: Digest) -> Iterator[Block]:
     labels = {
-        "cosine": "Cosine of the mean gradient with hooks and the exact mean, over steps",
-        "relative_l2": "Distance of the mean gradient with hooks from the exact mean, as a share of its norm, "
-        "over steps",
+        "cosine": "Cosine of the mean gradient with hooks and the exact mean",
+        "relative_l2": "Distance of the mean gradient with hooks from the exact mean, as a share of its norm",
     }
-    draw = partial(_curve_chart, breaks=[stage.first - 0.5 for stage in digest.stages])
+    draw = partial(_curve_chart, breaks=_begins(digest))
     for measure, curves in digest.fidelity.items():
         lines = {name: _Line(curve, index) for index, (name, curve) in enumerate(curves.items())}
-        yield from _over_steps(labels[measure], measure.replace("_", " "), lines, [digest], draw)
+        yield from _over_steps(labels[measure], measure.replace("_", " "), lines, [("", digest)], draw)
     if not digest.fidelity:
         yield Text("Not measured: `timings.fidelity_every` is 0.", "note")
 
@@ -543,59 +560,81 @@ def _share_scales(figures: Sequence[Figure]) -> None:
             chart["layout"][axis]["range"] = [low - room if low else 0, high + room]
 
 
-def _with_marks(chart: Chart, digests: Sequence[Digest]) -> Chart:
-    """The chart with where stages begin and evaluations took place, as far as these are the same in all runs."""
-    stages = [{(stage.index, stage.first) for stage in digest.stages} for digest in digests]
-    evaluations = [set(digest.run.evaluations) for digest in digests]
-    common = [
-        stage for stage in digests[0].stages if all((stage.index, stage.first) in known for known in stages)
-    ]
-    last = max((digest.recorded[-1] for digest in digests if digest.recorded), default=0)
+def _with_marks(chart: Chart, runs: Runs) -> Chart:
+    """The chart with where stages begin and evaluations took place: of each run, if they are not the same."""
+    named = {name: (_begins(digest), tuple(digest.run.evaluations)) for name, digest in runs}
+    alike = len(set(named.values())) == 1
+    several = any(len(digest.stages) > 1 for _, digest in runs)
     shapes: list[dict[str, Any]] = []
-    labels = []
-    for stage in common if max(map(len, stages)) > 1 else ():
-        named = stage.name.partition(", ")[2] if len(digests) == 1 else stage.kind
-        at = stage.first - 0.5
-        labels.append({"x": at, "text": f"{stage.index}: {named}", "name": str(stage.index)})
-        line = {"color": "#888888", "width": 1.5, "dash": "dot"}
-        shapes.append({"name": "a stage begins", "x0": at, "x1": at, "y0": 0, "y1": 1, "line": line})
-    found = sorted(set.intersection(*evaluations))
-    for step in found[:: math.ceil(len(found) / _MOST_MARKS) or 1]:
-        at, line = step + 0.5, {"color": "#D55E00", "width": 2}
-        shapes.append({"name": "evaluation", "x0": at, "x1": at, "y0": 0, "y1": 0.05, "line": line})
+    for style, (name, (begins, evaluations)) in enumerate(named.items()):
+        if alike and style:
+            break
+        colours = ("#888888", _COLOURS[_ALONE]) if alike else (_COLOURS[style % len(_COLOURS)],) * 2
+        of_run = "" if alike else f" of {name}"
+        for at in begins[1:]:
+            line = {"color": colours[0], "width": 1.5, "dash": "dot"}
+            about = {"name": f"a stage{of_run} begins", "y0": 0, "y1": 1, "line": line}
+            shapes.append({**about, "x0": at, "x1": at})
+        for step in evaluations[:: math.ceil(len(evaluations) / _MOST_MARKS) or 1]:
+            about = {
+                "name": f"evaluation{of_run}",
+                "y0": 0,
+                "y1": 0.05,
+                "line": {"color": colours[1], "width": 2},
+            }
+            shapes.append({**about, "x0": step + 0.5, "x1": step + 0.5})
     place = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
+    labels = [
+        {
+            "x": stage.first - 0.5,
+            "text": stage.described if len(runs) == 1 else stage.kind,
+            "name": str(stage.index),
+        }
+        for stage in runs[0][1].stages
+        if alike and several
+    ]
     layout = chart["layout"]
     layout["shapes"] = [{"type": "line", "yref": "paper", **shape} for shape in shapes]
-    layout["annotations"] = [{**label, **place} for label in labels]
+    layout["annotations"] = [
+        {**label, "text": f"{label['name']}: {label['text']}", **place} for label in labels
+    ]
     layout["margin"]["t"] = 24 if labels else 10
-    first = min((digest.recorded[0] for digest in digests if digest.recorded), default=0)
-    layout["xaxis"]["range"] = [min([first - 0.5, *found]), max([last + 0.5, *(step + 1 for step in found)])]
+    ends: list[float] = [step for _, digest in runs for step in (*digest.recorded[:1], *digest.recorded[-1:])]
+    ends += [step + 0.5 for _, evaluations in named.values() for step in evaluations]
+    layout["xaxis"]["range"] = [min(ends, default=0) - 0.5, max(ends, default=0) + 0.5]
     return chart
+
+
+def _begins(digest: Digest) -> tuple[float, ...]:
+    return tuple(stage.first - 0.5 for stage in digest.stages)
 
 
 class _Line(NamedTuple):
     """A curve, and how it is drawn."""
 
     curve: Curve
-    index: int  # of its colour and dash
+    style: int  # number of its colour and dash
     kind: Literal["", "mean", "rank", "held-out"] = ""
 
 
 def _curve_chart(lines: Mapping[str, _Line], y: str, breaks: Sequence[float] = ()) -> Chart:
-    """Lines over steps, with the band between their lowest and highest values; none is joined over a break."""
+    """Lines over steps, with the band between lowest and highest values; none is joined over a break."""
     data: list[dict[str, Any]] = []
     banded = [line for line in lines.values() if line.kind in ("", "mean")]
     values: list[float | None] = []
-    for name, (curve, index, kind) in lines.items():
-        colour = _COLOURS[index % len(_COLOURS)]
-        if kind == "held-out" and len(banded) == 1:
-            colour = _COLOURS[5]
-        dash = "solid" if kind == "held-out" else _DASHES[index % len(_DASHES)]
+    for name, (curve, style, kind) in lines.items():
+        colour = _COLOURS[style % len(_COLOURS)]
+        dash = "solid" if kind == "held-out" else _DASHES[style % len(_DASHES)]
         width = {"mean": 3.0, "rank": 1.0}.get(kind, 2.0)
         points = sorted([*zip(curve.steps, curve.means, strict=True), *((at, None) for at in breaks)])
         xs, means = [at for at, _ in points], [mean for _, mean in points]
         values += curve.means
-        if kind in ("", "mean") and len(banded) <= 3 and not breaks and curve.lowest != curve.highest:
+        if (
+            kind in ("", "mean")
+            and len(banded) <= _MOST_BANDS
+            and not breaks
+            and curve.lowest != curve.highest
+        ):
             hidden = {"hoverinfo": "skip", "showlegend": False, "mode": "lines", "line": {"width": 0}}
             band = {"x": curve.steps, "fillcolor": f"{colour}33", **hidden}
             data.append({**band, "y": _rounded(curve.lowest)})
@@ -605,7 +644,7 @@ def _curve_chart(lines: Mapping[str, _Line], y: str, breaks: Sequence[float] = (
         marker = {"color": colour, "size": 8 if kind else 5, "symbol": "diamond" if kind else "circle"}
         marked = kind == "held-out" or len(curve.steps) <= _MARKED_POINTS
         mode = "lines+markers" if marked else "lines"
-        one = {"x": xs, "y": _rounded(means), "name": name, "mode": mode, "line": line}
+        one = {"x": xs, "y": _rounded(means), "name": name, "mode": mode, "line": line, "cliponaxis": False}
         data.append({**one, "marker": marker} if marked else one)
     layout = _layout("step", y)
     layout["yaxis"]["rangemode"] = "normal"
@@ -623,17 +662,20 @@ def _parts_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
             bar = _bars(name, _LOOKS[part].marker, f"{name}: %{{x:.2f}} ms<extra>%{{y}}</extra>")
             data.append({**bar, "y": list(rows), "x": ms})
     layout = _layout(x, barmode="stack", hovermode="closest")
-    layout["yaxis"] = {"autorange": "reversed", "automargin": True}
+    wrapped = ["<br>".join(wrap(row, _LABEL)) for row in rows]  # a phone is narrow
+    ticks = {"tickvals": list(rows), "ticktext": wrapped}
+    layout["yaxis"] = {"autorange": "reversed", "automargin": True, **ticks}
     longest = max((us.get("step_us", 0.0) / 1000 for us in rows.values()), default=0.0)
-    height = f"{min(60, 9 + 2 * len(rows))}rem"
+    lines = sum(text.count("<br>") + 1 for text in wrapped)
+    height = f"{min(60, 9 + max(2 * len(rows), 1.3 * lines))}rem"
     return {"data": data, "layout": layout, "height": height, "values": ("xaxis", 0, longest)}
 
 
 def _areas(lines: Mapping[str, _Line], y: str) -> Chart:
     """The parts of a step over the run, one above the other."""
     data = []
-    for name, (curve, index, _) in lines.items():
-        look = _LOOKS[PARTS[index]]
+    for name, (curve, part, _) in lines.items():
+        look = _LOOKS[PARTS[part]]
         area = {"stackgroup": "step", "mode": "lines", "line": {"width": 0.5, "color": look.colour}}
         fill = {"fillcolor": look.colour, "fillpattern": look.marker["pattern"]}
         data.append({"x": curve.steps, "y": _rounded(curve.means), "name": name, **area, **fill})
@@ -686,11 +728,13 @@ def _timeline_chart(step: Mapping[str, Any]) -> Chart:
     hover = "%{text}<extra>%{y}</extra>"
     data = [{**_bars(*looks[kind], hover), "textposition": "none", **bar} for kind, bar in bars.items()]
     data += _gradient_marks(step, hover)
-    layout = _layout("milliseconds since the step began", barmode="overlay", hovermode="closest")
+    layout = _layout("ms since the step began", barmode="overlay", hovermode="closest")
     order = {"categoryorder": "array", "categoryarray": rows[::-1], "range": [-0.5, len(rows) - 0.5]}
     layout["yaxis"] = {**order, "automargin": True}
     height = f"{min(90, 8 + 1.4 * len(rows))}rem"
-    ends = (base + length for bar in bars.values() for base, length in zip(bar["base"], bar["x"], strict=True))
+    ends = (
+        base + length for bar in bars.values() for base, length in zip(bar["base"], bar["x"], strict=True)
+    )
     return {"data": data, "layout": layout, "height": height, "values": ("xaxis", 0, max(ends, default=0.0))}
 
 

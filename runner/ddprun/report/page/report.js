@@ -110,5 +110,6 @@
     });
   }
   dark.addEventListener("change", drawAll);
+  window.matchMedia("(max-width: 40rem)").addEventListener("change", drawAll);
   drawAll();
 })();
