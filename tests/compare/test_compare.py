@@ -177,8 +177,8 @@ def test_one_seed_does_not_tell_how_well_a_variant_learns(tmp_path: Path) -> Non
     assert row["loss_difference_low"] is None
     assert learning.conclusion(row) == "faster; one seed cannot tell how well it learns"
     assert learning.sentences(table)[-1] == (
-        "other is the fastest; before you choose it, compare again with `--seeds 5`, to see whether it learns "
-        "as well."
+        "other is the fastest; before you choose it, compare again with `--seeds 5`, to see whether it "
+        "learns as well."
     )
 
 

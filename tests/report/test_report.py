@@ -164,9 +164,9 @@ def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> 
         assert shapes == [
             ("a stage begins", 20.5),
             ("a stage begins", 40.5),
-            *(("evaluation", step + 0.5) for step in (20, 40, 60)),
+            *(("evaluation", step) for step in (20, 40, 60)),
         ]
-        assert chart["layout"]["xaxis"]["range"] == [0.5, 61]
+        assert chart["layout"]["xaxis"]["range"] == [0.5, 60.5]
     other = digest(Run(make(tmp_path / "other", evaluated=(10,))))
     loss = over_steps(charts_in(page_of(one, other)))[0]
     colours = {shape["name"]: shape["line"]["color"] for shape in loss["layout"]["shapes"]}
@@ -228,6 +228,19 @@ def test_a_comparison_has_one_scale_and_one_speed(tmp_path: Path) -> None:
     assert len(areas) == 2
     assert areas[0]["layout"]["yaxis"]["range"] == areas[1]["layout"]["yaxis"]["range"]
     assert "steps per second 100 33.33" in told
+
+
+def test_steps_that_are_not_timed_count_in_curves_only(tmp_path: Path) -> None:
+    """As the first turn of a comparison does; if no step is left, nothing is said about time."""
+    run = Run(make(tmp_path / "run", steps=20, stages=((), ())))
+    found = digest(run, lambda step: step > 15)
+    assert found.times.steps == [5, 5]
+    assert len(found.loss.steps) == 20
+    assert list(sentences(found)) == ["stage 1, train"]
+    none = digest(run, lambda _: False)
+    assert none.steps_per_s is None
+    page = html.page([("some", found), ("none", none)], html.Comparison(["They differ."], []))
+    assert "They differ." in words(page)
 
 
 def test_episodes_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:

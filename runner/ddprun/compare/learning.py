@@ -282,7 +282,7 @@ def choose(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:
 
     `allowed`: whether a row is one to choose; what sends nothing is not.
     """
-    if not rows or rows[0]["verdict"] != "the first":
+    if rows[0]["verdict"] != "the first" or rows[0]["learning"] == NOT_FINITE:
         return None
     known = [
         row
@@ -301,7 +301,7 @@ def choose(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:
 def _choice(first: Row, others: Sequence[Row]) -> str:
     chosen = next((row for row in (first, *others) if row["chosen"]), None)
     if chosen is None:
-        return f"{first['variant']} failed, so there is nothing to compare with."
+        return f"{first['variant']} failed, or its loss is not finite: there is nothing to compare with."
     if chosen["learning"] == UNKNOWN:
         return (
             f"{chosen['variant']} is the fastest; before you choose it, compare again with "

@@ -170,10 +170,11 @@ def _words(runs: Runs, comparison: Comparison | None) -> dict[str, Sequence[str]
     """The sentences on top, by heading: of one run by stage, of several how each differs from the first."""
     if len(runs) == 1 and comparison is None:
         return dict(sentences(runs[0][1]))
-    (first, digest), *others = [(name, one) for name, one in runs if one.recorded] or runs[:1]
     found: dict[str, Sequence[str]] = {"": comparison.sentences} if comparison else {}
-    found[first] = [where(digest.times)] if digest.recorded else sentences(digest)[""]
-    found |= {name: [difference(first, digest.times, one.times), where(one.times)] for name, one in others}
+    timed = [(name, digest.times) for name, digest in runs if digest.steps_per_s is not None]
+    for name, times in timed:
+        about = [difference(*timed[0], times)] if times is not timed[0][1] else []
+        found[name] = [*about, where(times)]
     if comparison is None:
         text = "The runs did not take turns, so the machine may have made a part of what differs in time"
         found["All runs"] = [f"{text}: `ddprun compare` tells it apart."]
@@ -582,7 +583,7 @@ def _with_marks(chart: Chart, runs: Runs) -> Chart:
                 "y1": 0.05,
                 "line": {"color": colours[1], "width": 2},
             }
-            shapes.append({**about, "x0": step + 0.5, "x1": step + 0.5})
+            shapes.append({**about, "x0": step, "x1": step})
     place = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
     labels = [
         {
@@ -600,7 +601,7 @@ def _with_marks(chart: Chart, runs: Runs) -> Chart:
     ]
     layout["margin"]["t"] = 24 if labels else 10
     ends: list[float] = [step for _, digest in runs for step in (*digest.recorded[:1], *digest.recorded[-1:])]
-    ends += [step + 0.5 for _, evaluations in named.values() for step in evaluations]
+    ends += [step for _, evaluations in named.values() for step in evaluations]
     layout["xaxis"]["range"] = [min(ends, default=0) - 0.5, max(ends, default=0) + 0.5]
     return chart
 

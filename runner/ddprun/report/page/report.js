@@ -26,14 +26,15 @@
     solid: "", dot: "1 1", dash: "3 3", longdash: "5 5", dashdot: "3 1 1 1", longdashdot: "5 2 1 2",
   };
 
-  function stroke(line, marker) {
+  function stroke(line, marker, upright) {
     const unit = Math.max(3, line.width);
     const steps = dashes[line.dash || "solid"].split(" ").map(function (n) { return n * unit; });
     const symbols = {
       circle: '<circle cx="18" cy="6" r="3"', diamond: '<path d="M18 1 L23 6 L18 11 L13 6 Z"',
     };
     const mark = marker ? symbols[marker.symbol] + ' fill="' + marker.color + '"/>' : "";
-    return '<line x2="36" y1="6" y2="6" stroke="' + line.color + '" stroke-width="' + line.width +
+    const ends = upright ? 'x1="18" x2="18" y2="12"' : 'x2="36" y1="6" y2="6"';
+    return "<line " + ends + ' stroke="' + line.color + '" stroke-width="' + line.width +
       '" stroke-dasharray="' + steps.join(" ") + '"/>' + mark;
   }
 
@@ -49,7 +50,7 @@
       swatch.className = "swatch mark";
       swatch.style.borderLeft = "3px solid " + marker.color;
     } else {
-      const drawn = stroke(trace.line, /markers/.test(trace.mode) && trace.marker);
+      const drawn = stroke(trace.line, /markers/.test(trace.mode) && trace.marker, trace.type === "line");
       swatch.innerHTML = '<svg width="36" height="12" aria-hidden="true">' + drawn + "</svg>";
     }
     return swatch;
