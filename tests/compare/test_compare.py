@@ -235,6 +235,8 @@ def test_all_combinations_are_named() -> None:
     assert found[5].overrides == ("accumulate=2", "hooks=[]", "seed=0", "hooks=[noop]")
     files = variants([Path("x/a.yaml"), Path("b.yaml")], [], [], noop=False, twin=False)
     assert [variant.name for variant in files] == ["a", "b"]
+    alike = variants([Path("x/a.yaml"), Path("y/a.yaml")], [], [], noop=False, twin=False)
+    assert [variant.name for variant in alike] == ["x/a.yaml", "y/a.yaml"]
 
 
 def test_steps_and_noop_keep_what_a_stage_says(tmp_path: Path) -> None:

@@ -80,8 +80,10 @@ def variants(
     """
     found = []
     settings = list(product(*([f"{key}={value}" for value in values] for key, values in vary)))
+    stems = [pipeline.stem for pipeline in pipelines]
     for pipeline, chosen in product(pipelines, settings):
-        name = ", ".join([pipeline.stem] * (len(pipelines) > 1 or not chosen) + list(chosen))
+        of_file = pipeline.stem if stems.count(pipeline.stem) == 1 else str(pipeline)
+        name = ", ".join([of_file] * (len(pipelines) > 1 or not chosen) + list(chosen))
         found.append(Variant(name, pipeline, (*overrides, *chosen)))
     first = found[0]
     if noop:

@@ -19,42 +19,12 @@ _LAST_SHARE = 0.1  # of the samples: the training loss is the mean over these
 _ENOUGH_SEEDS = 5  # for a first interval: with two, Student's t is 12.7
 _MOST_SEEDS = 100
 # 97.5 % quantiles of Student's t for 1, 2, … 30 degrees of freedom; that of 30 is a little wide for more.
+# fmt: off
 _T = (
-    *(
-        12.706,
-        4.303,
-        3.182,
-        2.776,
-        2.571,
-        2.447,
-        2.365,
-        2.306,
-        2.262,
-        2.228,
-        2.201,
-        2.179,
-        2.160,
-        2.145,
-        2.131,
-    ),
-    *(
-        2.120,
-        2.110,
-        2.101,
-        2.093,
-        2.086,
-        2.080,
-        2.074,
-        2.069,
-        2.064,
-        2.060,
-        2.056,
-        2.052,
-        2.048,
-        2.045,
-        2.042,
-    ),
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )
+# fmt: on
 SAME, WORSE, BETTER = "learns the same", "learns worse", "learns better"
 AS_WELL, UNKNOWN, NOT_FINITE = "learns as well as can be told", "one seed cannot tell", "is not finite"
 
@@ -109,9 +79,8 @@ def judge(variants: Sequence[Sequence[Digest]]) -> list[dict[str, Any]]:
     values = [_values(runs, samples) for runs in variants]
     names = list(dict.fromkeys(name for known in values for name in known))
     alike = len({summary.get("samples") for summary in summaries}) == 1
-    decisive = (
-        ("held_out_loss", "loss") if alike else ("loss",)
-    )  # held-out data that was read later is no match
+    # Held-out data that was evaluated after other numbers of samples is no match.
+    decisive = ("held_out_loss", "loss") if alike else ("loss",)
     return [
         {
             "seeds": len(runs),
@@ -125,14 +94,12 @@ def judge(variants: Sequence[Sequence[Digest]]) -> list[dict[str, Any]]:
 
 def _values(runs: Sequence[Digest], samples: int) -> dict[str, list[float]]:
     """Training loss and the metrics of the last evaluation: for each its value under every seed."""
-    found = []
+    found: list[dict[str, float]] = []
     for one in runs:
         last = next(reversed(one.run.evaluations.values()), {})
         loss = loss_after(one.run, samples)
-        found.append(
-            ({} if loss is None else {"loss": loss})
-            | {f"held_out_{name}": value for name, value in last.items()}
-        )
+        known = {} if loss is None else {"loss": loss}
+        found.append(known | {f"held_out_{name}": value for name, value in last.items()})
     shared = [name for name in (found[0] if found else ()) if all(name in one for one in found)]
     return {name: [one[name] for one in found] for name in shared}
 

@@ -563,51 +563,40 @@ def _share_scales(figures: Sequence[Figure]) -> None:
 
 def _with_marks(chart: Chart, runs: Runs) -> Chart:
     """The chart with where stages begin and evaluations took place: of each run, if they are not the same."""
-    named = {name: (_begins(digest), tuple(digest.run.evaluations)) for name, digest in runs}
-    alike = len(set(named.values())) == 1
-    several = any(len(digest.stages) > 1 for _, digest in runs)
+    named = {name: (_begins(digest), list(digest.run.evaluations)) for name, digest in runs}
+    alike = all(one == named[runs[0][0]] for one in named.values())
     shapes: list[dict[str, Any]] = []
-    for style, (name, (begins, evaluations)) in enumerate(named.items()):
-        if alike and style:
-            break
-        colours = ("#888888", _COLOURS[_ALONE]) if alike else (_COLOURS[style % len(_COLOURS)],) * 2
-        of_run = "" if alike else f" of {name}"
-        for at in begins[1:]:
-            line = {"color": colours[0], "width": 1.5, "dash": "dot"}
-            about = {"name": f"a stage{of_run} begins", "y0": 0, "y1": 1, "line": line}
-            shapes.append({**about, "x0": at, "x1": at})
-        for step in evaluations[:: math.ceil(len(evaluations) / _MOST_MARKS) or 1]:
-            about = {
-                "name": f"evaluation{of_run}",
-                "y0": 0,
-                "y1": 0.05,
-                "line": {"color": colours[1], "width": 2},
-            }
-            shapes.append({**about, "x0": step, "x1": step})
-    place = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
-    labels = [
-        {
-            "x": stage.first - 0.5,
-            "text": stage.described if len(runs) == 1 else stage.kind,
-            "name": str(stage.index),
-        }
-        for stage in runs[0][1].stages
-        if alike and several
-    ]
+
+    def mark(name: str, at: float, height: float, colour: str, dash: str) -> None:
+        line = {"color": colour, "width": 1.5, "dash": dash}
+        ends = {"x0": at, "x1": at, "y0": 0, "y1": height}
+        shapes.append({"type": "line", "yref": "paper", "name": name, "line": line, **ends})
+
+    for index, (name, (begins, evaluations)) in enumerate(named.items()):
+        if not (alike and index):
+            of_run = "" if alike else f" of {name}"
+            grey, orange = ("#888888", _COLOURS[_ALONE]) if alike else (_COLOURS[index % len(_COLOURS)],) * 2
+            for at in begins[1:]:
+                mark(f"a stage{of_run} begins", at, 1, grey, "dot")
+            for step in evaluations[:: math.ceil(len(evaluations) / _MOST_MARKS) or 1]:
+                mark(f"evaluation{of_run}", step, 0.05, orange, "solid")
     layout = chart["layout"]
-    layout["shapes"] = [{"type": "line", "yref": "paper", **shape} for shape in shapes]
-    layout["annotations"] = [
-        {**label, "text": f"{label['name']}: {label['text']}", **place} for label in labels
-    ]
-    layout["margin"]["t"] = 24 if labels else 10
+    layout["shapes"], layout["annotations"] = shapes, []
+    stages = runs[0][1].stages
+    if alike and len(stages) > 1:
+        layout["margin"]["t"] = 24
+        place = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
+        for stage, at in zip(stages, _begins(runs[0][1]), strict=True):
+            text = f"{stage.index}: {stage.described if len(runs) == 1 else stage.kind}"
+            layout["annotations"].append({"x": at, "text": text, "name": str(stage.index), **place})
     ends: list[float] = [step for _, digest in runs for step in (*digest.recorded[:1], *digest.recorded[-1:])]
     ends += [step for _, evaluations in named.values() for step in evaluations]
     layout["xaxis"]["range"] = [min(ends, default=0) - 0.5, max(ends, default=0) + 0.5]
     return chart
 
 
-def _begins(digest: Digest) -> tuple[float, ...]:
-    return tuple(stage.first - 0.5 for stage in digest.stages)
+def _begins(digest: Digest) -> list[float]:
+    return [stage.first - 0.5 for stage in digest.stages]
 
 
 class _Line(NamedTuple):
@@ -621,29 +610,26 @@ class _Line(NamedTuple):
 def _curve_chart(lines: Mapping[str, _Line], y: str, breaks: Sequence[float] = ()) -> Chart:
     """Lines over steps, with the band between lowest and highest values; none is joined over a break."""
     data: list[dict[str, Any]] = []
-    banded = [line for line in lines.values() if line.kind in ("", "mean")]
+    banded = not breaks and sum(line.kind in ("", "mean") for line in lines.values()) <= _MOST_BANDS
     values: list[float | None] = []
     for name, (curve, style, kind) in lines.items():
         colour = _COLOURS[style % len(_COLOURS)]
         dash = "solid" if kind == "held-out" else _DASHES[style % len(_DASHES)]
         width = {"mean": 3.0, "rank": 1.0}.get(kind, 2.0)
-        points = sorted([*zip(curve.steps, curve.means, strict=True), *((at, None) for at in breaks)])
+        gaps = [(at, None) for at in breaks]
+        points = sorted([*zip(curve.steps, curve.means, strict=True), *gaps], key=lambda point: point[0])
         xs, means = [at for at, _ in points], [mean for _, mean in points]
         values += curve.means
-        if (
-            kind in ("", "mean")
-            and len(banded) <= _MOST_BANDS
-            and not breaks
-            and curve.lowest != curve.highest
-        ):
+        if banded and kind in ("", "mean") and curve.lowest != curve.highest:
             hidden = {"hoverinfo": "skip", "showlegend": False, "mode": "lines", "line": {"width": 0}}
             band = {"x": curve.steps, "fillcolor": f"{colour}33", **hidden}
             data.append({**band, "y": _rounded(curve.lowest)})
             data.append({**band, "y": _rounded(curve.highest), "fill": "tonexty"})
             values += [*curve.lowest, *curve.highest]
         line = {"color": colour, "dash": dash, "width": width}
-        marker = {"color": colour, "size": 8 if kind else 5, "symbol": "diamond" if kind else "circle"}
         marked = kind == "held-out" or len(curve.steps) <= _MARKED_POINTS
+        symbol, length = ("diamond", 8) if kind == "held-out" else ("circle", 5)
+        marker = {"color": colour, "size": length, "symbol": symbol}
         mode = "lines+markers" if marked else "lines"
         one = {"x": xs, "y": _rounded(means), "name": name, "mode": mode, "line": line, "cliponaxis": False}
         data.append({**one, "marker": marker} if marked else one)
