@@ -174,10 +174,9 @@ class Stage:
     @property
     def described(self) -> str:
         """What it does: how it synchronises, and through which hooks."""
-        policy = self.sync if isinstance(self.sync, str) else next(iter(self.sync or ()), None)
-        about = [str(policy)] * (policy not in (None, "every_step")) + [", ".join(self.hooks)] * bool(
-            self.hooks
-        )
+        policy = next(iter(self.sync), None) if isinstance(self.sync, Mapping) else self.sync
+        about = [str(policy)] if policy not in (None, "every_step") else []
+        about += self.hooks
         return self.kind + (f" ({', '.join(about)})" if about else "")
 
 
