@@ -332,6 +332,30 @@ def test_a_run_without_records_has_a_page(tmp_path: Path) -> None:
     assert "still running, or killed" in told
 
 
+def test_what_events_say_is_not_believed(tmp_path: Path) -> None:
+    """A metric is a number; a policy may be anything; later evaluations of a step count."""
+    folder = make(tmp_path / "run", evaluated=(5, 10))
+    odd = [
+        {"event": "stage_started", "stage": 0, "kind": "train", "sync": 5, "hooks": []},
+        {
+            "event": "evaluated",
+            "stage": 0,
+            "step": 5,
+            "loss": 7.0,
+            "accuracy": True,
+            "huge": 10**30,
+            "f1": "x",
+        },
+        {"event": "evaluated", "stage": 0, "step": "9", "loss": 1.0},
+    ]
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in odd)
+    found = digest(Run(folder))
+    assert found.run.evaluations == {5: {"loss": 7.0}, 10: {"loss": 0.2, "accuracy": 0.9}}
+    assert found.stages[0].name == "stage 0, train (5)"
+    assert "<main" in page_of(found)
+
+
 def test_a_run_that_goes_on_meanwhile_has_a_page(tmp_path: Path) -> None:
     """Lines come while they are read; those of later steps are left for the next page."""
     run = Run(make(tmp_path / "run", late=1))
