@@ -8,14 +8,26 @@ import os
 import random
 import signal
 import socket
+import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddprun.cli import main
-from ddprun.compare import compare
-from ddprun.compare.compare import Side, Variant, fitted, noise, ratio, rows, variants, verdict
+from ddprun.compare import compare, learning
+from ddprun.compare.compare import (
+    Repetition,
+    Side,
+    Variant,
+    fitted,
+    noise,
+    ratio,
+    rows,
+    variants,
+    verdict,
+)
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import load
 from ddprun.report.digest import digest
@@ -35,11 +47,20 @@ checkpoint: {keep: 0}
 """
 
 
-def side(folder: Path, name: str, turns_s: list[float], *, twin: bool = False, steps: int = 20) -> Side:
-    """A run that came to its end, whose steps took so long in each turn."""
-    made = Run(make(folder / name, steps=steps))
-    variant = Variant(name, Path("p.yaml"), twin=twin)
-    return Side(variant, folder / name, 0, digest(made), dict(enumerate(turns_s, start=1)))
+def side(folder: Path, name: str, turns_s: list[float], *, twin: bool = False, **made: Any) -> Side:
+    """A variant with a run that came to its end, whose steps took so long in each turn; `made`: of `make`."""
+    return seeded(folder, name, [made], turns_s, twin=twin)
+
+
+def seeded(
+    folder: Path, name: str, made: list[dict[str, Any]], turns_s: list[float], *, twin: bool = False
+) -> Side:
+    """A variant with a run for each seed."""
+    runs = []
+    for seed, options in enumerate(made):
+        run = Run(make(folder / f"{name}-{seed}", **options))
+        runs.append(Repetition(run.folder, seed, 0, digest(run), dict(enumerate(turns_s, start=1))))
+    return Side(Variant(name, Path("p.yaml"), twin=twin), runs)
 
 
 def noisy(seed: int, mean_s: float, spread: float, turns: int = 12) -> list[float]:
@@ -93,7 +114,7 @@ def test_turns_of_a_moment_are_compared_with_each_other(tmp_path: Path) -> None:
 def test_losses_are_compared_after_equal_samples(tmp_path: Path) -> None:
     """The run that has seen fewest says after how many; a run that failed has none."""
     long, short = side(tmp_path, "long", [0.01] * 8, steps=40), side(tmp_path, "short", [0.01] * 8, steps=20)
-    failed = Side(Variant("failed", Path("p.yaml")), tmp_path / "failed", 1)
+    failed = Side(Variant("failed", Path("p.yaml")), [Repetition(tmp_path / "failed", code=1)])
     table = rows([long, short, failed])
     expected = (1 / 19 + 1 / 20) / 2  # the last tenth of 320 samples
     assert [row["loss"] for row in table] == [pytest.approx(expected), pytest.approx(expected), None]
@@ -101,23 +122,98 @@ def test_losses_are_compared_after_equal_samples(tmp_path: Path) -> None:
     assert [row["verdict"] for row in table][2] == "failed"
 
 
+def test_learning_is_judged_over_seeds(tmp_path: Path) -> None:
+    """By the scatter of the differences under equal seeds; what is faster and learns worse is not chosen."""
+
+    def under(name: str, step_s: float, *above: float) -> Side:
+        made = [{"above": one, "evaluated": (20,)} for one in above]
+        return seeded(tmp_path, name, made, [step_s] * 8)
+
+    first = under("first", 0.010, 0.5, 0.7, 0.6)  # the seeds differ by more than the variants
+    sides = [
+        first,
+        under("worse", 0.004, 0.60, 0.82, 0.69),
+        under("unclear", 0.008, 0.60, 0.60, 0.65),
+        under("same", 0.010, 0.5, 0.7, 0.6),
+        under("better", 0.020, 0.41, 0.60, 0.52),
+    ]
+    table = rows(sides)
+    assert [(row["verdict"], row["learning"]) for row in table] == [
+        ("the first", ""),
+        ("faster", "learns worse"),
+        ("faster", "learns as well as can be told"),
+        ("no difference beyond noise", "learns the same"),
+        ("slower", "learns better"),
+    ]
+    worse = table[1]
+    low, mean, high = (worse[f"held_out_loss_difference{end}"] for end in ("_low", "", "_high"))
+    deviation = statistics.stdev((0.10, 0.12, 0.09))
+    assert mean == pytest.approx(0.31 / 3)
+    assert (low, high) == pytest.approx(
+        (mean - 4.303 * deviation / 3**0.5, mean + 4.303 * deviation / 3**0.5)
+    )
+    assert [row["chosen"] for row in table] == [False, False, True, False, False]
+    told = learning.sentences(table)
+    assert told[0] == (
+        "worse is faster (2.50 times as fast, 2.50 to 2.50), and learns worse: its held-out loss is 0.103 "
+        "higher (+0.0654 to +0.141, 3 seeds)."
+    )
+    assert "and learns as well as can be told" in told[1]
+    assert told[1].endswith(" seeds would tell a difference of that size.")
+    assert told[-1] == "Choose unclear: it is the fastest that does not learn worse."
+    assert (
+        learning.sentences(rows(sides[:2]))[-1]
+        == "Stay with first: what is faster learns worse, or sends nothing."
+    )
+
+
+def test_one_seed_does_not_tell_how_well_a_variant_learns(tmp_path: Path) -> None:
+    """Unless its losses are equal; the option that would tell is named."""
+    first = side(tmp_path, "first", [0.01] * 8, above=0.01)
+    other = side(tmp_path, "other", [0.005] * 8, above=0.005)
+    (_, row) = table = rows([first, other])
+    assert row["learning"] == "one seed cannot tell"
+    assert row["loss_difference"] == pytest.approx(-0.005)
+    assert row["loss_difference_low"] is None
+    assert learning.conclusion(row) == "faster; one seed cannot tell how well it learns"
+    assert learning.sentences(table)[-1] == (
+        "other is the fastest; before you choose it, compare again with `--seeds 5`, to see whether it "
+        "learns as well."
+    )
+
+
+def test_what_sends_nothing_or_diverges_is_not_chosen(tmp_path: Path) -> None:
+    """However fast it is."""
+    first = side(tmp_path, "first", [0.01] * 8)
+    nothing = side(tmp_path, "nothing", [0.001] * 8, hooks=("noop",))
+    diverged = side(tmp_path, "diverged", [0.002] * 8)
+    summary = tmp_path / "diverged-0" / "summary.json"
+    summary.write_text(summary.read_text().replace('"steps":', '"nonfinite": {"step": 3}, "steps":', 1))
+    table = rows([first, nothing, diverged])
+    assert [row["verdict"] for row in table] == ["the first", "faster", "faster"]
+    assert learning.conclusion(table[2]) == "faster, and its loss is not finite"
+    assert [row["chosen"] for row in table] == [True, False, False]
+
+
 def test_the_table_has_four_forms(tmp_path: Path) -> None:
     """Text and Markdown for readers, CSV and JSON with every number; no name is taken for markup."""
     first = side(tmp_path, "first", [0.01] * 8)
-    other = side(tmp_path, "other", [0.005] * 8)
+    other = side(tmp_path, "other", [0.005] * 8, late=0)
     other.variant = Variant("[bold]a|b", Path("p.yaml"))
     table = rows([first, other])
-    head, _, *lines = compare.table(table, "markdown", None).splitlines()
-    assert head == "|  | steps/s | times the first | exposed | sent per step | fidelity | loss |  |"
-    assert lines[1] == (
-        r"| [bold]a\|b | 200.0 ± 0.0 | 2.00 (2.00 to 2.00) | 30% | 8.00 kB | - | 0.0513 | faster |"
-    )
-    assert "[bold]a|b" in compare.table(table, "text", 160)
-    assert [row["variant"] for row in json.loads(compare.table(table, "json", None))] == [
+    lines = compare.text(table, "markdown", None).splitlines()
+    assert "|  | steps/s | times the first | exposed | sent per step | fidelity |  |" in lines
+    cells = [r"[bold]a\|b", "100.0 ± 0.0", "2.00 (2.00 to 2.00)", "15%", "8.00 kB", "-"]
+    assert f"| {' | '.join([*cells, 'faster, and learns the same'])} |" in lines
+    assert "|  | seeds | loss | against the first |" in lines
+    assert r"| [bold]a\|b | 1 | 0.0513 | +0 |" in lines
+    assert lines[-1] == "- Choose [bold]a|b: it is the fastest that does not learn worse."
+    assert "[bold]a|b" in compare.text(table, "text", 160)
+    assert [row["variant"] for row in json.loads(compare.text(table, "json", None))] == [
         "first",
         "[bold]a|b",
     ]
-    assert [row["turns"] for row in csv.DictReader(io.StringIO(compare.table(table, "csv", None)))] == [
+    assert [row["turns"] for row in csv.DictReader(io.StringIO(compare.text(table, "csv", None)))] == [
         "8",
         "8",
     ]
@@ -139,6 +235,8 @@ def test_all_combinations_are_named() -> None:
     assert found[5].overrides == ("accumulate=2", "hooks=[]", "seed=0", "hooks=[noop]")
     files = variants([Path("x/a.yaml"), Path("b.yaml")], [], [], noop=False, twin=False)
     assert [variant.name for variant in files] == ["a", "b"]
+    alike = variants([Path("x/a.yaml"), Path("y/a.yaml")], [], [], noop=False, twin=False)
+    assert [variant.name for variant in alike] == ["x/a.yaml", "y/a.yaml"]
 
 
 def test_steps_and_noop_keep_what_a_stage_says(tmp_path: Path) -> None:
@@ -219,6 +317,7 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
         "p.yaml",
         "--vary=hooks=[[], [noop]]",
         "--turn=10",
+        "--seeds=2",
         "--output=out",
         "--format=json",
         cwd=tmp_path,
@@ -226,7 +325,11 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     assert done.code == 0, done.stderr
     table = json.loads(done.stdout)
     assert [row["variant"] for row in table] == ["hooks=[]", "hooks=[] once more", 'hooks=["noop"]']
-    assert [row["turns"] for row in table] == [5, 5, 5], "the first warms up"
+    assert [row["turns"] for row in table] == [10, 10, 10], "the first of each seed warms up"
+    assert [row["seeds"] for row in table] == [2, 2, 2]
+    assert table[1]["learning"] == "learns the same"
+    assert [row["chosen"] for row in table] == [True, False, False], "noop is nothing to choose"
+    other = [line["loss"] for line in Run(tmp_path / "out" / "0-seed-1").steps(0)]
     assert all(row["loss_after_samples"] == 60 * 16 for row in table)
     assert table[0]["loss"] == table[1]["loss"] != table[2]["loss"]
     assert table[0]["wire_bytes_per_step"] > 5000 > table[2]["wire_bytes_per_step"]
@@ -235,10 +338,14 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     assert alone.code == 0, alone.stderr
     of_turns, of_one = (
         [(line["step"], line["loss"]) for line in Run(tmp_path / name).steps(0)]
-        for name in ("out/0", "alone")
+        for name in ("out/0-seed-0", "alone")
     )
     assert of_turns == of_one
-    steps = list(Run(tmp_path / "out" / "0").steps(1))
+    assert other != [loss for _, loss in of_one]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "a band reaches from the lowest seed" in page
+    assert f"<td>{table[0]['steps_per_s']:,.4g}</td>" in page, "one speed"
+    steps = list(Run(tmp_path / "out" / "0-seed-0").steps(1))
     assert max(line["step_us"] for line in steps[1:]) < 2e6, "waiting for a turn is none of a step's time"
 
 
@@ -286,6 +393,7 @@ def test_an_interrupt_ends_all_runs(tmp_path: Path) -> None:
         (["--vary", "hooks=[fp16"], "--vary 1:1:"),
         (["--vary", "hooks=fp16"], "hooks: is not a list of values; write KEY=[A, B]"),
         (["--vary", "hooks=[[fp17]]"], 'did you mean "fp16"'),
+        (["--vary", "seed=[0, 1]", "--seeds", "2"], "the seed is not the same in all runs already"),
         (["--turn", "1"], "1 is not in the range x>=2"),
         (["--output", "full"], "the folder full is not empty"),
         (

@@ -26,7 +26,12 @@ def make(
     late: int | None = None,
     name: str = "made-up",
     hooks: tuple[str, ...] = (),
+    stages: tuple[tuple[str, ...], ...] = (),
     every: int = 1,
+    fidelity_every: int = 0,
+    groups: bool = False,
+    evaluated: tuple[int, ...] = (),
+    above: float = 0.0,
 ) -> Path:
     """A run of two buckets a step, in which `late` is 3 ms later in backward than the others.
 
@@ -37,20 +42,36 @@ def make(
         late: a rank, or none.
         name: of the pipeline.
         hooks: of the stack.
+        stages: in place of `hooks`, of the stack of each of several stages that divide the steps evenly.
         every: how manieth step is recorded.
+        fidelity_every: how manieth step compares its buckets with the exact mean.
+        groups: whether two groups of parameters have learning rates and gradient norms.
+        evaluated: the steps after which there was an evaluation.
+        above: what all losses are higher by.
     """
+    stacks = stages or (hooks,)
+
+    def stage_of(step: int) -> int:
+        return (step - 1) * len(stacks) // steps
+
     for kind in ("steps", "buckets"):
         (folder / kind).mkdir(parents=True)
     for rank in range(ranks):
         with (folder / "steps" / f"rank-{rank:05}.jsonl").open("w") as file:
             for step in range(every, steps + 1, every):
-                file.write(json.dumps(step_record(rank, step, late)) + "\n")
+                record = step_record(rank, step, late, above) | {"stage": stage_of(step)}
+                if groups:
+                    record |= {"lr": [0.1, 0.01 / step], "grad_norm": [2.0, 1.0 + rank]}
+                file.write(json.dumps(record) + "\n")
         with (folder / "buckets" / f"rank-{rank:05}.jsonl").open("w") as file:
             for step in range(every, steps + 1, every):
-                for record in bucket_records(rank, step, late, hooks):
+                for record in bucket_records(rank, step, late, stacks[stage_of(step)]):
+                    record["stage"] = stage_of(step)
+                    if fidelity_every and step % fidelity_every == 0:
+                        record["fidelity"] = {"cosine": 1 - stage_of(step) / 10, "relative_l2": 0.1}
                     file.write(json.dumps(record) + "\n")
     (folder / "events.jsonl").write_text(
-        "".join(json.dumps(e) + "\n" for e in events(ranks, steps, late, name))
+        "".join(json.dumps(e) + "\n" for e in events(ranks, steps, late, name, stacks, evaluated, above))
     )
     episodes = [] if late is None else [episode(late, steps)]
     summary = {
@@ -69,7 +90,7 @@ def make(
         "wire_bytes": 4000 * steps * ranks,
         "world_size": ranks,
         "versions": {"ddprun": "0.1.0"},
-        "stages": [{"kind": "train", "steps": steps, "seconds": 1.0}],
+        "stages": [{"kind": "train", "steps": steps // len(stacks), "seconds": 1.0} for _ in stacks],
     }
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
@@ -85,7 +106,7 @@ def start_us(rank: int, step: int) -> int:
     return 1_000_000 + step * STEP_US + offset_us(rank)
 
 
-def step_record(rank: int, step: int, late: int | None) -> dict[str, Any]:
+def step_record(rank: int, step: int, late: int | None, above: float) -> dict[str, Any]:
     """All wait 3 ms of their backward for the late rank; that one works."""
     waits = 0 if late in (None, rank) else 3000
     us = {f"{part}_us": length for part, length in LAPS}
@@ -100,7 +121,7 @@ def step_record(rank: int, step: int, late: int | None) -> dict[str, Any]:
         "step": step,
         "samples": 8,
         "loss": 1 / step + rank,
-        "mean_loss": 1 / step,
+        "mean_loss": 1 / step + above,
         "start_us": start_us(rank, step),
         **parts,
         "step_us": STEP_US,
@@ -165,7 +186,15 @@ def episode(late: int, steps: int) -> dict[str, Any]:
     }
 
 
-def events(ranks: int, steps: int, late: int | None, name: str) -> list[dict[str, Any]]:
+def events(
+    ranks: int,
+    steps: int,
+    late: int | None,
+    name: str,
+    stacks: tuple[tuple[str, ...], ...],
+    evaluated: tuple[int, ...],
+    above: float,
+) -> list[dict[str, Any]]:
     """What rank 0 told."""
 
     def event(name_: str, at: int, **facts: Any) -> dict[str, Any]:
@@ -192,7 +221,14 @@ def events(ranks: int, steps: int, late: int | None, name: str) -> list[dict[str
             buckets=[],
         ),
         event("buffers", 1_000_200, verdict="the model has no buffers: nothing is sent"),
-        event("stage_started", 1_000_300, stage=0, kind="train", sync="every_step", hooks=[]),
+        *(
+            event("stage_started", 1_000_300, stage=index, kind="train", sync="every_step", hooks=list(hooks))
+            for index, hooks in enumerate(stacks)
+        ),
+        *(
+            event("evaluated", 1_100_000, stage=0, step=step, loss=2 / step + above, accuracy=0.9)
+            for step in evaluated
+        ),
         event("checkpoint_written", 1_150_000, step=10, seconds=0.02, bytes=1000, folder="x"),
     ]
     if late is not None:

@@ -83,7 +83,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     charts = charts_in(text)
     assert {chart["id"] for chart in page.charts} == set(charts)
     assert all(chart["tabindex"] == "0" and chart["aria-label"] for chart in page.charts)
-    drawn = [one for chart in charts.values() for one in chart.get("choices", {"": chart}).values()]
+    drawn = [one for chart in charts.values() for one in chart["choices"].values()]
     assert all(one["data"] for one in drawn)
     assert len(text) < 10e6
 
@@ -91,21 +91,156 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
 def test_three_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> None:
     """On made-up runs: one with a late rank, one without."""
     late = sentences(digest(Run(make(tmp_path / "late", ranks=4, late=1))))
-    assert late == [
+    assert late[""] == [
         "A step took 10.0 ms on average: 68% forward, backward and optimizer, 22% exposed communication (0% "
         "on the wire, 22% waiting for the last rank, 0% in hooks), 5% loading data, and 5% between steps.",
         "Rank 1 was 3.0 ms late in backward, before bucket 1 (1.weight, 1.bias), in steps 1 to 20, and the "
         "others waited for it.",
         "Look at the layers of that bucket, and at what else runs on that rank's cores or GPU.",
     ]
-    assert sentences(digest(Run(make(tmp_path / "even"))))[1:] == [
+    assert sentences(digest(Run(make(tmp_path / "even"))))[""][1:] == [
         "No rank was late for long.",
         "Communication is hidden or small; to go faster, try `precision: bf16`, a larger "
         "`loader.batch_size`, or more ranks.",
     ]
-    assert sentences(digest(Run(make(tmp_path / "alone", ranks=1))))[1] == (
+    assert sentences(digest(Run(make(tmp_path / "alone", ranks=1))))[""][1] == (
         "There was one rank, so no rank waited for another."
     )
+
+
+def everything(folder: Path) -> Path:
+    """A run of three stages with a change of hooks, with evaluations and all that may be recorded."""
+    stacks = ((), ("int8",), ("int8",))
+    return make(
+        folder, steps=60, stages=stacks, fidelity_every=4, groups=True, evaluated=(20, 40, 60), late=1
+    )
+
+
+def over_steps(charts: dict[str, Any]) -> list[dict[str, Any]]:
+    found = [chart for one in charts.values() for chart in one["choices"].values()]
+    return [chart for chart in found if chart["layout"]["xaxis"]["title"]["text"] == "step"]
+
+
+def test_a_run_is_told_stage_by_stage(tmp_path: Path) -> None:
+    """Advice, step time and communication of each; no mean is taken over two stages."""
+    folder = everything(tmp_path / "run")
+    slower = folder / "steps" / "rank-00000.jsonl"
+    records = [json.loads(line) for line in slower.read_text().splitlines()]
+    for record in records[20:40]:
+        record["step_us"] += 10_000
+        record["data_us"] += 10_000
+    slower.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = digest(Run(folder))
+    told = sentences(found)
+    assert list(told) == ["stage 0, train", "stage 1, train (int8)", "stage 2, train (int8)"]
+    assert [told[name][0].split(" on average")[0] for name in told] == [
+        "A step took 10.0 ms",
+        "A step took 15.0 ms",
+        "A step took 10.0 ms",
+    ]
+    assert told["stage 1, train (int8)"][2].startswith("Try more `loader.workers`")
+    assert [[(sent.hooks, sent.steps) for sent in stage.sent] for stage in found.stages] == [
+        [((), 20)],
+        [(("int8",), 20)],
+        [(("int8",), 20)],
+    ]
+    assert found.times.steps == [60, 60]
+    page = words(page_of(found))
+    assert "0 gradient none: all-reduce 100%" in page
+    assert "1 gradient int8 100%" in page
+    assert "stage 1, rank 0 10.5" in page
+
+
+def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> None:
+    """Of one run, and of several: in the colour of each run where they are not the same."""
+    one, two = (digest(Run(everything(tmp_path / name))) for name in ("one", "two"))
+    charts = over_steps(charts_in(page_of(one)))
+    labels = [{trace["name"] for trace in chart["data"] if "name" in trace} for chart in charts]
+    assert {"rank 0", "rank 1", "mean over ranks", "held-out"} in labels
+    assert labels.count({"group 0", "group 1"}) == 2
+    assert {"buckets of 2.00 kB"} in labels
+    for chart in (*charts, *over_steps(charts_in(page_of(one, two)))):
+        shapes = [(shape["name"], shape["x0"]) for shape in chart["layout"]["shapes"]]
+        assert shapes == [
+            ("a stage begins", 20.5),
+            ("a stage begins", 40.5),
+            *(("evaluation", step) for step in (20, 40, 60)),
+        ]
+        assert chart["layout"]["xaxis"]["range"] == [0.5, 60.5]
+    other = digest(Run(make(tmp_path / "other", evaluated=(10,))))
+    loss = over_steps(charts_in(page_of(one, other)))[0]
+    colours = {shape["name"]: shape["line"]["color"] for shape in loss["layout"]["shapes"]}
+    assert colours.keys() == {
+        f"a stage of {tmp_path.name}/one begins",
+        *(f"evaluation of {tmp_path.name}/{name}" for name in ("one", "other")),
+    }
+    assert len(set(colours.values())) == 2
+
+
+def test_fidelity_is_not_joined_over_a_change_of_hooks(tmp_path: Path) -> None:
+    """A line for each size of buckets, with a gap between stages."""
+    folder = everything(tmp_path / "run")
+    buckets = folder / "buckets" / "rank-00000.jsonl"
+    records = [json.loads(line) for line in buckets.read_text().splitlines()]
+    for record in records:
+        record["bytes"] *= 1 + record["bucket"]
+        if "fidelity" in record and record["bucket"]:
+            record["fidelity"]["cosine"] = 0.5
+    for rank in (0, 1):
+        file = folder / "buckets" / f"rank-{rank:05}.jsonl"
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = digest(Run(folder))
+    sizes = found.fidelity["cosine"]
+    assert list(sizes) == ["buckets of 2.00 kB", "buckets of 4.00 kB"]
+    assert sizes["buckets of 2.00 kB"].means == pytest.approx([1.0] * 5 + [0.9] * 5 + [0.8] * 5)
+    assert set(sizes["buckets of 4.00 kB"].means) == {0.5}
+    drawn = [chart for chart in over_steps(charts_in(page_of(found))) if len(chart["data"]) == 2]
+    (line, _) = next(chart["data"] for chart in drawn if chart["data"][0]["name"] == "buckets of 2.00 kB")
+    gaps = [x for x, y in zip(line["x"], line["y"], strict=True) if y is None]
+    assert gaps == [0.5, 20.5, 40.5]
+
+
+def test_losses_of_ranks_are_below_their_mean(tmp_path: Path) -> None:
+    """What is drawn last is on top."""
+    loss = over_steps(charts_in(page_of(digest(Run(everything(tmp_path / "run"))))))[0]
+    names = [trace["name"] for trace in loss["data"] if "name" in trace]
+    assert names == ["rank 0", "rank 1", "mean over ranks", "held-out"]
+    widths = {trace["name"]: trace["line"]["width"] for trace in loss["data"] if "name" in trace}
+    assert widths["mean over ranks"] > widths["rank 0"]
+
+
+def test_a_comparison_has_one_scale_and_one_speed(tmp_path: Path) -> None:
+    """The same quantity of several runs; and no advice that is for a run alone."""
+    runs = [Run(make(tmp_path / name, late=late)) for name, late in (("even", None), ("late", 1))]
+    slow = tmp_path / "late" / "steps" / "rank-00001.jsonl"
+    slow.write_text(slow.read_text().replace('"step_us": 10000', '"step_us": 50000'))
+    text = page_of(*map(digest, runs))
+    told = words(text)
+    assert "A step took 20.0 ms longer than with" in told
+    assert "did not take turns" in told
+    assert "Try " not in told
+    charts = [one["choices"] for one in charts_in(text).values()]
+    bars = [one[""] for one in charts if "" in one and one[""]["data"][0].get("type") == "bar"]
+    ranks = [chart for chart in bars if "rank 0" in chart["data"][0]["y"]]
+    assert len({tuple(chart["layout"]["xaxis"]["range"]) for chart in ranks}) == 1
+    assert ranks[0]["layout"]["xaxis"]["range"][1] > 50
+    areas = [chart for chart in over_steps(charts_in(text)) if "stackgroup" in chart["data"][0]]
+    assert len(areas) == 2
+    assert areas[0]["layout"]["yaxis"]["range"] == areas[1]["layout"]["yaxis"]["range"]
+    assert "steps per second 100 33.33" in told
+
+
+def test_steps_that_are_not_timed_count_in_curves_only(tmp_path: Path) -> None:
+    """As the first turn of a comparison does; if no step is left, nothing is said about time."""
+    run = Run(make(tmp_path / "run", steps=20, stages=((), ())))
+    found = digest(run, lambda step: step > 15)
+    assert found.times.steps == [5, 5]
+    assert len(found.loss.steps) == 20
+    assert list(sentences(found)) == ["stage 1, train"]
+    none = digest(run, lambda _: False)
+    assert none.steps_per_s is None
+    page = html.page([("some", found), ("none", none)], html.Comparison(["They differ."], []))
+    assert "They differ." in words(page)
 
 
 def test_episodes_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
@@ -117,7 +252,7 @@ def test_episodes_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
     def told(*episodes: dict[str, Any]) -> tuple[list[str], str]:
         (run / "summary.json").write_text(json.dumps({**summary, "stragglers": episodes}))
         found = digest(Run(run))
-        return sentences(found), words(page_of(found))
+        return sentences(found)[""], words(page_of(found))
 
     parts = [{**whole, "first_step": first, "last_step": first + 3} for first in (1, 11)]
     other = {**whole, "rank": 0, "cause": "data", "bucket": None, "params": []}
@@ -143,14 +278,15 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     """Means over ranks and steps, bytes by stack, the steps whose timeline is shown."""
     found = digest(Run(make(tmp_path / "run", late=1, hooks=("fp16",), steps=50, every=5)))
     assert found.recorded == list(range(5, 51, 5))
-    assert found.mean_parts_us["step_us"] == 10_000
-    assert found.parts_us[0]["exposed_wait_us"] == 3000
-    assert found.parts_us[1]["exposed_wait_us"] == 0
+    assert found.times.mean_parts_us["step_us"] == 10_000
+    assert found.times.parts_us[0]["exposed_wait_us"] == 3000
+    assert found.times.parts_us[1]["exposed_wait_us"] == 0
     assert found.loss.steps[0] == 5
     assert found.loss.means[0] == pytest.approx(1 / 5)
-    (sent,) = found.sent
+    (stage,) = found.stages
+    (sent,) = stage.sent
     assert (sent.kind, sent.hooks, sent.payloads, sent.wire_bytes) == ("gradient", ("fp16",), 40, 80_000)
-    assert sent.steps == found.bucket_steps == 10
+    assert sent.steps == stage.bucket_steps == 10
     assert {one["step"] for one in found.timelines} >= {5, 50}
     first = found.timelines[0]["ranks"]
     assert [one["start_us"] for one in first] == [0, 0], "clocks are aligned"
@@ -166,9 +302,10 @@ def test_a_long_run_is_thinned_and_not_cut(tmp_path: Path, monkeypatch: pytest.M
     assert found.loss.steps[0] < 10
     assert found.loss.steps[-1] > 4990
     assert found.loss.highest[0] == 1.0
-    assert 400 < found.bucket_steps < 600
-    (sent,) = found.sent
-    assert sent.payloads == 4 * sent.steps == 4 * found.bucket_steps
+    (stage,) = found.stages
+    (sent,) = stage.sent
+    assert 400 < stage.bucket_steps < 600
+    assert sent.payloads == 4 * sent.steps == 4 * stage.bucket_steps
     assert len(page_of(found)) < 10e6
 
 
@@ -182,7 +319,7 @@ def test_runs_stand_side_by_side_under_names_that_tell_them_apart(tmp_path: Path
     assert "y/one" in told
     assert odd in told
     assert "<b>" not in text.partition("<script>")[0]
-    loss = charts_in(text)["chart-0"]
+    loss = charts_in(text)["chart-0"]["choices"][""]
     assert {trace["name"] for trace in loss["data"] if "name" in trace} == {"x/one", "y/one"}
 
 
@@ -193,6 +330,30 @@ def test_a_run_without_records_has_a_page(tmp_path: Path) -> None:
     told = words(page_of(digest(Run(folder))))
     assert "The run has no step records" in told
     assert "still running, or killed" in told
+
+
+def test_what_events_say_is_not_believed(tmp_path: Path) -> None:
+    """A metric is a number; a policy may be anything; later evaluations of a step count."""
+    folder = make(tmp_path / "run", evaluated=(5, 10))
+    odd = [
+        {"event": "stage_started", "stage": 0, "kind": "train", "sync": 5, "hooks": []},
+        {
+            "event": "evaluated",
+            "stage": 0,
+            "step": 5,
+            "loss": 7.0,
+            "accuracy": True,
+            "huge": 10**30,
+            "f1": "x",
+        },
+        {"event": "evaluated", "stage": 0, "step": "9", "loss": 1.0},
+    ]
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in odd)
+    found = digest(Run(folder))
+    assert found.run.evaluations == {5: {"loss": 7.0}, 10: {"loss": 0.2, "accuracy": 0.9}}
+    assert found.stages[0].name == "stage 0, train (5)"
+    assert "<main" in page_of(found)
 
 
 def test_a_run_that_goes_on_meanwhile_has_a_page(tmp_path: Path) -> None:
@@ -268,7 +429,7 @@ def test_what_is_wrong_is_told_in_a_line(
 @pytest.mark.parametrize("runs", [1, 3])
 def test_a_browser_draws_every_chart_and_asks_for_nothing(tmp_path: Path, runs: int) -> None:
     """Nothing on the console; each chart has its shapes."""
-    digests = [digest(Run(make(tmp_path / f"run-{n}", late=n % 2, hooks=("fp16",)))) for n in range(runs)]
+    digests = [digest(Run(everything(tmp_path / f"run-{n}"))) for n in range(runs)]
     file = tmp_path / "page.html"
     file.write_text(page_of(*digests))
     assert BROWSER is not None
@@ -302,3 +463,7 @@ def test_a_browser_draws_every_chart_and_asks_for_nothing(tmp_path: Path, runs: 
     for piece in pieces:
         assert "main-svg" in piece
         assert re.search(r'class="(scatterlayer|barlayer)[^"]*">\s*<g', piece) is not None
+    drawn = set(re.findall(r"stroke-dasharray: ([^;]+);", done.stdout)) | {""}
+    legends = set(re.findall(r'stroke-dasharray="([\d ]*)"', done.stdout))
+    assert len(legends) > 2
+    assert {", ".join(f"{length}px" for length in one.split() if length != "0") for one in legends} <= drawn

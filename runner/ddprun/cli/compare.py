@@ -10,6 +10,11 @@ import click
 from ddprun.cli.run import format_option, override_option
 from ddprun.screen import is_terminal
 
+_OF_SEEDS = (
+    "Below, step times, losses and held-out metrics are means over all seeds, and a band reaches from the "
+    "lowest seed to the highest; all else is of the first seed."
+)
+
 
 @click.command()
 @click.argument("pipelines", metavar="PIPELINE...", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -23,6 +28,13 @@ from ddprun.screen import is_terminal
 @click.option("--noop", is_flag=True, help="Also the first one with nothing sent: the upper bound.")
 @click.option("--fidelity", is_flag=True, help="Compare gradients with the exact mean once a turn.")
 @click.option("--steps", type=click.IntRange(min=1), help="Steps of each run; by default what the file says.")
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Run all of them under so many seeds, one after the other: it takes several to compare learning.",
+)
 @click.option(
     "--turn",
     type=click.IntRange(min=2),
@@ -48,18 +60,20 @@ def compare(
     noop: bool,
     fidelity: bool,
     steps: int | None,
+    seeds: int,
     turn: int,
     control: bool,
     nproc_per_node: str | None,
     output: Path | None,
     form: str,
 ) -> int:
-    """Compare pipelines, or one with several settings, on this machine: speed, traffic, loss.
+    """Compare pipelines, or one with several settings, on this machine: speed, traffic, learning.
 
     The runs take turns of a few steps, so that whatever disturbs the machine disturbs all alike. A page with
     all of them is written beside the table. Exit code 0; 1 if a run failed; 2 if the input is wrong.
     """
     from ddprun.compare import compare as comparing
+    from ddprun.compare import learning
     from ddprun.config import load
     from ddprun.config.overrides import alternatives
     from ddprun.report import html
@@ -73,6 +87,10 @@ def compare(
     chosen = [comparing.fitted(one, steps) for one in found]
     loaded = [load(variant.pipeline, variant.overrides) for variant in chosen]
     loaded[0].check_environment()
+    first_seed = loaded[0].pipeline.seed
+    if seeds > 1 and any(one.pipeline.seed != first_seed for one in loaded):
+        raise click.BadParameter("the seed is not the same in all runs already", param_hint="--seeds")
+    repeated = [None] if seeds == 1 else [*range(first_seed, first_seed + seeds)]
     for key in ("seed", "data"):
         if any(getattr(one.pipeline, key) != getattr(loaded[0].pipeline, key) for one in loaded[1:]):
             click.echo(f"ddprun: warning: {key} is not the same in all runs: do not compare losses", err=True)
@@ -82,23 +100,25 @@ def compare(
     arguments = ["--nproc-per-node", nproc_per_node] if nproc_per_node is not None else []
     progress = _ProgressLine()
     try:
-        sides = comparing.run_all(chosen, folder, turn, arguments, progress)
+        sides = comparing.run_all(chosen, repeated, folder, turn, arguments, progress)
     except KeyboardInterrupt:
         return 130
     finally:
         progress.close()
     rows = comparing.rows(sides)
-    click.echo(comparing.table(rows, form, None if is_terminal(sys.stdout) else 160), nl=False)
-    read = [(side.variant.name, side.digest) for side in sides if side.digest is not None]
+    click.echo(comparing.text(rows, form, None if is_terminal(sys.stdout) else 160), nl=False)
+    read = [(side.variant.name, one) for side in sides if (one := side.merged()) is not None]
     if read:
-        table = html.Table(comparing.HEADS, [comparing.cells(row) for row in rows])
-        page = html.page(read, table)
+        blocks: list[html.Block] = [html.Table(*one) for one in comparing.tables(rows)]
+        if seeds > 1:
+            blocks.append(html.Text(_OF_SEEDS, "note"))
+        page = html.page(read, html.Comparison(learning.sentences(rows), blocks))
         (folder / "report.html").write_bytes(page.encode(errors="replace"))
         click.echo(f"ddprun: {folder / 'report.html'}", err=True)
-    failed = [side for side in sides if not side.done]
-    for side in failed:
-        log = side.folder.with_suffix(".log")
-        click.echo(f"ddprun: {side.variant.name} failed with exit code {side.code}; see {log}", err=True)
+    failed = [(side, run) for side in sides for run in side.runs if not run.done]
+    for side, run in failed:
+        text = f"ddprun: {side.variant.name} failed with exit code {run.code}; see {comparing.log_of(run)}"
+        click.echo(text, err=True)
     return 1 if failed else 0
 
 

@@ -1,8 +1,9 @@
 """Run variants side by side on one machine, and measure how they differ.
 
-All runs start together and take turns of a few steps, in an order that is drawn anew each round: whatever
-disturbs the machine disturbs all of them alike. What is compared is the time of the same turn. The first
-variant runs twice: how far its twin is from it is noise, and so is every difference that is not larger.
+All runs of a seed start together and take turns of a few steps, in an order that is drawn anew each round:
+whatever disturbs the machine disturbs all of them alike. What is compared is the time of the same turn. The
+first variant runs twice: how far its twin is from it is noise, and so is every difference that is not larger.
+How well a variant learns is compared under equal seeds (`learning.py`).
 """
 
 import asyncio
@@ -30,10 +31,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ddprun import COMPARED
+from ddprun.compare import learning
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import load
 from ddprun.launch.launcher import export_overrides
-from ddprun.report.digest import Digest, digest
+from ddprun.report.digest import Digest, digest, merged
 from ddprun.report.runs import NoRunError, Run
 from ddprun.telemetry.writer import finite
 from ddprun.units import count, size
@@ -41,20 +43,17 @@ from ddprun.units import count, size
 _CONFIDENCE = 0.95
 _DRAWS = 2000
 _MIN_TURNS = 6
-_LAST_SHARE = 0.1  # of the samples: the loss is the mean over these
 _END_S = 15.0
 _NOOP = "hooks=[noop]"
-_COLUMNS = {
+_SPEED = {
     "variant": "",
     "steps_per_s": "steps/s",
     "times_first": "times the first",
     "exposed_share": "exposed",
     "wire_bytes_per_step": "sent per step",
     "cosine": "fidelity",
-    "loss": "loss",
-    "verdict": "",
 }
-HEADS = list(_COLUMNS.values())  # of the columns for a reader; JSON and CSV have more
+Row = Mapping[str, Any]  # as `rows` makes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,10 @@ def variants(
     """
     found = []
     settings = list(product(*([f"{key}={value}" for value in values] for key, values in vary)))
+    stems = [pipeline.stem for pipeline in pipelines]
     for pipeline, chosen in product(pipelines, settings):
-        name = ", ".join([pipeline.stem] * (len(pipelines) > 1 or not chosen) + list(chosen))
+        of_file = pipeline.stem if stems.count(pipeline.stem) == 1 else str(pipeline)
+        name = ", ".join([of_file] * (len(pipelines) > 1 or not chosen) + list(chosen))
         found.append(Variant(name, pipeline, (*overrides, *chosen)))
     first = found[0]
     if noop:
@@ -127,11 +128,11 @@ def _with_steps(stage: Any, written: Any, steps: int) -> str:
 
 
 @dataclass(slots=True)
-class Side:
-    """A variant, and what came out of it."""
+class Repetition:
+    """A run of a variant under one seed."""
 
-    variant: Variant
     folder: Path
+    seed: int | None = None  # None: the pipeline's own
     code: int | None = None  # the exit code of its process
     digest: Digest | None = None
     turns_s: dict[int, float] = field(default_factory=dict)  # mean time of a step, by the turn's number
@@ -145,6 +146,35 @@ class Side:
     def summary(self) -> Mapping[str, Any]:
         """The run's; empty if it did not run to its end."""
         return (self.digest.run.summary if self.digest and self.done else None) or {}
+
+
+@dataclass(slots=True)
+class Side:
+    """A variant, and what came out of it under each seed."""
+
+    variant: Variant
+    runs: list[Repetition]
+
+    @property
+    def done(self) -> bool:
+        """Whether all of its runs came to their ends."""
+        return all(run.done for run in self.runs)
+
+    @property
+    def turns_s(self) -> dict[tuple[int, int], float]:
+        """The mean time of a step, by the number of the seed and of the turn."""
+        return {
+            (n, turn): seconds for n, run in enumerate(self.runs) for turn, seconds in run.turns_s.items()
+        }
+
+    @property
+    def digests(self) -> list[Digest]:
+        """Of the runs that left records."""
+        return [run.digest for run in self.runs if run.digest is not None]
+
+    def merged(self) -> Digest | None:
+        """Its runs as one; None if none of them left records."""
+        return merged(self.digests) if self.digests else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,28 +194,34 @@ class Ratio:
 
 def run_all(
     chosen: Sequence[Variant],
+    seeds: Sequence[int | None],
     folder: Path,
     every: int,
     arguments: Sequence[str],
     progress: Callable[[str], None],
 ) -> list[Side]:
-    """Run the variants in turns of `every` steps, and read what they left in `folder`.
+    """Run the variants in turns of `every` steps, under one seed after the other, and read what they left.
 
     `arguments` of `ddprun run` are the same for all; `progress` is called with each piece of news.
     """
-    sides = [Side(variant, folder / f"{index}") for index, variant in enumerate(chosen)]
-    asyncio.run(_take_turns(sides, every, arguments, progress))
-    for side in sides:
-        _read(side, every)
+    sides = [Side(variant, []) for variant in chosen]
+    for seed in seeds:
+        for index, side in enumerate(sides):
+            name = f"{index}" if len(seeds) == 1 else f"{index}-seed-{seed}"
+            side.runs.append(Repetition(folder / name, seed))
+        progress(f"starting {count(len(sides), 'run')}" + ("" if len(seeds) == 1 else f" with seed {seed}"))
+        asyncio.run(_take_turns(sides, every, arguments, progress))
+        for side in sides:
+            _read(side.runs[-1], every)
     return sides
 
 
 async def _take_turns(
     sides: Sequence[Side], every: int, arguments: Sequence[str], progress: Callable[[str], None]
 ) -> None:
+    """Run the last repetition of each side."""
     order, turns = random.Random(0), 0
     async with _started(sides, every, arguments) as (scheduler, processes):
-        progress(f"starting {len(sides)} runs")
         await scheduler.wait_for_all()
         while scheduler.any_alive():
             left = list(scheduler.left())
@@ -198,7 +234,7 @@ async def _take_turns(
             turns += 1
             progress(f"{count(turns, 'turn')} of {every} steps")
         for side, process in zip(sides, processes, strict=True):
-            side.code = process.wait()
+            side.runs[-1].code = process.wait()
 
 
 @asynccontextmanager
@@ -210,13 +246,13 @@ async def _started(
     try:
         async with TimeSliceScheduler(every) as scheduler:  # runs that wait for their turn fail when it ends
             for number, side in enumerate(sides):
+                run, overrides = side.runs[-1], [*side.variant.overrides, "timings.every=1"]
+                if run.seed is not None:
+                    overrides.append(f"seed={run.seed}")
                 command = [sys.executable, "-P", "-m", "ddprun", "run", str(side.variant.pipeline)]
-                command += ["--run-dir", str(side.folder), *arguments]
-                side.folder.parent.mkdir(parents=True, exist_ok=True)
-                with (
-                    export_overrides((*side.variant.overrides, "timings.every=1")),
-                    side.folder.with_suffix(".log").open("wb") as log,
-                ):
+                command += ["--run-dir", str(run.folder), *arguments]
+                run.folder.parent.mkdir(parents=True, exist_ok=True)
+                with export_overrides(overrides), log_of(run).open("wb") as log:
                     process = subprocess.Popen(
                         command,
                         stdin=subprocess.DEVNULL,
@@ -230,6 +266,11 @@ async def _started(
             yield scheduler, processes
     finally:
         _end(processes)
+
+
+def log_of(run: Repetition) -> Path:
+    """What the run writes on its screen."""
+    return run.folder.with_name(run.folder.name + ".log")
 
 
 def _is_alive(process: "subprocess.Popen[bytes]") -> bool:
@@ -253,26 +294,28 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
             process.wait()
 
 
-def _read(side: Side, every: int) -> None:
+def _read(run: Repetition, every: int) -> None:
     """Read a run's steps by turns.
 
     The first turn warms up and does not count; nor do steps that measure fidelity, which takes time of its
     own.
     """
     try:
-        run = Run(side.folder)
+        found = Run(run.folder)
     except NoRunError:
         return
-    side.digest = digest(run)
+    measured = {line["step"] for rank in found.ranks for line in found.buckets(rank, holding=b'"fidelity"')}
+
+    def timed(step: int) -> bool:
+        return step > every and step not in measured
+
+    run.digest = digest(found, timed)
     times: dict[int, list[float]] = {}
-    for rank in run.ranks:
-        measured = {line["step"] for line in run.buckets(rank, holding=b'"fidelity"')}
-        for line in run.steps(rank):
-            turn = (line["step"] - 1) // every
-            if turn and line["step"] not in measured:
-                times.setdefault(turn, []).append(line["step_us"] / 1e6)
-    half = every * max(1, len(run.ranks)) * 0.5
-    side.turns_s = {turn: statistics.fmean(found) for turn, found in times.items() if len(found) >= half}
+    for rank in found.ranks:
+        for line in found.steps(rank, timed):
+            times.setdefault((line["step"] - 1) // every, []).append(line["step_us"] / 1e6)
+    half = every * max(1, len(found.ranks)) * 0.5
+    run.turns_s = {turn: statistics.fmean(of) for turn, of in times.items() if len(of) >= half}
 
 
 def ratio(first: Side, other: Side) -> Ratio | None:
@@ -332,67 +375,59 @@ def verdict(first: Side, other: Side, noise: float | None) -> str:
 
 
 def rows(sides: Sequence[Side]) -> list[dict[str, Any]]:
-    """The comparison's table as numbers."""
-    first, factor = sides[0], noise(sides)
-    samples = min((int(side.summary.get("samples", 0)) for side in sides if side.done), default=0)
-    return [_row(first, side, factor, samples) for side in sides]
+    """The comparison as numbers and words, a row for each variant."""
+    factor = noise(sides)
+    learned = learning.judge([side.digests if side.done else [] for side in sides])
+    found = []
+    for side, outcome in zip(sides, learned, strict=True):
+        speed = ratio(sides[0], side)
+        found.append(
+            {
+                "variant": side.variant.name,
+                **_speed(side),
+                "times_first": speed.mean if speed else None,
+                "times_first_low": speed.low if speed else None,
+                "times_first_high": speed.high if speed else None,
+                "turns": len(side.turns_s),
+                "verdict": verdict(sides[0], side, factor),
+                **outcome,
+                "run_dir": str(side.runs[0].folder),
+            }
+        )
+    chosen = learning.choose(found, [not (side.variant.twin or _sends_nothing(side)) for side in sides])
+    return [{**row, "chosen": row is chosen} for row in found]
 
 
-def _row(first: Side, side: Side, factor: float | None, samples: int) -> dict[str, Any]:
+def _speed(side: Side) -> dict[str, Any]:
+    if (found := side.merged()) is None or found.steps_per_s is None:
+        return dict.fromkeys(("steps_per_s", "spread", "exposed_share", "wire_bytes_per_step", "cosine"))
     rates = sorted(1 / seconds for seconds in side.turns_s.values())
-    found, summary = ratio(first, side), side.summary
-    steps_s, exposed_s = summary.get("seconds_in_steps"), summary.get("exposed_communication_s")
-    cosine = side.digest.fidelity.get("cosine") if side.digest else None
-    cosines = [value for value in cosine.means if value is not None] if cosine else []
+    summaries = [run.summary for run in side.runs]
+    steps = sum(summary.get("steps", 0) for summary in summaries)
     return {
-        "variant": side.variant.name,
-        "steps_per_s": statistics.median(rates) if rates else None,
+        "steps_per_s": found.steps_per_s,
         "spread": (_quantile(rates, 0.75) - _quantile(rates, 0.25)) / 2 if rates else None,
-        "times_first": found.mean if found else None,
-        "times_first_low": found.low if found else None,
-        "times_first_high": found.high if found else None,
-        "turns": len(rates),
-        "exposed_share": exposed_s / steps_s if steps_s and exposed_s is not None else None,
-        "wire_bytes_per_step": summary["wire_bytes"] / summary["steps"] if summary.get("steps") else None,
-        "cosine": statistics.fmean(cosines) if cosines else None,
-        "loss": _loss_after(side.digest.run, samples) if side.digest and side.done else None,
-        "loss_after_samples": samples if side.done else None,
-        "verdict": verdict(first, side, factor),
-        "run_dir": str(side.folder),
+        "exposed_share": found.times.exposed,
+        "wire_bytes_per_step": sum(one.get("wire_bytes", 0) for one in summaries) / steps if steps else None,
+        "cosine": found.cosine,
     }
 
 
-def _loss_after(run: Run, samples: int) -> float | None:
-    """The mean loss over the last tenth of the first `samples` of all ranks.
-
-    Each mean over ranks counts for all samples since the one before, so that all runs are compared over the
-    same samples, however often their ranks exchange losses.
-    """
-    seen: dict[int, int] = {}
-    losses: dict[int, float] = {}
-    for rank in run.ranks:
-        for line in run.steps(rank):
-            seen[line["step"]] = seen.get(line["step"], 0) + line["samples"]
-            if line["mean_loss"] is not None:
-                losses[line["step"]] = line["mean_loss"]
-    total, weighted, counted, since = 0, 0.0, 0, 0
-    for step in sorted(seen):
-        total += seen[step]
-        since += seen[step]
-        if total > samples:
-            break
-        if step in losses:
-            if total > samples * (1 - _LAST_SHARE):
-                weighted, counted = weighted + losses[step] * since, counted + since
-            since = 0
-    return weighted / counted if counted else None
+def _sends_nothing(side: Side) -> bool:
+    """Whether a hook discards what ranks should exchange: an upper bound, and nothing to train with."""
+    stages = [stage for digest in side.digests for stage in digest.stages]
+    return any("noop" in sent.hooks for stage in stages for sent in stage.sent)
 
 
-Row = Mapping[str, Any]  # as `compare.rows` makes it
+def tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]], str]]:
+    """What a reader wants of the rows, a table of speed and one of learning: heads, cells, and a caption."""
+    speed = [[*(_cell(key, row) for key in _SPEED), learning.conclusion(row)] for row in rows]
+    said = f"Speed: over {count(max(row['turns'] for row in rows), 'turn')}, with 95 % intervals."
+    return [([*_SPEED.values(), ""], speed, said), learning.table(rows)]
 
 
-def table(rows: Sequence[Row], form: str, width: int | None) -> str:
-    """The table of at least one row in one of `FORMATS`.
+def text(rows: Sequence[Row], form: str, width: int | None) -> str:
+    """At least one row in one of `FORMATS`.
 
     `width`: columns of text; None: those of the terminal, on which it will be shown.
     """
@@ -403,26 +438,31 @@ def table(rows: Sequence[Row], form: str, width: int | None) -> str:
         writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    elif form == "markdown":
-        lines = [
-            HEADS,
-            ["---"] * len(HEADS),
-            *([cell.replace("|", "\\|") for cell in cells(row)] for row in rows),
-        ]
-        out.writelines(f"| {' | '.join(line)} |\n" for line in lines)
-    else:
+        return out.getvalue()
+    said = learning.sentences(rows)
+    if form == "markdown":
+        for heads, cells, caption in tables(rows):
+            lines = [
+                heads,
+                ["---"] * len(heads),
+                *([cell.replace("|", "\\|") for cell in row] for row in cells),
+            ]
+            out.write(f"{caption}\n\n")
+            out.writelines(f"| {' | '.join(line)} |\n" for line in lines)
+            out.write("\n")
+        out.write("\n".join(f"- {sentence}" for sentence in said) + "\n")
+        return out.getvalue()
+    console = Console(file=out, highlight=False, width=width, force_terminal=width is None or None)
+    for heads, cells, caption in tables(rows):
         shown = Table(box=SIMPLE)
-        for key, head in _COLUMNS.items():
-            shown.add_column(head, justify="left" if key in ("variant", "verdict") else "right")
-        for row in rows:
-            shown.add_row(*map(Text, cells(row)))
-        Console(file=out, highlight=False, width=width, force_terminal=width is None or None).print(shown)
+        for index, head in enumerate(heads):
+            shown.add_column(head, justify="right" if index and head else "left")
+        for row in cells:
+            shown.add_row(*map(Text, row))
+        console.print(Text(caption), shown, sep="\n")
+    for sentence in said:
+        console.print(Text(sentence.replace("`", "")))
     return out.getvalue()
-
-
-def cells(row: Row) -> list[str]:
-    """A row for a reader."""
-    return [_cell(key, row) for key in _COLUMNS]
 
 
 def _cell(key: str, row: Row) -> str:
@@ -431,13 +471,13 @@ def _cell(key: str, row: Row) -> str:
         return "-"
     match key:
         case "steps_per_s":
-            return f"{value:.1f} ± {row['spread']:.1f}"
+            return f"{value:.1f}" + ("" if row["spread"] is None else f" ± {row['spread']:.1f}")
         case "times_first":
             return f"{value:.2f} ({row['times_first_low']:.2f} to {row['times_first_high']:.2f})"
         case "exposed_share":
             return f"{value:.0%}"
         case "wire_bytes_per_step":
             return size(value)
-        case "cosine" | "loss":
+        case "cosine":
             return f"{value:.4f}"
     return str(value)

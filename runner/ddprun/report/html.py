@@ -5,19 +5,22 @@ plotly.js. How it looks is in the folder `page`: the template, the style sheet, 
 """
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from itertools import zip_longest
-from typing import Any, ClassVar, NamedTuple
+from textwrap import wrap
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ddprun import __version__
-from ddprun.report.digest import Curve, Digest, sentences, stragglers
+from ddprun.report.digest import PART_NAMES, Curve, Digest, difference, sentences, stragglers, where
 from ddprun.report.runs import event_name
 from ddprun.telemetry.steps import PARTS
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
@@ -35,7 +38,14 @@ _FAULTS = [
     "step_skipped",
 ]
 _MOST_FAULTS = 50
+_MOST_EVALUATIONS = 50
+_MOST_BARS = 24
+_MARKED_POINTS = 30  # a line of so few has a mark at each
+_MOST_MARKS = 200  # evaluations in a chart
+_MOST_BANDS = 4
+_LABEL = 18  # characters of a line beside a bar
 _CURVE_ROWS = 20
+_AS_THEY_ARE = ("parameters", "buffers", "optimizer")  # what is sent without hooks
 _NO_STEPS = "No step records."
 
 Chart = dict[str, Any]  # as plotly.js takes it
@@ -45,7 +55,6 @@ Runs = Sequence[tuple[str, Digest]]  # each with the name under which the page s
 class _Look(NamedTuple):
     """How a part of a step is shown."""
 
-    name: str
     colour: str
     pattern: str = ""
 
@@ -59,17 +68,18 @@ class _Look(NamedTuple):
 # Colours that colour-blind readers tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/), and patterns
 # and dashes, so that nothing depends on colour alone.
 _LOOKS = {
-    "data_us": _Look("loading data", "#999999", "."),
-    "forward_us": _Look("forward", "#56B4E9"),
-    "backward_us": _Look("backward", "#0072B2"),
-    "exposed_hook_us": _Look("hooks, exposed", "#CC79A7", "x"),
-    "exposed_wait_us": _Look("waiting for the last rank", "#D55E00", "/"),
-    "exposed_wire_us": _Look("wire, exposed", "#E69F00", "\\"),
-    "optimizer_us": _Look("optimizer", "#009E73"),
-    "sync_us": _Look("between steps", "#F0E442", "-"),
-    "other_us": _Look("other", "#777777", "+"),
+    "data_us": _Look("#999999", "."),
+    "forward_us": _Look("#56B4E9"),
+    "backward_us": _Look("#0072B2"),
+    "exposed_hook_us": _Look("#CC79A7", "x"),
+    "exposed_wait_us": _Look("#D55E00", "/"),
+    "exposed_wire_us": _Look("#E69F00", "\\"),
+    "optimizer_us": _Look("#009E73"),
+    "sync_us": _Look("#F0E442", "-"),
+    "other_us": _Look("#777777", "+"),
 }
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
+_ALONE = 5  # the colour of held-out data in the report of one run
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _OUTLINE = {"color": "rgba(0,0,0,0)", "line": {"color": "#D55E00", "width": 1.5}}
 
@@ -104,24 +114,35 @@ class Figure:
     """A chart, or several of which the reader chooses one."""
 
     kind: ClassVar[str] = "figure"
-    label: str  # what it shows, for a screen reader
-    chart: Chart
-    choices: Sequence[str] = ()
+    label: str  # what it shows
+    charts: Mapping[str, Chart]  # by the choice that shows it; "" if there is only one
     id: str = ""
 
     @property
     def chosen(self) -> str:
         """The choice that is shown first."""
-        return next((choice for choice in self.choices if "the median step" in choice), self.choices[0])
+        return next(
+            (choice for choice in self.charts if "the median step" in choice), next(iter(self.charts))
+        )
 
 
 Block = Text | Table | Figure
 
 
-def page(runs: Runs, comparison: Table | None = None) -> str:
-    """The page about at least one run; a table that compares them comes first."""
-    found: dict[str, list[Block]] = {"Comparison": [comparison] if comparison else []}
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `ddprun compare` says about the runs of a page."""
+
+    sentences: Sequence[str]
+    blocks: Sequence[Block]
+
+
+def page(runs: Runs, comparison: Comparison | None = None) -> str:
+    """The page about at least one run; what compares them comes first."""
+    found: dict[str, list[Block]] = {"Comparison": list(comparison.blocks) if comparison else []}
     found |= {title: list(blocks(runs)) for title, blocks in _SECTIONS.items()}
+    for title in found:
+        _share_scales([block for block in found[title] if isinstance(block, Figure)])
     sections = {title: blocks for title, blocks in found.items() if blocks}
     figures = [block for blocks in sections.values() for block in blocks if isinstance(block, Figure)]
     for number, figure in enumerate(figures):
@@ -136,12 +157,28 @@ def page(runs: Runs, comparison: Table | None = None) -> str:
     environment.filters |= {"shown": shown, "code": _code}
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template("report.html").render(
-        runs=[(name, sentences(digest)) for name, digest in runs],
+        title="ddprun: " + (", ".join(name for name, _ in runs) if len(runs) < 3 else f"{len(runs)} runs"),
+        words=_words(runs, comparison),
         sections=[(title, title.lower().replace(" ", "-"), blocks) for title, blocks in sections.items()],
-        charts=finite({figure.id: figure.chart for figure in figures}),
+        charts=finite({figure.id: {"chosen": figure.chosen, "choices": figure.charts} for figure in figures}),
         plotly=Markup((files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8")),
         version=__version__,
     )
+
+
+def _words(runs: Runs, comparison: Comparison | None) -> dict[str, Sequence[str]]:
+    """The sentences on top, by heading: of one run by stage, of several how each differs from the first."""
+    if len(runs) == 1 and comparison is None:
+        return dict(sentences(runs[0][1]))
+    found: dict[str, Sequence[str]] = {"": comparison.sentences} if comparison else {}
+    timed = [(name, digest.times) for name, digest in runs if digest.steps_per_s is not None]
+    for name, times in timed:
+        about = [difference(*timed[0], times)] if times is not timed[0][1] else []
+        found[name] = [*about, where(times)]
+    if comparison is None:
+        text = "The runs did not take turns, so the machine may have made a part of what differs in time"
+        found["All runs"] = [f"{text}: `ddprun compare` tells it apart."]
+    return found
 
 
 def shown(value: Any) -> str:
@@ -196,16 +233,23 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], caption: str, ot
 
 def _chart(chart: Chart, label: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[Block]:
     """A chart, and its numbers as a table."""
-    yield Figure(label, chart)
+    yield Figure(label, {"": chart})
     yield Table(heads, rows, folded=f"{label}: the numbers")
 
 
-def _curves(chart: Chart, label: str, named: Mapping[str, Curve], unit: str) -> Iterator[Block]:
-    """A chart of curves; its table has few enough rows to be read."""
+def _over_steps(
+    label: str,
+    unit: str,
+    lines: Mapping[str, "_Line"],
+    runs: Runs,
+    draw: Callable[[Mapping[str, "_Line"], str], Chart] | None = None,
+) -> Iterator[Block]:
+    """A chart of curves over steps, with the stages; its table has few enough rows to be read."""
     rows: list[list[Any]] = []
-    for name, curve in named.items():
+    for name, (curve, *_) in lines.items():
         every = max(1, len(curve.steps) // _CURVE_ROWS)
         rows += [[name, round(s), m] for s, m in zip(curve.steps[::every], curve.means[::every], strict=True)]
+    chart = _with_marks((draw or _curve_chart)(lines, unit), runs)
     return _chart(chart, label, ["", "step", unit], rows)
 
 
@@ -229,14 +273,13 @@ def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
     yield "ranks", f"{world} on {count(hosts, 'host')}"
     yield "device", f"{started.get('device')} over {started.get('backend')}"
     yield "steps", summary.get("steps", run.last_step)
-    yield "steps per second", summary.get("steps_per_s")
+    yield "steps per second", digest.steps_per_s
     yield "samples, all ranks", summary.get("samples")
     yield "mean loss, last step", summary.get("loss")
-    for name, value in (summary.get("metrics") or {}).items():
-        yield f"held-out {name}", value
-    exposed_s, steps_s = summary.get("exposed_communication_s"), summary.get("seconds_in_steps")
-    if exposed_s is not None and steps_s:
-        yield "exposed communication", f"{exposed_s:.2f} s, {exposed_s / steps_s:.0%} of step time"
+    for name, curve in digest.held_out.items():
+        yield f"held-out {name}", curve.means[-1]
+    if digest.recorded:
+        yield "exposed communication", f"{digest.times.exposed:.0%} of step time"
     if "wire_bytes" in summary:
         yield "sent by all ranks", size(summary["wire_bytes"])
     yield "seconds", summary.get("seconds")
@@ -248,22 +291,66 @@ def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
 def _loss(runs: Runs) -> Iterator[Block]:
     if not any(digest.loss.steps for _, digest in runs):
         return
-    if len(runs) > 1:
-        named = {name: digest.loss for name, digest in runs}
-    else:
-        digest = runs[0][1]
-        of_ranks = zip(digest.run.ranks, digest.rank_losses, strict=False)
-        named = {"mean over ranks": digest.loss}
-        named |= {f"rank {rank}": curve for rank, curve in of_ranks if digest.ranks > 1}
-    yield from _curves(_curve_chart(named, "loss"), "Loss over steps", named, "loss")
+    lines: dict[str, _Line] = {}
+    for index, (name, digest) in enumerate(runs):
+        if len(runs) == 1 and digest.ranks > 1:
+            of_ranks = zip(digest.run.ranks, digest.rank_losses, strict=False)
+            lines |= {f"rank {rank}": _Line(curve, rank + 1, "rank") for rank, curve in of_ranks}
+        of_run = "mean over ranks" if len(runs) == 1 else name
+        lines[of_run] = _Line(digest.loss, index, "mean")  # on top of those of the ranks
+        if "loss" in digest.held_out:
+            lines[_held_out_of(name, runs)] = _held_out_line(digest, "loss", index, runs)
+    yield from _over_steps("Loss over steps", "loss", lines, runs)
+
+
+def _held_out_of(name: str, runs: Runs) -> str:
+    return "held-out" if len(runs) == 1 else f"{name}, held-out"
+
+
+def _held_out_line(digest: Digest, metric: str, index: int, runs: Runs) -> "_Line":
+    """In the colour of its run; of a single run in one that no other line has."""
+    return _Line(digest.held_out[metric], index if len(runs) > 1 else _ALONE, "held-out")
+
+
+def _held_out(runs: Runs) -> Iterator[Block]:
+    """A chart of each metric but the loss, which is beside the training loss; and all numbers."""
+    metrics = list(dict.fromkeys(name for _, digest in runs for name in digest.held_out))
+    for metric in metrics:
+        lines = {
+            _held_out_of(name, runs): _held_out_line(digest, metric, index, runs)
+            for index, (name, digest) in enumerate(runs)
+            if metric in digest.held_out
+        }
+        if metric != "loss" and any(len(line.curve.steps) > 1 for line in lines.values()):
+            yield from _over_steps(f"Held-out {metric} over steps", metric, lines, runs)
+    rows: list[list[Any]] = []
+    for name, digest in runs:
+        found: dict[float, dict[str, float | None]] = defaultdict(dict)
+        for metric, curve in digest.held_out.items():
+            for step, value in zip(curve.steps, curve.means, strict=True):
+                found[step][metric] = value
+        of_run = [name] * (len(runs) > 1)
+        rows += [[*of_run, round(step), *map(found[step].get, metrics)] for step in sorted(found)]
+    if rows:
+        last = rows[-_MOST_EVALUATIONS:]
+        caption = f"The last {len(last)} of {len(rows)} evaluations." if len(last) < len(rows) else ""
+        yield Table([*["run"] * (len(runs) > 1), "step", *metrics], last, caption)
+
+
+def _groups(runs: Runs) -> Iterator[Block]:
+    for key, label in (("lr", "Learning rate"), ("grad_norm", "Gradient norm")):
+        lines: dict[str, _Line] = {}
+        for name, digest in runs:
+            curves = digest.groups[key]
+            for group, curve in enumerate(curves):
+                about = [name] * (len(runs) > 1) + [f"group {group}"] * (len(curves) > 1)
+                lines[", ".join(about) or label.lower()] = _Line(curve, len(lines))
+        if lines:
+            yield from _over_steps(f"{label} over steps", label.lower(), lines, runs)
 
 
 def _step_time(runs: Runs) -> Iterator[Block]:
-    heads = ["rank", *(_LOOKS[part].name for part in PARTS), "step"]
-
-    def of_ranks(digest: Digest, prefix: str = "") -> dict[str, dict[str, float]]:
-        ranks = [f"{prefix}rank {rank}" for rank in digest.run.ranks]
-        return dict(zip(ranks, digest.parts_us, strict=True))
+    heads = ["", *PART_NAMES.values(), "step"]
 
     def rows(named: Mapping[str, Mapping[str, float]]) -> list[list[Any]]:
         parts = (*PARTS, "step_us")
@@ -273,18 +360,29 @@ def _step_time(runs: Runs) -> Iterator[Block]:
         if not digest.recorded:
             yield Text(_NO_STEPS, "note")
             return
-        ranks = of_ranks(digest)
-        chart = _parts_chart(ranks, "milliseconds per step")
-        yield from _chart(chart, "Step time by rank, in milliseconds", heads, rows(ranks))
-        used = {_LOOKS[part].name: curve for part, curve in digest.parts_ms.items() if any(curve.means)}
+        several = len(digest.stages) > 1
+        of_ranks = {
+            f"stage {stage.index}, rank {rank}" if several else f"rank {rank}": us
+            for stage in digest.stages
+            for rank, us in zip(digest.run.ranks, stage.times.parts_us, strict=True)
+            if us
+        }
+        of_stages = {stage.name: stage.times.mean_parts_us for stage in digest.stages}
+        label = f"Step time by {'stage and ' * several}rank, in milliseconds"
+        bars = of_ranks if len(of_ranks) <= _MOST_BARS else of_stages
+        yield from _chart(_parts_chart(bars, "ms per step"), label, heads, rows(of_stages | of_ranks))
+        used = {
+            PART_NAMES[part]: _Line(curve, index)
+            for index, (part, curve) in enumerate(digest.parts_ms.items())
+            if any(curve.means)
+        }
         label = "Step time over the run, mean over ranks"
-        yield from _curves(_parts_over_time_chart(digest), label, used, "milliseconds")
+        yield from _over_steps(label, "milliseconds", used, [("", digest)], _areas)
 
     if len(runs) > 1:
-        means = {name: digest.mean_parts_us for name, digest in runs}
-        chart = _parts_chart(means, "milliseconds per step, mean over ranks")
-        all_rows = [row for name, digest in runs for row in rows(of_ranks(digest, f"{name}, "))]
-        yield from _chart(chart, "Step time of the runs, in milliseconds", heads, all_rows)
+        means = {name: digest.times.mean_parts_us for name, digest in runs if digest.recorded}
+        label = "Step time of the runs, mean over ranks, in milliseconds"
+        yield from _chart(_parts_chart(means, "ms per step"), label, heads, rows(means))
     yield from _each(of_run)(runs)
 
 
@@ -298,18 +396,20 @@ def _timeline(runs: Runs) -> Iterator[Block]:
     yield Text(note.format(link), "note")
 
     def of_run(digest: Digest) -> Iterator[Block]:
-        choices = {
-            f"step {step['step']:,}{f' ({why})' if (why := step['why']) else ''}": _timeline_chart(step)
-            for step in digest.timelines
-        }
+        choices = {_title(digest, step): _timeline_chart(step) for step in digest.timelines}
         if not choices:
             yield Text(_NO_STEPS, "note")
             return
-        figure = Figure("Timeline of one step, one rank below the other", {}, list(choices))
-        figure.chart = {"choices": choices, "chosen": figure.chosen}
-        yield figure
+        yield Figure("Timeline of one step, one rank below the other", choices)
 
     yield from _each(of_run)(runs)
+
+
+def _title(digest: Digest, step: Mapping[str, Any]) -> str:
+    """The step, its stage, and why it is shown."""
+    stages = [stage.name for stage in digest.stages if stage.first <= step["step"] <= stage.last]
+    about = ", ".join([*stages[: len(digest.stages) > 1], *[step["why"]] * bool(step["why"])])
+    return f"step {step['step']:,}" + (f": {about}" if about else "")
 
 
 def _gradients(digest: Digest) -> Iterator[Block]:
@@ -326,28 +426,31 @@ def _gradients(digest: Digest) -> Iterator[Block]:
 
 
 def _communication(digest: Digest) -> Iterator[Block]:
-    heads = ["what", "hooks", "payloads per step", "before hooks", "sent by a rank", "between hosts"]
-    heads += ["ready to done, ms", "encode, ms", "decode, ms"]
-    rows, shares = [], []
-    for one in digest.sent:
-        steps, payloads = max(1, one.steps) * max(1, digest.ranks), max(1, one.payloads)
-        sizes = [size(number / steps) for number in (one.bytes, one.wire_bytes, one.between_hosts_bytes)]
-        times = [number / payloads / 1000 for number in (one.us, one.encode_us, one.decode_us)]
-        hooks = ", ".join(one.hooks) or "none: all-reduce"
-        rows.append([one.kind, hooks, one.payloads / steps, *sizes, *times])
-        shares.append(f"{one.kind} in {one.steps / max(1, digest.bucket_steps):.0%} of the steps")
-    caption = (
-        "Means over ranks and over the steps with such an exchange; times are for one payload. "
-        f"Exchanged: {', '.join(shares)}."
-    )
+    heads = ["stage", "what", "hooks", "in steps", "payloads per step", "before hooks", "sent by a rank"]
+    heads += ["between hosts", "ready to done, ms", "encode, ms", "decode, ms"]
+    rows = []
+    for stage in digest.stages:
+        for one in stage.sent:
+            steps, payloads = max(1, one.steps) * max(1, digest.ranks), max(1, one.payloads)
+            sizes = [size(number / steps) for number in (one.bytes, one.wire_bytes, one.between_hosts_bytes)]
+            times = [number / payloads / 1000 for number in (one.us, one.encode_us, one.decode_us)]
+            hooks = ", ".join(one.hooks) or ("none" if one.kind in _AS_THEY_ARE else "none: all-reduce")
+            share = f"{one.steps / max(1, stage.bucket_steps):.0%}"
+            rows.append([stage.index, one.kind, hooks, share, one.payloads / steps, *sizes, *times])
+    caption = "Means over ranks and over the steps with such an exchange; times are for one payload."
     yield _table(heads, rows, caption, "Nothing was exchanged, or there are no bucket records.")
 
 
 def _fidelity(digest: Digest) -> Iterator[Block]:
-    if digest.fidelity:
-        label = "Mean gradient with hooks compared with the exact mean, over steps"
-        yield from _curves(_curve_chart(digest.fidelity, ""), label, digest.fidelity, "value")
-    else:
+    labels = {
+        "cosine": "Cosine of the mean gradient with hooks and the exact mean",
+        "relative_l2": "Distance of the mean gradient with hooks from the exact mean, as a share of its norm",
+    }
+    draw = partial(_curve_chart, breaks=_begins(digest))
+    for measure, curves in digest.fidelity.items():
+        lines = {name: _Line(curve, index) for index, (name, curve) in enumerate(curves.items())}
+        yield from _over_steps(labels[measure], measure.replace("_", " "), lines, [("", digest)], draw)
+    if not digest.fidelity:
         yield Text("Not measured: `timings.fidelity_every` is 0.", "note")
 
 
@@ -374,14 +477,16 @@ def _stragglers(digest: Digest) -> Iterator[Block]:
 
 def _stages(digest: Digest) -> Iterator[Block]:
     begun = {event["stage"]: event for event in digest.run.all("stage_started")}
+    timed = {stage.index: stage.times for stage in digest.stages}
     rows = []
     for index, stage in enumerate((digest.run.summary or {}).get("stages", ())):
-        event = begun.get(index, {})
+        event, times = begun.get(index, {}), timed.get(index)
         sync = event.get("sync")
         sync = sync if sync is None or isinstance(sync, str) else json.dumps(sync)
         about = [stage.get(key) for key in ("kind", "steps", "seconds")]
+        about += [times.mean_parts_us["step_us"] / 1000, f"{times.exposed:.0%}"] if times else [None, None]
         rows.append([index, *about, sync, ", ".join(event.get("hooks", ())) or None])
-    heads = ["stage", "kind", "steps", "seconds", "sync", "hooks"]
+    heads = ["stage", "kind", "steps", "seconds", "ms per step", "exposed", "sync", "hooks"]
     yield _table(heads, rows, "", "The run has no summary yet.")
 
 
@@ -414,6 +519,8 @@ def _details(event: Mapping[str, Any]) -> str:
 _SECTIONS: dict[str, Callable[[Runs], Iterator[Block]]] = {
     "The run": _facts,
     "Loss": _loss,
+    "Held-out data": _held_out,
+    "Learning rate and gradient norm": _groups,
     "Step time": _step_time,
     "Timeline of a step": _timeline,
     "Gradients": _each(_gradients, lambda digest: digest.gathered),
@@ -426,7 +533,7 @@ _SECTIONS: dict[str, Callable[[Runs], Iterator[Block]]] = {
 }
 
 
-# Charts.
+# Charts. Each says in `values` which axis has its values, and from where to where they reach.
 
 
 def _layout(x: str, y: str = "", **more: Any) -> dict[str, Any]:
@@ -440,22 +547,96 @@ def _layout(x: str, y: str = "", **more: Any) -> dict[str, Any]:
     }
 
 
-def _curve_chart(named: Mapping[str, Curve], y: str) -> Chart:
-    """Lines over steps, each with the band between its lowest and its highest value."""
+def _share_scales(figures: Sequence[Figure]) -> None:
+    """Give all charts of the same quantity one scale; a choice that needs more has its own."""
+    for label in {figure.label for figure in figures}:
+        alike = [figure for figure in figures if figure.label == label]
+        if len(alike) < 2:
+            continue
+        first = [figure.charts[figure.chosen]["values"] for figure in alike]
+        for chart in (chart for figure in alike for chart in figure.charts.values()):
+            axis, *own = chart["values"]
+            low, high = min(own[0], *(one[1] for one in first)), max(own[1], *(one[2] for one in first))
+            room = (high - low) * 0.04
+            chart["layout"][axis]["range"] = [low - room if low else 0, high + room]
+
+
+def _with_marks(chart: Chart, runs: Runs) -> Chart:
+    """The chart with where stages begin and evaluations took place: of each run, if they are not the same."""
+    named = {name: (_begins(digest), list(digest.run.evaluations)) for name, digest in runs}
+    alike = all(one == named[runs[0][0]] for one in named.values())
+    shapes: list[dict[str, Any]] = []
+
+    def mark(name: str, at: float, height: float, colour: str, dash: str) -> None:
+        line = {"color": colour, "width": 1.5, "dash": dash}
+        ends = {"x0": at, "x1": at, "y0": 0, "y1": height}
+        shapes.append({"type": "line", "yref": "paper", "name": name, "line": line, **ends})
+
+    for index, (name, (begins, evaluations)) in enumerate(named.items()):
+        if not (alike and index):
+            of_run = "" if alike else f" of {name}"
+            grey, orange = ("#888888", _COLOURS[_ALONE]) if alike else (_COLOURS[index % len(_COLOURS)],) * 2
+            for at in begins[1:]:
+                mark(f"a stage{of_run} begins", at, 1, grey, "dot")
+            for step in evaluations[:: math.ceil(len(evaluations) / _MOST_MARKS) or 1]:
+                mark(f"evaluation{of_run}", step, 0.05, orange, "solid")
+    layout = chart["layout"]
+    layout["shapes"], layout["annotations"] = shapes, []
+    stages = runs[0][1].stages
+    if alike and len(stages) > 1:
+        layout["margin"]["t"] = 24
+        place = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
+        for stage, at in zip(stages, _begins(runs[0][1]), strict=True):
+            text = f"{stage.index}: {stage.described if len(runs) == 1 else stage.kind}"
+            layout["annotations"].append({"x": at, "text": text, "name": str(stage.index), **place})
+    ends: list[float] = [step for _, digest in runs for step in (*digest.recorded[:1], *digest.recorded[-1:])]
+    ends += [step for _, evaluations in named.values() for step in evaluations]
+    layout["xaxis"]["range"] = [min(ends, default=0) - 0.5, max(ends, default=0) + 0.5]
+    return chart
+
+
+def _begins(digest: Digest) -> list[float]:
+    return [stage.first - 0.5 for stage in digest.stages]
+
+
+class _Line(NamedTuple):
+    """A curve, and how it is drawn."""
+
+    curve: Curve
+    style: int  # number of its colour and dash
+    kind: Literal["", "mean", "rank", "held-out"] = ""
+
+
+def _curve_chart(lines: Mapping[str, _Line], y: str, breaks: Sequence[float] = ()) -> Chart:
+    """Lines over steps, with the band between lowest and highest values; none is joined over a break."""
     data: list[dict[str, Any]] = []
-    for index, (name, curve) in enumerate(named.items()):
-        colour = _COLOURS[index % len(_COLOURS)]
-        line = {"color": colour, "dash": _DASHES[index % len(_DASHES)], "width": 2}
-        if curve.lowest != curve.highest and len(named) <= 3:
+    banded = not breaks and sum(line.kind in ("", "mean") for line in lines.values()) <= _MOST_BANDS
+    values: list[float | None] = []
+    for name, (curve, style, kind) in lines.items():
+        colour = _COLOURS[style % len(_COLOURS)]
+        dash = "solid" if kind == "held-out" else _DASHES[style % len(_DASHES)]
+        width = {"mean": 3.0, "rank": 1.0}.get(kind, 2.0)
+        gaps = [(at, None) for at in breaks]
+        points = sorted([*zip(curve.steps, curve.means, strict=True), *gaps], key=lambda point: point[0])
+        xs, means = [at for at, _ in points], [mean for _, mean in points]
+        values += curve.means
+        if banded and kind in ("", "mean") and curve.lowest != curve.highest:
             hidden = {"hoverinfo": "skip", "showlegend": False, "mode": "lines", "line": {"width": 0}}
             band = {"x": curve.steps, "fillcolor": f"{colour}33", **hidden}
             data.append({**band, "y": _rounded(curve.lowest)})
             data.append({**band, "y": _rounded(curve.highest), "fill": "tonexty"})
-        mode = "lines" if len(curve.steps) > 1 else "markers"
-        data.append({"x": curve.steps, "y": _rounded(curve.means), "name": name, "mode": mode, "line": line})
+            values += [*curve.lowest, *curve.highest]
+        line = {"color": colour, "dash": dash, "width": width}
+        marked = kind == "held-out" or len(curve.steps) <= _MARKED_POINTS
+        symbol, length = ("diamond", 8) if kind == "held-out" else ("circle", 5)
+        marker = {"color": colour, "size": length, "symbol": symbol}
+        mode = "lines+markers" if marked else "lines"
+        one = {"x": xs, "y": _rounded(means), "name": name, "mode": mode, "line": line, "cliponaxis": False}
+        data.append({**one, "marker": marker} if marked else one)
     layout = _layout("step", y)
     layout["yaxis"]["rangemode"] = "normal"
-    return {"data": data, "layout": layout}
+    known = [value for value in values if value is not None] or [0.0]
+    return {"data": data, "layout": layout, "values": ("yaxis", min(known), max(known))}
 
 
 def _parts_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
@@ -464,24 +645,30 @@ def _parts_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
     for part in PARTS:
         ms = [us.get(part, 0.0) / 1000 for us in rows.values()]
         if max(ms, default=0.0) > 0:
-            name = _LOOKS[part].name
+            name = PART_NAMES[part]
             bar = _bars(name, _LOOKS[part].marker, f"{name}: %{{x:.2f}} ms<extra>%{{y}}</extra>")
             data.append({**bar, "y": list(rows), "x": ms})
     layout = _layout(x, barmode="stack", hovermode="closest")
-    layout["yaxis"] = {"autorange": "reversed", "automargin": True}
-    return {"data": data, "layout": layout, "height": f"{min(60, 9 + 2 * len(rows))}rem"}
+    wrapped = ["<br>".join(wrap(row, _LABEL)) for row in rows]  # a phone is narrow
+    ticks = {"tickvals": list(rows), "ticktext": wrapped}
+    layout["yaxis"] = {"autorange": "reversed", "automargin": True, **ticks}
+    longest = max((us.get("step_us", 0.0) / 1000 for us in rows.values()), default=0.0)
+    lines = sum(text.count("<br>") + 1 for text in wrapped)
+    height = f"{min(60, 9 + max(2 * len(rows), 1.3 * lines))}rem"
+    return {"data": data, "layout": layout, "height": height, "values": ("xaxis", 0, longest)}
 
 
-def _parts_over_time_chart(digest: Digest) -> Chart:
-    """The parts of a step over the run, means over ranks."""
+def _areas(lines: Mapping[str, _Line], y: str) -> Chart:
+    """The parts of a step over the run, one above the other."""
     data = []
-    for part in PARTS:
-        look, curve = _LOOKS[part], digest.parts_ms[part]
-        if any(curve.means):
-            line = {"width": 0.5, "color": look.colour}
-            area = {"stackgroup": "step", "mode": "lines", "line": line, "fillcolor": look.colour}
-            data.append({"x": curve.steps, "y": _rounded(curve.means), "name": look.name, **area})
-    return {"data": data, "layout": _layout("step", "milliseconds")}
+    for name, (curve, part, _) in lines.items():
+        look = _LOOKS[PARTS[part]]
+        area = {"stackgroup": "step", "mode": "lines", "line": {"width": 0.5, "color": look.colour}}
+        fill = {"fillcolor": look.colour, "fillpattern": look.marker["pattern"]}
+        data.append({"x": curve.steps, "y": _rounded(curve.means), "name": name, **area, **fill})
+    columns = zip(*(line.curve.means for line in lines.values()), strict=False)
+    highest = max((sum(value or 0.0 for value in column) for column in columns), default=0.0)
+    return {"data": data, "layout": _layout("step", y), "values": ("yaxis", 0, highest)}
 
 
 def _timeline_chart(step: Mapping[str, Any]) -> Chart:
@@ -501,7 +688,7 @@ def _timeline_chart(step: Mapping[str, Any]) -> Chart:
         for part, us in one["laps"]:
             kind = f"{part}_us" if f"{part}_us" in _LOOKS else "other_us"
             for begin, length in _without(at, us, one["waits"]):
-                add(kind, thread, start + begin, length, f"{_LOOKS[kind].name}, {length / 1000:.2f} ms")
+                add(kind, thread, start + begin, length, f"{PART_NAMES[kind]}, {length / 1000:.2f} ms")
             at += us
         for begin, us in one["waits"]:
             add("waits", thread, start + begin, us, f"waits, {us / 1000:.2f} ms")
@@ -510,7 +697,8 @@ def _timeline_chart(step: Mapping[str, Any]) -> Chart:
             rows.append(row)
             ready, done = bucket["ready_us"], bucket["done_us"]
             all_ready = min(max(bucket["all_ready_us"] or ready, ready), done)
-            about = f"bucket {bucket['bucket']}: {', '.join(bucket['params'])}"
+            hooks = ", ".join(bucket["hooks"]) or "all-reduce"
+            about = f"bucket {bucket['bucket']}: {', '.join(bucket['params'])}, through {hooks}"
             late, wire = all_ready - ready, done - all_ready
             add(
                 "exposed_wait_us",
@@ -521,16 +709,20 @@ def _timeline_chart(step: Mapping[str, Any]) -> Chart:
             )
             sent = f"{about}: {wire / 1000:.2f} ms, {bucket['wire_bytes']:,} bytes"
             add("wire", row, start + all_ready, wire, sent)
-    looks = {part: (look.name, look.marker) for part, look in _LOOKS.items()}
+    looks = {part: (PART_NAMES[part], look.marker) for part, look in _LOOKS.items()}
     looks["waits"] = "the training thread waits", _OUTLINE
     looks["wire"] = "exchange", _LOOKS["exposed_wire_us"].marker
     hover = "%{text}<extra>%{y}</extra>"
     data = [{**_bars(*looks[kind], hover), "textposition": "none", **bar} for kind, bar in bars.items()]
     data += _gradient_marks(step, hover)
-    layout = _layout("milliseconds since the step began", barmode="overlay", hovermode="closest")
+    layout = _layout("ms since the step began", barmode="overlay", hovermode="closest")
     order = {"categoryorder": "array", "categoryarray": rows[::-1], "range": [-0.5, len(rows) - 0.5]}
     layout["yaxis"] = {**order, "automargin": True}
-    return {"data": data, "layout": layout, "height": f"{min(90, 8 + 1.4 * len(rows))}rem"}
+    height = f"{min(90, 8 + 1.4 * len(rows))}rem"
+    ends = (
+        base + length for bar in bars.values() for base, length in zip(bar["base"], bar["x"], strict=True)
+    )
+    return {"data": data, "layout": layout, "height": height, "values": ("xaxis", 0, max(ends, default=0.0))}
 
 
 def _gradient_marks(step: Mapping[str, Any], hover: str) -> list[dict[str, Any]]:

@@ -51,6 +51,8 @@ class _Step(BaseModel):
     mean_loss: _Number | None
     start_us: _Number
     step_us: _Number
+    lr: _Number | list[_Number | None] | None = None
+    grad_norm: _Number | list[_Number | None] | None = None
     laps: list[tuple[str, _Number]] = _OPTIONAL
     waits: list[tuple[_Number, _Number]] = _OPTIONAL
 
@@ -72,6 +74,7 @@ class _Fidelity(BaseModel):
 
 class _Bucket(BaseModel):
     step: _StepNumber
+    stage: _Count
     kind: Literal["gradient", "delta", "parameters", "buffers", "optimizer"]
     bucket: _Count
     params: list[str]
@@ -146,7 +149,13 @@ class _Started(_Event):
 
 class _StageStarted(_Event):
     stage: _Count
+    kind: str = _OPTIONAL
     hooks: list[str] = _OPTIONAL
+
+
+class _Evaluated(_Event):
+    stage: _Count
+    step: _Count
 
 
 class _Straggler(_Event, _Episode):
@@ -176,6 +185,7 @@ class _Summary(BaseModel):
     seconds_in_steps: _Number = _OPTIONAL
 
 
+_NO_METRICS = ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "samples")
 _Check = Callable[[Any], bool]
 
 
@@ -192,9 +202,14 @@ _IS_EVENT = {
     "clock_offsets": _check(_ClockOffsets),
     "started": _check(_Started),
     "stage_started": _check(_StageStarted),
+    "evaluated": _check(_Evaluated),
     "straggler": _check(_Straggler),
     "checkpoint_written": _check(_CheckpointWritten),
 }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def _is_event(value: Any) -> bool:
@@ -262,6 +277,15 @@ class Run:
             return _plausible(read_object(self.folder, "summary.json", _MAX_SUMMARY_BYTES, finite=False))
         except (OSError, ValueError):
             return None
+
+    @cached_property
+    def evaluations(self) -> dict[int, dict[str, float]]:
+        """The metrics of each evaluation, by the number of steps before it; a resumed run repeats some."""
+        found = {}
+        for event in self.all("evaluated"):
+            metrics = {name: value for name, value in event.items() if name not in _NO_METRICS}
+            found[event["step"]] = {name: value for name, value in metrics.items() if _is_number(value)}
+        return dict(sorted(found.items()))
 
     @cached_property
     def ranks(self) -> list[int]:

@@ -21,29 +21,51 @@
     return found;
   }
 
+  // A line as plotly draws it: its dashes are multiples of the width, of at least 3.
+  const dashes = {
+    solid: "", dot: "1 1", dash: "3 3", longdash: "5 5", dashdot: "3 1 1 1", longdashdot: "5 2 1 2",
+  };
+
+  function stroke(line, marker, upright) {
+    const unit = Math.max(3, line.width);
+    const steps = dashes[line.dash || "solid"].split(" ").map(function (n) { return n * unit; });
+    const symbols = {
+      circle: '<circle cx="18" cy="6" r="3"', diamond: '<path d="M18 1 L23 6 L18 11 L13 6 Z"',
+    };
+    const mark = marker ? symbols[marker.symbol] + ' fill="' + marker.color + '"/>' : "";
+    const ends = upright ? 'x1="18" x2="18" y2="12"' : 'x2="36" y1="6" y2="6"';
+    return "<line " + ends + ' stroke="' + line.color + '" stroke-width="' + line.width +
+      '" stroke-dasharray="' + steps.join(" ") + '"/>' + mark;
+  }
+
+  function swatchOf(trace) {
+    const swatch = document.createElement("span");
+    const marker = trace.marker || {};
+    if (trace.type === "bar" || trace.stackgroup) {
+      swatch.className = "swatch";
+      swatch.dataset.shape = (trace.fillpattern || marker.pattern || {}).shape || "";
+      swatch.style.backgroundColor = trace.fillcolor || marker.color;
+      if (marker.line) swatch.style.border = "2px solid " + marker.line.color;
+    } else if (trace.mode === "markers") {
+      swatch.className = "swatch mark";
+      swatch.style.borderLeft = "3px solid " + marker.color;
+    } else {
+      const drawn = stroke(trace.line, /markers/.test(trace.mode) && trace.marker, trace.type === "line");
+      swatch.innerHTML = '<svg width="36" height="12" aria-hidden="true">' + drawn + "</svg>";
+    }
+    return swatch;
+  }
+
   // A legend of HTML: it wraps on a phone, where plotly's own would take the chart's room.
-  function legend(node, data) {
+  function legend(node, data, shapes) {
     const list = document.createElement("ul");
     list.className = "legend";
-    for (const trace of data) {
-      if (trace.showlegend === false || !trace.name) continue;
+    const named = {};
+    for (const one of data.concat(shapes || [])) {
+      if (one.showlegend === false || !one.name || named[one.name]) continue;
+      named[one.name] = true;
       const item = document.createElement("li");
-      const swatch = document.createElement("span");
-      const marker = trace.marker || {};
-      if (trace.type === "bar" || trace.stackgroup) {
-        swatch.className = "swatch";
-        swatch.dataset.shape = (marker.pattern || {}).shape || "";
-        swatch.style.backgroundColor = trace.fillcolor || marker.color;
-        if (marker.line) swatch.style.border = "2px solid " + marker.line.color;
-      } else if (trace.mode === "markers") {
-        swatch.className = "swatch mark";
-        swatch.style.borderLeft = "3px solid " + marker.color;
-      } else {
-        swatch.className = "swatch stroke";
-        const dashes = { solid: "solid", dot: "dotted", dash: "dashed" };
-        swatch.style.borderTop = "3px " + (dashes[trace.line.dash] || "double") + " " + trace.line.color;
-      }
-      item.append(swatch, trace.name);
+      item.append(swatchOf(one), one.name);
       list.append(item);
     }
     const before = node.parentElement.querySelector('ul.legend[data-for="' + node.id + '"]');
@@ -52,15 +74,28 @@
     else node.before(list);
   }
 
+  // What stages are called has room above a chart, or only their numbers have.
+  function fitted(layout, width) {
+    const labels = layout.annotations || [];
+    const range = (layout.xaxis || {}).range;
+    const at = labels.map(function (label) { return ((label.x - range[0]) / (range[1] - range[0])) * (width - 70); });
+    const fits = labels.every(function (label, n) {
+      return (n + 1 < at.length ? at[n + 1] : width - 70) - at[n] > 7 * label.text.length;
+    });
+    return Object.assign({}, layout, {
+      annotations: labels.map(function (label) { return Object.assign({}, label, fits ? {} : { text: label.name }); }),
+    });
+  }
+
   const settings = { responsive: true, displaylogo: false, displayModeBar: false };
 
   function draw(id) {
     const node = document.getElementById(id);
     const chart = charts[id];
-    const one = chart.choices ? chart.choices[node.dataset.choice || chart.chosen] : chart;
+    const one = chart.choices[node.dataset.choice || chart.chosen];
     if (one.height) node.style.setProperty("--height", one.height);
-    legend(node, one.data);
-    return Plotly.react(node, one.data, themed(one.layout), settings);
+    legend(node, one.data, one.layout.shapes);
+    return Plotly.react(node, one.data, fitted(themed(one.layout), node.clientWidth), settings);
   }
 
   function drawAll() {
@@ -76,5 +111,6 @@
     });
   }
   dark.addEventListener("change", drawAll);
+  window.matchMedia("(max-width: 40rem)").addEventListener("change", drawAll);
   drawAll();
 })();

@@ -1,0 +1,286 @@
+"""How well variants learn, and which one to choose.
+
+Two runs with the same seed differ by what was varied, but one seed does not say what another would show. So
+each seed gives one difference from the first variant, and the scatter of these differences gives an interval
+for their mean (Student's t for pairs). One seed gives no interval.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddprun.report.digest import Digest
+from ddprun.report.runs import Run
+from ddprun.units import count
+
+_LAST_SHARE = 0.1  # of the samples: the training loss is the mean over these
+_ENOUGH_SEEDS = 5  # for a first interval: with two, Student's t is 12.7
+_MOST_SEEDS = 100
+# 97.5 % quantiles of Student's t for 1, 2, … 30 degrees of freedom; that of 30 is a little wide for more.
+# fmt: off
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)
+# fmt: on
+SAME, WORSE, BETTER = "learns the same", "learns worse", "learns better"
+AS_WELL, UNKNOWN, NOT_FINITE = "learns as well as can be told", "one seed cannot tell", "is not finite"
+
+Row = Mapping[str, Any]  # as `compare.rows` makes it
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A variant's values less those of the first, one for each seed."""
+
+    values: Sequence[float]
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+        return statistics.fmean(self.values)
+
+    @property
+    def reach(self) -> float | None:
+        """Half the length of the 95 % interval of the mean; None for one seed."""
+        return self._reach(len(self.values)) if len(self.values) > 1 else None
+
+    @property
+    def seeds_needed(self) -> int | None:
+        """How many seeds would tell a difference of this size at this scatter; None if too many."""
+        numbers = range(len(self.values) + 1, _MOST_SEEDS + 1)
+        return next((n for n in numbers if self._reach(n) < abs(self.mean)), None) if self.reach else None
+
+    def _reach(self, seeds: int) -> float:
+        quantile = _T[min(seeds - 1, len(_T)) - 1]
+        return quantile * statistics.stdev(self.values) / math.sqrt(seeds)
+
+    def verdict(self) -> str:
+        """In words, of a quantity that is better if it is lower."""
+        if not any(self.values):
+            return SAME
+        if self.reach is None:
+            return UNKNOWN
+        if abs(self.mean) <= self.reach:
+            return AS_WELL
+        return WORSE if self.mean > 0 else BETTER
+
+
+def judge(variants: Sequence[Sequence[Digest]]) -> list[dict[str, Any]]:
+    """How well each variant learns, as numbers and in words.
+
+    `variants`: for each its runs by seed, none if one of them failed. The first variant is what others are
+    compared with.
+    """
+    summaries = [run.run.summary or {} for runs in variants for run in runs]
+    samples = min((int(summary.get("samples", 0)) for summary in summaries), default=0)
+    values = [_values(runs, samples) for runs in variants]
+    names = list(dict.fromkeys(name for known in values for name in known))
+    alike = len({summary.get("samples") for summary in summaries}) == 1
+    # Held-out data that was evaluated after other numbers of samples is no match.
+    decisive = ("held_out_loss", "loss") if alike else ("loss",)
+    return [
+        {
+            "seeds": len(runs),
+            "loss_after_samples": samples if runs else None,
+            **_numbers(values[0], known, names),
+            **_verdict(runs, {} if index == 0 else _differences(values[0], known), decisive),
+        }
+        for index, (runs, known) in enumerate(zip(variants, values, strict=True))
+    ]
+
+
+def _values(runs: Sequence[Digest], samples: int) -> dict[str, list[float]]:
+    """Training loss and the metrics of the last evaluation: for each its value under every seed."""
+    found: list[dict[str, float]] = []
+    for one in runs:
+        last = next(reversed(one.run.evaluations.values()), {})
+        loss = loss_after(one.run, samples)
+        known = {} if loss is None else {"loss": loss}
+        found.append(known | {f"held_out_{name}": value for name, value in last.items()})
+    shared = [name for name in (found[0] if found else ()) if all(name in one for one in found)]
+    return {name: [one[name] for one in found] for name in shared}
+
+
+def _numbers(
+    first: Mapping[str, Sequence[float]], known: Mapping[str, Sequence[float]], names: Sequence[str]
+) -> dict[str, float | None]:
+    row: dict[str, float | None] = {}
+    differences = {} if known is first else _differences(first, known)
+    for name in names:
+        row[name] = statistics.fmean(known[name]) if name in known else None
+        mean, reach = (one.mean, one.reach) if (one := differences.get(name)) else (None, None)
+        row[f"{name}_difference"] = mean
+        row[f"{name}_difference_low"] = None if mean is None or reach is None else mean - reach
+        row[f"{name}_difference_high"] = None if mean is None or reach is None else mean + reach
+    return row
+
+
+def _differences(
+    first: Mapping[str, Sequence[float]], known: Mapping[str, Sequence[float]]
+) -> dict[str, Difference]:
+    pairs = {name: zip(first[name], known[name], strict=True) for name in first if name in known}
+    return {name: Difference([after - before for before, after in pair]) for name, pair in pairs.items()}
+
+
+def _verdict(
+    runs: Sequence[Digest], differences: Mapping[str, Difference], decisive: Sequence[str]
+) -> dict[str, Any]:
+    """By the first decisive quantity that tells a difference, or else by the first one."""
+    if any((one.run.summary or {}).get("nonfinite") for one in runs):
+        return {"learning": NOT_FINITE, "decided_by": "loss", "seeds_needed": None}
+    found = {name: differences[name] for name in decisive if name in differences}
+    if not found:
+        return {"learning": "", "decided_by": None, "seeds_needed": None}
+    telling = [name for name, one in found.items() if one.verdict() in (WORSE, BETTER)]
+    name = telling[0] if telling else next(iter(found))
+    verdict = found[name].verdict()
+    needed = found[name].seeds_needed if verdict == AS_WELL else None
+    return {"learning": verdict, "decided_by": name, "seeds_needed": needed}
+
+
+def loss_after(run: Run, samples: int) -> float | None:
+    """The mean loss over the last tenth of the first `samples` of all ranks.
+
+    Each mean over ranks counts for all samples since the one before, so that all runs are compared over the
+    same samples, however often their ranks exchange losses.
+    """
+    seen: dict[int, int] = {}
+    losses: dict[int, float] = {}
+    for rank in run.ranks:
+        for line in run.steps(rank):
+            seen[line["step"]] = seen.get(line["step"], 0) + line["samples"]
+            if line["mean_loss"] is not None:
+                losses[line["step"]] = line["mean_loss"]
+    total, weighted, counted, since = 0, 0.0, 0, 0
+    for step in sorted(seen):
+        total += seen[step]
+        since += seen[step]
+        if total > samples:
+            break
+        if step in losses:
+            if total > samples * (1 - _LAST_SHARE):
+                weighted, counted = weighted + losses[step] * since, counted + since
+            since = 0
+    return weighted / counted if counted else None
+
+
+# In words.
+
+
+def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], str]:
+    """Heads, the cells of each row, and a caption: how well each variant learns."""
+    names = [key.removesuffix("_difference") for key in rows[0] if key.endswith("_difference")]
+    heads = ["", "seeds", *(head for name in names for head in (_named(name), "against the first"))]
+    cells = [[row["variant"], str(row["seeds"] or "-"), *_cells(row, names)] for row in rows]
+    samples = next((row["loss_after_samples"] for row in rows if row["seeds"]), 0)
+    caption = (
+        f"Learning: means over seeds, with 95 % intervals. Training loss: over the last {_LAST_SHARE:.0%} of "
+        f"{samples:,} samples."
+    )
+    return heads, cells, caption
+
+
+def _cells(row: Row, names: Sequence[str]) -> list[str]:
+    found = []
+    for name in names:
+        difference, low, high = (row[f"{name}_difference{end}"] for end in ("", "_low", "_high"))
+        interval = "" if low is None else f" ({low:+.3g} to {high:+.3g})"
+        found.append("-" if row[name] is None else f"{row[name]:.4f}")
+        found.append("-" if difference is None else f"{difference:+.3g}{interval}")
+    return found
+
+
+def _named(quantity: str) -> str:
+    """A key of a row as a reader knows it."""
+    name = quantity.removeprefix("held_out_")
+    return name if name == quantity else f"held-out {name}"
+
+
+def conclusion(row: Row) -> str:
+    """Speed and learning in a few words."""
+    if not row["learning"]:
+        return str(row["verdict"])
+    if row["learning"] == UNKNOWN:
+        return f"{row['verdict']}; one seed cannot tell how well it learns"
+    learning = "its loss is not finite" if row["learning"] == NOT_FINITE else row["learning"]
+    return f"{row['verdict']}, and {learning}"
+
+
+def sentences(rows: Sequence[Row]) -> list[str]:
+    """How each variant differs from the first, and at last which one to choose; commands are in backticks."""
+    others = [row for row in rows[1:] if not row["verdict"].startswith("noise")]
+    return [*map(_sentence, others), _choice(rows[0], others)] if others else []
+
+
+def _sentence(row: Row) -> str:
+    name, verdict, learning = row["variant"], row["verdict"], row["learning"]
+    if "failed" in verdict:
+        return f"{name}: {verdict}."
+    speed = {
+        "faster": "is faster",
+        "slower": "is slower",
+        "too few turns to tell": "took too few turns to tell how fast it is",
+    }.get(verdict, "is as fast as can be told")
+    if row["times_first"] is not None and verdict != "too few turns to tell":
+        low, high = row["times_first_low"], row["times_first_high"]
+        speed += f" ({row['times_first']:.2f} times as fast, {low:.2f} to {high:.2f})"
+    if learning == SAME:
+        return f"{name} {speed}, and learns the same: its losses are equal."
+    if learning in (NOT_FINITE, ""):
+        return f"{name} {speed}" + (", and its loss is not finite." if learning else ".")
+    key = row["decided_by"]
+    difference, low, high = (row[f"{key}_difference{end}"] for end in ("", "_low", "_high"))
+    size = f"its {_named(key)} is {abs(difference):.3g} {'higher' if difference > 0 else 'lower'}"
+    if learning == UNKNOWN:
+        return f"{name} {speed}; {size} under this one seed, which does not tell how well it learns."
+    size += f" ({low:+.3g} to {high:+.3g}, {count(row['seeds'], 'seed')})"
+    if learning != AS_WELL:
+        return f"{name} {speed}, and {learning}: {size}."
+    needed = row["seeds_needed"]
+    more = f"about {needed}" if needed else f"more than {_MOST_SEEDS}"
+    return f"{name} {speed}, and {learning}: {size}; {more} seeds would tell a difference of that size."
+
+
+def choose(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:
+    """The row to choose: the fastest that does not learn worse; None if that is not known.
+
+    `allowed`: whether a row is one to choose; what sends nothing is not.
+    """
+    if rows[0]["verdict"] != "the first" or rows[0]["learning"] == NOT_FINITE:
+        return None
+    known = [
+        row
+        for row, one in zip(rows, allowed, strict=True)
+        if one and row["learning"] not in (WORSE, NOT_FINITE)
+    ]
+    faster = [row for row in known if row["verdict"] == "faster"]
+    if faster:
+        return max(faster, key=lambda row: row["times_first"])
+    better = [
+        row for row in known if row["learning"] == BETTER and row["verdict"] == "no difference beyond noise"
+    ]
+    return min(better, key=lambda row: row[f"{row['decided_by']}_difference"]) if better else rows[0]
+
+
+def _choice(first: Row, others: Sequence[Row]) -> str:
+    chosen = next((row for row in (first, *others) if row["chosen"]), None)
+    if chosen is None:
+        return f"{first['variant']} failed, or its loss is not finite: there is nothing to compare with."
+    if chosen["learning"] == UNKNOWN:
+        return (
+            f"{chosen['variant']} is the fastest; before you choose it, compare again with "
+            f"`--seeds {_ENOUGH_SEEDS}`, to see whether it learns as well."
+        )
+    if chosen is not first:
+        why = (
+            "it is the fastest that does not learn worse"
+            if chosen["verdict"] == "faster"
+            else "it learns better"
+        )
+        return f"Choose {chosen['variant']}: {why}."
+    if any(row["verdict"] == "faster" for row in others):
+        return f"Stay with {first['variant']}: what is faster learns worse, or sends nothing."
+    return f"Stay with {first['variant']}: nothing else is faster beyond noise, or learns better."
