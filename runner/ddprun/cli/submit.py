@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import override_option
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class _Submit(click.Command):
 
 
 @click.command(cls=_Submit)
-@click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
+@click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())
 @override_option(
     "Override a value, as in --set slurm.nodes=4; the value is YAML. May be given several times."
 )
