@@ -306,7 +306,10 @@ def test_each_fault_of_a_run_is_told(file: Path, capsys: Out) -> None:
         ("hooks=[{hierarchical: {hosts: 3}}]", "hooks: two levels with hosts: 3"),
         ("sync={hierarchical_sgd: {across: 8, hosts: 3}}", "sync: two levels with hosts: 3"),
         ("sync={broadcast: {every: 2, source: 8}}", "sync.broadcast.source: there is no rank 8"),
-        ("sync={diloco: {every: 20, fragments: 7}}", "sync.diloco.fragments: 7 fragments of 6 trained parameters"),
+        (
+            "sync={diloco: {every: 20, fragments: 7}}",
+            "sync.diloco.fragments: 7 fragments of 6 trained parameters",
+        ),
         ("seed=x", "seed: expected a whole number"),
     ],
 )
