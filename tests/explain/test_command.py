@@ -308,7 +308,7 @@ def test_each_fault_of_a_run_is_told(file: Path, capsys: Out) -> None:
         ("sync={broadcast: {every: 2, source: 8}}", "sync.broadcast.source: there is no rank 8"),
         (
             "sync={diloco: {every: 20, fragments: 7}}",
-            "sync.diloco.fragments: 7 fragments of 6 trained parameters",
+            "sync.diloco.fragments: 7 fragments of 6 trained",
         ),
         ("seed=x", "seed: expected a whole number"),
     ],

@@ -26,7 +26,7 @@ SOURCES = dict(re.findall(r"```python\n# (\w+\.py).*?\n(.*?)```", PAGE, re.DOTAL
         (
             "accelerated.py",
             ("accelerate",),
-            rf"loss \d\.\d+, {2 * (64 * 512 + 512 + 512 * 8 + 8)} bytes sent",
+            rf"loss \d\.\d+, {2 * (65 * 512 + 513 * 8)} bytes sent",
         ),
         ("trained.py", ("transformers", "accelerate"), rf"loss \d\.\d+, {2 * 65 * 8} bytes sent"),
         ("lit.py", ("lightning",), rf"{2 * 65 * 8} bytes sent"),
