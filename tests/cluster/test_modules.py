@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ddprun_hooks.config.trust import VARIABLE
 from tests.cluster.test_kubernetes import check
 from tests.ranks import Finished, ddprun_here
 
@@ -124,3 +125,12 @@ def test_what_cannot_be_taken_along(folder: Path) -> None:
     assert (done.code, done.stdout) == (2, "")
     assert "samples.py holds a secret" in done.stderr
     assert "hunter2" not in json.dumps([done.stdout, done.stderr])
+
+
+def test_trust_still_judges(folder: Path) -> None:
+    """What may not be imported here is refused here, and the limit holds in the job."""
+    command = ("submit", "p.yaml", "--to", "docker", "--dry-run", "--with-modules")
+    for trusted, code in (("torchvision", 2), ("./nets,./samples,json,numpy,./shrink,elsewhere", 0)):
+        done = ddprun_here(*command, cwd=folder, environment={VARIABLE: trusted})
+        assert done.code == code, done.stderr
+    assert f"{VARIABLE}={trusted}" in done.stdout
