@@ -62,7 +62,7 @@ def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     "hooks",
     [
         "scaled.Scaled",
-        ["fp16", "scaled.Scaled"],
+        [{"powersgd": {"rank": 2}}, "scaled.Scaled"],
         [{"hierarchical": {"hosts": 2, "across": ["scaled.Scaled"]}}],
     ],
 )

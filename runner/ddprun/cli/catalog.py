@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
+from click.types import StringParamType
 
 from ddprun.cli.run import format_option
 
@@ -29,10 +30,8 @@ _WRITTEN = {
 """How a file names an entry, by kind; others as in `model: mlp`."""
 
 
-class _KindOrName(click.ParamType):
+class _KindOrName(StringParamType):
     """Completes to kinds and to names of entries."""
-
-    name = "text"
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str

@@ -110,6 +110,6 @@ def _checksum(tensor: Tensor) -> Tensor:
     factors = torch.arange(at_once, device=tensor.device) * _MIX[0]
     factors = ((factors ^ (factors >> 32)) * _MIX[1]) ^ (factors >> 29) | 1
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in words.split(at_once):
+    for part in torch.split(words, at_once):
         total = total * _MIX[2] + (part * factors[: len(part)]).sum()
     return total ^ (total >> 32)  # its high bits depend on all others

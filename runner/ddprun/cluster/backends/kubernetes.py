@@ -258,7 +258,8 @@ class Kubernetes(Cluster):
                 texts[key] = data.decode("utf-8")
             except UnicodeDecodeError:
                 binary[key] = base64.b64encode(data).decode()
-        self.objects = [self._object("v1", "ConfigMap", data=texts, binaryData=binary or None)]
+        held: dict[str, Object] = {"data": texts} | ({"binaryData": binary} if binary else {})
+        self.objects = [self._object("v1", "ConfigMap", **held)]
         if options.runs is None:
             claim = {
                 "accessModes": ["ReadWriteMany" if self._nodes > 1 else "ReadWriteOnce"],
