@@ -12,6 +12,7 @@ from torch import nn
 from ddprun.config import load
 from ddprun.engine.build import noise
 from ddprun.explain.explain import explain
+from ddprun.explain.text import text as explain_text
 from ddprun.sync.frozen import checksums
 from ddprun_hooks.buckets import real
 from tests.checkpoint.runs import as_rank
@@ -88,8 +89,9 @@ def test_a_policy_sends_what_is_trained_and_less_than_plain_ddp(tmp_path: Path) 
         assert set(names) <= set(TRAINED), bucket
     by_name = dict(zip([*policies, "average", "broadcast stage"], sent.values(), strict=False))
     assert 0 < 3 * by_name["diloco"] < by_name["every_step"], by_name
-    explained = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=4).stages
-    for stage in explained[:-1]:
+    explained = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=4)
+    assert "5 of them" in explain_text(explained)
+    for stage in explained.stages[:-1]:
         assert stage.whole_amount is not None
         assert stage.whole_amount.all_ranks == sent[stage.index], stage.stage
     fresh = torch.arange(64 * 512).view(512, 64) % 7 - 3
