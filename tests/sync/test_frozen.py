@@ -65,7 +65,9 @@ def prepared(folder: Path, options: str, more: str) -> str:
     return PIPELINE.replace("OPTIONS", options) + more
 
 
-def test_a_policy_sends_what_is_trained_and_less_than_plain_ddp(tmp_path: Path) -> None:
+def test_a_policy_sends_what_is_trained_and_less_than_plain_ddp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every policy, both stages that make ranks equal, and the end of independent ranks: the records name
     trained parameters only, and `explain` counts the same bytes.
     """
@@ -89,6 +91,7 @@ def test_a_policy_sends_what_is_trained_and_less_than_plain_ddp(tmp_path: Path) 
         assert set(names) <= set(TRAINED), bucket
     by_name = dict(zip([*policies, "average", "broadcast stage"], sent.values(), strict=False))
     assert 0 < 3 * by_name["diloco"] < by_name["every_step"], by_name
+    monkeypatch.chdir(tmp_path)
     explained = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=4)
     assert "5 of them" in explain_text(explained)
     for stage in explained.stages[:-1]:

@@ -31,7 +31,7 @@ class FrozenParameters:
     def __init__(
         self, model: nn.Module, exchanger: ParameterExchanger, report: Callable[[Sequence[str]], None]
     ) -> None:
-        self.trained = trained_parameters(model)  # all others, by name
+        self.trained = trained_parameters(model)  # which ranks exchange, by name; fixed from here on
         self.named: dict[str, Tensor] = {
             name: param for name, param in model.named_parameters() if name not in self.trained
         }
