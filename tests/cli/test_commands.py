@@ -163,7 +163,8 @@ def test_warnings_do_not_stop_a_run(good: Path, started: list[Any], capsys: Out)
         (["x.yaml", "--master-port", "x"], "'x'"),
         (["check", "x.yaml", "--format", "xml"], "'xml' is not one of"),
         (["check", "x.yaml", "y.yaml", "--resolved"], "--resolved takes one pipeline"),
-        (["catalog", "hoook"], "'hoook' is not one of"),
+        (["catalog", "hoook"], '"hoook" is neither a kind nor the name of an entry (did you mean "hook"?)'),
+        (["catalog", "dilocco"], 'did you mean "diloco"?'),
         (["schema", "--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
     ],
 )
@@ -292,6 +293,29 @@ def test_the_catalog_of_one_kind_as_json(capsys: Out) -> None:
     entries = json.loads(capsys.readouterr().out)
     assert {"fp16", "bf16", "noop"} <= {entry["name"] for entry in entries}
     assert all(entry["kind"] == "hook" for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "written"),
+    [
+        ("diloco", ["sync"], "Write sync: {diloco: {every: …}}"),
+        ("average", ["sync", "stage"], "Write stages: [average]"),
+        ("CrossEntropyLoss", ["loss"], "Write loss: cross_entropy"),
+        ("powersgd", ["hook"], "Write hooks: [powersgd]"),
+        ("slurm", ["cluster"], "Write slurm: {}"),
+        ("noise", ["mutate"], "Write stages: [{train: {steps: …, mutate: {noise: {std: …}}}}]"),
+    ],
+)
+def test_the_catalog_shows_one_entry_in_full(name: str, kinds: list[str], written: str, capsys: Out) -> None:
+    """With how a file names it, and every option; of each kind that has the name."""
+    assert main(["catalog", name, "--format", "json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert [entry["kind"] for entry in entries] == kinds
+    assert main(["catalog", name]) == 0
+    out = capsys.readouterr().out
+    assert written in out
+    for option in (option for entry in entries for option in entry["options"]):
+        assert f"\n  {option['name']}: " in out
 
 
 def test_the_schema_goes_to_a_file(tmp_path: Path, capsys: Out) -> None:

@@ -26,6 +26,11 @@ docker: {{nodes: 2, network: {network}, runs: {runs}}}
 stages:
   - train: {{steps: {steps}}}
 """
+NET = """
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, OUT))
+"""
 USER = 1000
 
 
@@ -236,3 +241,18 @@ def test_kubeflows_container_backend_runs_the_image(docker: Engine, tmp_path: Pa
     assert done.returncode == 0, done.stderr + done.stdout
     assert "Complete" in done.stdout.splitlines()[-1]
     assert "2 ranks on cpu over gloo" in done.stdout
+
+
+def test_modules_beside_the_file_come_along(docker: Engine, tmp_path: Path) -> None:
+    """A model of the user's own, which imports another module beside the file."""
+    runs = prepare(tmp_path, steps=3)
+    file = tmp_path / "digits.yaml"
+    file.write_text(
+        file.read_text().replace("{mlp: {inputs: 64, hidden: [64], outputs: 10}}", "nets.net.Net")
+    )
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets/net.py").write_text("from torch import nn\nfrom sizes import OUT\n\n" + NET)
+    (tmp_path / "sizes.py").write_text("OUT = 10\n")
+    done = submit(docker, tmp_path, "--follow", "--with-modules", "--set=docker.nodes=1")
+    assert done.code == 0, done.stderr
+    assert summary(runs)["status"] == "done"

@@ -216,7 +216,8 @@ def test_the_object(file: Path, capsys: Out) -> None:
     stages = "stages=[{train: {steps: 20, sync: {local_sgd: {every: 8}}}}]"
     found = as_object(file, capsys, "--set", stages, "--nnodes", "2", "--nproc-per-node", "2")
     size = 405_610 * 4
-    assert found["model"] == {"name": "mlp", "parameters": 6, "numel": 405_610, "bytes": size}
+    held = {"parameters": 6, "numel": 405_610, "bytes": size, "trained": 6, "trained_bytes": size}
+    assert found["model"] == {"name": "mlp", **held}
     assert (found["v"], found["ranks"], found["hosts"], found["unknown"]) == (1, 4, 2, [])
     assert found["start"] == {"per_rank": 3 * size / 4, "all_ranks": 3 * size, "between_hosts": size}
     (stage,) = found["stages"]
@@ -305,7 +306,10 @@ def test_each_fault_of_a_run_is_told(file: Path, capsys: Out) -> None:
         ("hooks=[{hierarchical: {hosts: 3}}]", "hooks: two levels with hosts: 3"),
         ("sync={hierarchical_sgd: {across: 8, hosts: 3}}", "sync: two levels with hosts: 3"),
         ("sync={broadcast: {every: 2, source: 8}}", "sync.broadcast.source: there is no rank 8"),
-        ("sync={diloco: {every: 20, fragments: 7}}", "sync.diloco.fragments: 7 fragments of 6 parameters"),
+        (
+            "sync={diloco: {every: 20, fragments: 7}}",
+            "sync.diloco.fragments: 7 fragments of 6 trained",
+        ),
         ("seed=x", "seed: expected a whole number"),
     ],
 )

@@ -5,11 +5,8 @@ import functools
 import math
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,10 +20,9 @@ import ddprun_hooks
 from ddprun_hooks.builtin.cast import Cast
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.payload import Finding
-from tests.ranks import as_processes, free_port
+from tests.ranks import as_processes
 from tests.reads import Reads
 
-DOCS = Path(__file__).parents[2] / "docs" / "hooks.md"
 STEPS = 6
 
 
@@ -431,17 +427,3 @@ def register_twice() -> str:
 def test_a_second_hook_is_refused() -> None:
     """DDP takes one in a model's life."""
     assert "the model has a communication hook already" in as_processes(1, register_twice)[0]
-
-
-def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
-    """As it stands there, under torchrun, on two ranks."""
-    example = re.search(r"```python\n(# train\.py.*?)```", DOCS.read_text(), re.DOTALL)
-    assert example is not None
-    (tmp_path / "train.py").write_text(example[1])
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "train.py"),
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"loss \d\.\d+", done.stdout)

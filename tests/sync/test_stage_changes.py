@@ -235,7 +235,7 @@ def test_settings_that_only_a_run_can_see_are_faults_of_the_file(tmp_path: Path)
     (tmp_path / "p.yaml").write_text(text)
     done = ddprun("p.yaml", "--nproc-per-node", "2", cwd=tmp_path)
     assert done.code == 2
-    assert "stages[0].train.sync.diloco.fragments: 5 fragments of 4 parameters" in done.stderr
+    assert "stages[0].train.sync.diloco.fragments: 5 fragments of 4 trained parameters" in done.stderr
     assert "stages[1].broadcast.source: there is no rank 3: the run has 2 ranks" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -1,10 +1,13 @@
 """`ddprun catalog` and `ddprun schema`: what a pipeline may say."""
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
+from click.types import StringParamType
 
 from ddprun.cli.run import format_option
 
@@ -14,15 +17,58 @@ _KINDS = (
 )
 
 
+_WIDTH = 100
+
+_WRITTEN = {
+    "hook": "hooks: [{}]",
+    "tracker": "track: [{}]",
+    "stage": "stages: [{}]",
+    "mutate": "stages: [{{train: {{steps: …, mutate: {}}}}}]",
+    "update": "stages: [{{forward: {{steps: …, update: {}}}}}]",
+    "metric": "stages: [{{evaluate: {{metrics: [{}]}}}}]",
+}
+"""How a file names an entry, by kind; others as in `model: mlp`."""
+
+
+class _KindOrName(StringParamType):
+    """Completes to kinds and to names of entries."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from ddprun.config.catalog import names
+
+        found = [*_KINDS, *(name for kind in _KINDS for name in names(kind))]
+        return [CompletionItem(name) for name in dict.fromkeys(found) if name.startswith(incomplete)]
+
+
 @click.command()
-@click.argument("kind", type=click.Choice(_KINDS), required=False)
+@click.argument("what", metavar="[KIND | NAME]", type=_KindOrName(), required=False)
 @format_option("text", "json")
-def catalog(kind: str | None, form: str) -> int:
-    """Everything that a pipeline can choose, with options, types and defaults; of one KIND or of all."""
+def catalog(what: str | None, form: str) -> int:
+    """Everything that a pipeline can choose, with options, types and defaults.
+
+    KIND shows one kind of it, such as hook; NAME shows one entry in full, such as diloco.
+    """
     from ddprun.config import catalog as listed
     from ddprun.config.choices import KINDS
+    from ddprun.config.faults import suggest
 
-    kinds = [kind] if kind else list(_KINDS)
+    if what is not None and what not in _KINDS:
+        entries = listed.entries_named(what)
+        if not entries:
+            near = suggest(what, [*_KINDS, *(name for kind in _KINDS for name in listed.names(kind))])
+            hint = f' (did you mean "{near}"?)' if near else ""
+            kinds_text = ", ".join(_KINDS)
+            raise click.UsageError(
+                f'"{what}" is neither a kind nor the name of an entry{hint}; kinds: {kinds_text}'
+            )
+        if form == "json":
+            click.echo(json.dumps(entries, indent=1))
+        else:
+            click.echo("\n\n".join(map(_in_full, entries)))
+        return 0
+    kinds = [what] if what else list(_KINDS)
     if form == "json":
         click.echo(json.dumps([entry for name in kinds for entry in listed.catalog(name)], indent=1))
         return 0
@@ -39,16 +85,39 @@ def catalog(kind: str | None, form: str) -> int:
     return 0
 
 
+def _in_full(entry: dict[str, Any]) -> str:
+    """An entry on its own, and how a file names it."""
+    kind, name, options = entry["kind"], entry["name"], entry["options"]
+    needed = ", ".join(f"{option['name']}: …" for option in options if option["required"])
+    written = f"{name}: {{{needed}}}" if needed or kind == "cluster" else name
+    if kind != "cluster":
+        written = f"{{{written}}}" if needed else written
+        written = _WRITTEN.get(kind, f"{kind}: {{}}").format(written)
+    source = {"torch": "of torch", "installed": "of an installed package"}.get(entry["source"], "built in")
+    lines = [f"{name}: {kind}, {source}", *_wrapped(entry["description"], 2), f"  Write {written}"]
+    for option in options:
+        lines += ["", f"  {option['name']}: {option['type']}; {_default(option)}"]
+        lines += _wrapped(option["description"], 6)
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    margin = " " * indent
+    return textwrap.wrap(text, _WIDTH, initial_indent=margin, subsequent_indent=margin)
+
+
 def _option(option: dict[str, Any]) -> str:
-    if option["required"]:
-        default = "required"
-    elif option["default"] is None:
-        default = "default null"
-    else:
-        value = option["default"]
-        default = f"default {value if isinstance(value, str) else json.dumps(value)}"
     text = f"  {option['description']}" if option["description"] else ""
-    return f"{option['name']}: {option['type']}; {default}.{text}"
+    return f"{option['name']}: {option['type']}; {_default(option)}.{text}"
+
+
+def _default(option: dict[str, Any]) -> str:
+    if option["required"]:
+        return "required"
+    if option["default"] is None:
+        return "default null"
+    value = option["default"]
+    return f"default {value if isinstance(value, str) else json.dumps(value)}"
 
 
 @click.command()

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import format_option, override_option
 
 
 @click.command()
-@click.argument("pipelines", metavar="PIPELINE…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("pipelines", metavar="PIPELINE…", nargs=-1, required=True, type=PipelineFile())
 @override_option("Override a value, as in `ddprun run`.")
 @format_option(
     *("text", "json", "github"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import format_option, override_option
 from ddprun.screen import is_terminal
 
@@ -17,7 +18,7 @@ _OF_SEEDS = (
 
 
 @click.command()
-@click.argument("pipelines", metavar="PIPELINE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("pipelines", metavar="PIPELINE...", nargs=-1, required=True, type=PipelineFile())
 @click.option(
     "--vary",
     metavar="KEY=[A, B]",

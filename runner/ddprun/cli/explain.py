@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
+from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import format_option, override_option
 
 
 @click.command()
-@click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
+@click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())
 @override_option("Override a value, as in `ddprun run`.")
 @click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts; by default the file's.")
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks per host; by default as in a run.")

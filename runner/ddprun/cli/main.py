@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from ddprun import BAD_INPUT, DONE, FAILED, INTERRUPTED, __version__, screen
 from ddprun.cli import catalog, check, compare, doctor, explain, init, report, run, submit
+from ddprun.cli.completion import SUFFIXES, pipeline_files
 
 _RUNS = ("run", "resume")
 _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
@@ -29,6 +31,11 @@ class _Commands(click.Group):
         if not isinstance(failure, BrokenPipeError):
             screen.say(f"ddprun: cannot write to standard output: {failure.strerror}")
         return FAILED
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands, and pipeline files."""
+        files = [] if incomplete.startswith("-") else pipeline_files(incomplete)
+        return [*files, *super().shell_complete(ctx, incomplete)]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert `run` where no command is named."""
@@ -61,7 +68,7 @@ class _Commands(click.Group):
         word = next(_words(args, run.run), None)
         if word is None or args[0].startswith("-"):
             return True
-        return Path(word).suffix in (".yaml", ".yml") or os.sep in word or Path(word).exists()
+        return Path(word).suffix in SUFFIXES or os.sep in word or Path(word).exists()
 
 
 def _words(args: Sequence[str], command: click.Command) -> Iterator[str]:

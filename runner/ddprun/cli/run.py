@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from ddprun import BAD_INPUT, COMPARED, LAUNCHED
+from ddprun.cli.completion import PipelineFile, complete_setting
 from ddprun.run_files import Resuming, open_file, read_object
 
 Flag = str | int | float | bool | None
@@ -49,7 +50,13 @@ def given(flags: Mapping[str, Flag]) -> dict[str, str | bool]:
 
 def override_option(text: str) -> Callable[[Any], Any]:
     """`--set KEY=VALUE`, as often as one likes."""
-    return click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help=text)
+    return click.option(
+        *("--set", "overrides"),
+        metavar="KEY=VALUE",
+        multiple=True,
+        shell_complete=complete_setting,
+        help=text,
+    )
 
 
 def format_option(*names: str, text: str | None = None) -> Callable[[Any], Any]:
@@ -60,7 +67,7 @@ def format_option(*names: str, text: str | None = None) -> Callable[[Any], Any]:
 
 @torchrun_flags
 @click.command(options_metavar="[OPTIONS]")
-@click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
+@click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())
 @override_option(
     "Override a value, as in --set optimizer.sgd.lr=0.2; the value is YAML. May be given several times."
 )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import override_option
 
 if TYPE_CHECKING:
@@ -32,16 +33,25 @@ class _Submit(click.Command):
 
 
 @click.command(cls=_Submit)
-@click.argument("pipeline", metavar="PIPELINE", type=click.Path(path_type=Path))
+@click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())
 @override_option(
     "Override a value, as in --set slurm.nodes=4; the value is YAML. May be given several times."
+)
+@click.option(
+    "--with-modules", is_flag=True, help="Take along the modules beside the file that the pipeline names."
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be sent, and send nothing.")
 @click.option(
     "--follow", is_flag=True, help="Show the job's output until it is over; the exit code is 1 if it fails."
 )
 def submit(
-    pipeline: Path, to: str, overrides: tuple[str, ...], dry_run: bool, follow: bool, **flags: str | None
+    pipeline: Path,
+    to: str,
+    overrides: tuple[str, ...],
+    with_modules: bool,
+    dry_run: bool,
+    follow: bool,
+    **flags: str | None,
 ) -> int:
     """Hand a pipeline to a cluster; prints the job's id.
 
@@ -69,7 +79,8 @@ def submit(
     given = {name: value for name, value in flags.items() if value is not None}
     if foreign := sorted(given.keys() - cluster.flags.keys()):
         raise click.UsageError(f"--{foreign[0]} is not a flag for --to {to}")
-    job = cluster(_options(loaded, to, cluster), Submission(loaded, overrides, given))
+    modules = _modules(loaded, to, cluster, taken=with_modules)
+    job = cluster(_options(loaded, to, cluster), Submission(loaded, overrides, given, modules))
     if loaded.secrets.redact(job.text) != job.text:
         raise click.UsageError(f"{pipeline} holds a secret under {to}, which the job would show")
     if missing := job.lacks(loaded.variables()):
@@ -84,6 +95,41 @@ def submit(
         return _follow(job, number) if follow else 0
     except ClusterError as error:
         raise click.ClickException(loaded.secrets.redact(str(error))) from None
+
+
+def _modules(loaded: "Loaded", to: str, cluster: type["Cluster"], *, taken: bool) -> dict[str, bytes]:
+    """The files of modules beside the pipeline's that the job takes along; a warning names those that it
+    lacks.
+    """
+    from ddprun.cluster.modules import modules_beside
+    from ddprun.units import size
+
+    if taken and not cluster.takes_modules:
+        why = "takes none along"
+        if not cluster.shows_file:
+            why = f"needs none: its hosts read {loaded.folder} themselves"
+        raise click.UsageError(f"--with-modules: --to {to} {why}")
+    beside = modules_beside(loaded.pipeline, loaded.folder) if cluster.shows_file else {}
+    if not beside:
+        return {}
+    names = ", ".join(beside)
+    if not taken:
+        way_out = "the image has to have them"
+        way_out += ", or --with-modules takes them along" if cluster.takes_modules else ""
+        text = f"only {loaded.folder} has {names}, which does not travel with the job: {way_out}"
+        click.echo(f"ddprun: warning: {text}", err=True)
+        return {}
+    found = {path: file.read_bytes() for files in beside.values() for path, file in files.items()}
+    held = sum(map(len, found.values()))
+    if held > cluster.takes_modules:
+        text = f"{names} hold {size(held)}, and --to {to} takes at most {size(cluster.takes_modules)} along"
+        raise click.UsageError(f"--with-modules: {text}: put them into the image")
+    for path, data in found.items():
+        text = data.decode("utf-8", errors="replace")
+        if loaded.secrets.redact(text) != text:
+            raise click.UsageError(f"--with-modules: {path} holds a secret, which the job would show")
+    click.echo(f"ddprun: taking along {', '.join(found)} ({size(held)})", err=True)
+    return found
 
 
 def _follow(job: "Cluster", number: str) -> int:

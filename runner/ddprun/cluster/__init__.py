@@ -82,6 +82,9 @@ class Submission:
     flags: Mapping[str, str] = field(default_factory=dict)
     """The backend's own flags that were given, without `--`."""
 
+    modules: Mapping[str, bytes] = field(default_factory=dict)
+    """Files to put beside the pipeline's: their content, by their path from there."""
+
     def new_name(self) -> str:
         """A name for a job that no other has: lower-case letters, digits and dashes, a letter first."""
         plain = re.sub(r"[^a-z0-9]+", "-", self.loaded.pipeline.name.lower()).strip("-")
@@ -139,6 +142,9 @@ class Cluster(Plugin):
 
     shows_file: ClassVar[bool] = True
     """The job holds the text of the pipeline's file, so a file with a secret in it is refused."""
+
+    takes_modules: ClassVar[int] = 0
+    """So many bytes of `Submission.modules` at most the job can have beside the pipeline's file; 0: none."""
 
     variables: ClassVar[str] = ""
     """Where the job has its environment variables from, for messages; empty: from where it is submitted."""

@@ -46,6 +46,31 @@ def catalog(kind: str) -> list[Entry]:
     return entries + [_of_installed(kind, *added) for added in installed.items()]
 
 
+def names(kind: str) -> list[str]:
+    """The names of a kind's entries, as a file would write them."""
+    if kind == "stage":
+        return [*STAGES]
+    if kind == "cluster":
+        return [*CLUSTERS.names()]
+    found = KINDS[kind]
+    of_torch = signatures.names(found.torch) if found.torch else ()
+    shown = [signatures.functional_name(name) if kind == "loss" else name for name in of_torch]
+    return [*found.built_in, *shown, *(found.plugins.installed() if found.plugins else ())]
+
+
+def entries_named(name: str) -> list[Entry]:
+    """The entries of every kind that a file may call so; torch's names in any spelling."""
+    found = []
+    for kind in GROUPS:
+        torch = KINDS[kind].torch if kind in KINDS else None
+        of_torch = signatures.find(torch, name) if torch else None
+        if of_torch is not None and kind == "loss":
+            of_torch = signatures.functional_name(of_torch)
+        if name in names(kind) or of_torch is not None:
+            found += [entry for entry in catalog(kind) if entry["name"] in (name, of_torch)]
+    return found
+
+
 def _of_model(kind: str, name: str, model: type[BaseModel]) -> Entry:
     schema = model.model_json_schema()
     texts = docs.fields(model)

@@ -23,7 +23,7 @@ from ddprun.config import (
     tensor_options,
 )
 from ddprun.engine.data import is_iterable
-from ddprun.sync.synchronizer import averaged_parameters
+from ddprun.sync.frozen import trained_parameters
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS
 from ddprun_hooks.config.import_path import import_dotted
@@ -37,11 +37,11 @@ _T = TypeVar("_T")
 
 
 def noise(model: nn.Module, *, std: float) -> None:
-    """Mutation: add Gaussian noise, drawn from this rank's own generator, to every parameter that has a mean;
+    """Mutation: add Gaussian noise, drawn from this rank's own generator, to every parameter that is trained;
     `std` is in units of the weights.
     """
     with torch.no_grad():
-        for param in averaged_parameters(model).values():
+        for param in trained_parameters(model).values():
             param.add_(torch.randn_like(param), alpha=std)
 
 
@@ -383,7 +383,7 @@ def check_sync(loaded: Loaded, model: nn.Module, ranks: int) -> None:
     source that is no rank, more fragments than parameters, hooks on complex gradients.
     """
     faults = []
-    count = len(averaged_parameters(model))
+    count = len(trained_parameters(model))
     is_complex = any(param.is_complex() and param.requires_grad for param in model.parameters())
     for stage in loaded.pipeline.stages:
         path, sources = stage.path, [stage.source] if isinstance(stage, BroadcastStage) else []
@@ -394,7 +394,7 @@ def check_sync(loaded: Loaded, model: nn.Module, ranks: int) -> None:
             sources = [one.source for one in transfers if one.source is not None]
             fragments = max([0, *(one.fragment[1] for one in transfers)])
             if fragments > max(1, count):
-                text = f"{fragments} fragments of {count} parameters: each needs at least one"
+                text = f"{fragments} fragments of {count} trained parameters: each needs at least one"
                 faults.append(loaded.fault(f"{path}.fragments", text, f"at most {count}"))
             if is_complex and settings.gradients and settings.hooks:
                 text = "the model has complex parameters, and hooks carry gradients of real numbers only"

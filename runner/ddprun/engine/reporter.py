@@ -124,6 +124,16 @@ class Reporter:
         self.events.warning("nonfinite", **asdict(found))
         self.note(found.describe())
 
+    def frozen_differ(self, names: Sequence[str]) -> None:
+        """Report frozen parameters of which not all ranks hold the same, though nothing trains them."""
+        self.events.warning("frozen_differ", where=self.where, params=list(names))
+        shown = names[0] if len(names) == 1 else f"{len(names)} parameters ({names[0]} … {names[-1]})"
+        verb = "requires" if len(names) == 1 else "require"
+        self.note(
+            f"{self.where}: {shown} {verb} no gradient, but something has changed them, and not alike on all "
+            "ranks: where ranks synchronise, they are made equal"
+        )
+
     def audited(self, finding: Finding, step: int, *, at_end: bool) -> None:
         """Report when ranks first differ in a stage, and when a stage's end has made them equal again."""
         if finding.farthest and not self.apart_reported:

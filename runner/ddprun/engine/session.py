@@ -26,6 +26,7 @@ from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import Finding
 from ddprun.sync.buffers import BufferSync
 from ddprun.sync.exchanger import ParameterExchanger
+from ddprun.sync.frozen import FrozenParameters
 from ddprun.sync.plan import ReplicaConsistency
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.clock import Clock, GradientTimes, StreamClock
@@ -64,6 +65,7 @@ class Runtime:
     replica: DdpReplica | None  # the model under DDP; None if no stage exchanges gradients
     stacks: Stacks  # the hooks of each stage
     buffers: BufferSync
+    frozen: FrozenParameters
     optimizer: Optimizer
     optimizer_settings: dict[int, list[dict[str, Any]]]  # of each parameter group, by stage
     precision: Precision

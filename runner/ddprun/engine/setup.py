@@ -25,6 +25,7 @@ from ddprun.parallel.ranks import Ranks
 from ddprun.screen import say
 from ddprun.sync.buffers import BufferSync, agree
 from ddprun.sync.exchanger import ParameterExchanger
+from ddprun.sync.frozen import FrozenParameters
 from ddprun.sync.synchronizer import QueueRequirements, requirements
 from ddprun.telemetry.clock import GradientTimes, clock_for
 from ddprun.telemetry.profile import Profiler
@@ -132,6 +133,7 @@ def open_session(
         replica=replica,
         stacks=stacks,
         buffers=buffers,
+        frozen=FrozenParameters(model, exchanger, reporter.frozen_differ),
         optimizer=optimizer,
         optimizer_settings=optimizer_settings,
         precision=precision,

@@ -19,7 +19,7 @@ from ddprun.engine.state import restore_stage
 from ddprun.sync.audit import DriftError, audit
 from ddprun.sync.exchanger import average_state
 from ddprun.sync.plan import Effect
-from ddprun.sync.synchronizer import Synchronizer, averaged_parameters
+from ddprun.sync.synchronizer import Synchronizer
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.groups import Placement
 
@@ -124,7 +124,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     plan = settings.plan
     replica = runtime.replica if plan.gradients else None
     synchronizer = state.synchronizer = Synchronizer(
-        plan, runtime.model, runtime.optimizer, runtime.exchanger, stack, host_stack, state.outer_momentum
+        plan, runtime.frozen, runtime.optimizer, runtime.exchanger, stack, host_stack, state.outer_momentum
     )
     state.replicas.hosts = plan.hosts
     runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
@@ -180,6 +180,9 @@ def end_stage(run: StageRun) -> None:
             f"{stage.name}: the ranks' parameters differ; averaging them at the stage's end"
         )
         effect = "common"
+    elif reconcile and effect == "nothing":
+        session.runtime.frozen.post()
+        session.runtime.frozen.make_equal()
     if effect == "common" and session.runtime.loaded.pipeline.audit.every:
         audit_parameters(session, f"at the end of {stage.path}", state.step, at_end=True)
 
@@ -210,14 +213,15 @@ def make_parameters_equal(session: Session, source: int | None = None) -> None:
     """Every rank's parameters become those of rank `source`, or their mean, exactly: there is no common base,
     and no hook is used.
     """
-    model, exchanger = session.runtime.model, session.runtime.exchanger
-    named = averaged_parameters(model) if source is None else dict(model.named_parameters())
-    buckets = ParameterBuckets(named, exchanger.cap_bytes)
+    frozen, exchanger = session.runtime.frozen, session.runtime.exchanger
+    buckets = ParameterBuckets(frozen.trained, exchanger.cap_bytes)
     with torch.no_grad():
         if source is None:
             exchanger.average(buckets, "parameters")
         else:
             exchanger.broadcast(buckets, "parameters", source)
+    frozen.post()
+    frozen.make_equal(source)
     session.state.replicas.parameters = "common"
 
 
@@ -243,7 +247,10 @@ def audit_parameters(session: Session, where: str, step: int, *, at_end: bool = 
     ranks, groups = runtime.ranks, None
     if state.replicas.parameters == "host":
         groups = Placement(ranks.rank, ranks.hosts, ranks.local_sizes).blocks(state.replicas.hosts)
-    finding = audit(runtime.model, runtime.exchange, groups)
+    not_judged = frozenset[str]()
+    if groups is not None:  # frozen ones are made equal where all ranks synchronise
+        not_judged = frozenset(runtime.frozen.named)
+    finding = audit(runtime.model, runtime.exchange, groups, not_judged)
     reporter.events.info(
         "audit",
         step=step,

@@ -54,6 +54,7 @@ def state_of(session: Session) -> dict[str, Any]:
         "position": state.cursor.state_dict(),
         "schedule": state.schedule.state_dict() if state.schedule is not None else None,
         "parameters": dict(model.named_parameters()),
+        "frozen": {},  # parameters that are the same on all ranks although others are not (`take_checkpoint`)
         "buffers": dict(model.named_buffers()),
         # What modules have besides these (`get_extra_state`).
         "extra": {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")},
@@ -128,6 +129,7 @@ class _State(BaseModel, strict=True):
     position: _Position
     schedule: dict[str, Any] | None
     parameters: dict[str, Any]
+    frozen: dict[str, Any]
     buffers: dict[str, Any]
     extra: dict[str, Any]
     optimizer: dict[str, Any]
@@ -211,6 +213,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         run_state.farthest_apart = reported["farthest_apart"]
         session.reporter.apart_reported = reported["apart_reported"]
 
+    state = {**state, "parameters": {**state["frozen"], **state["parameters"]}}
     run_state.step = state["step"]
     run_state.outer_momentum.clear()
     parts: dict[str, Callable[[Any], object]] = {
@@ -376,6 +379,13 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
         step = int(known[:, 0].max())
         writer.skip_to(int(known[:, 1].max()))
     whole, shared = state_of(session), shared_keys(session)
+    together = at_end or state.synchronizer is None or not state.synchronizer.plan.never
+    if together and "parameters" not in shared:
+        differing = runtime.frozen.differing()
+        parameters = whole["parameters"]
+        equal = [name for name in runtime.frozen.named if name not in differing]
+        whole["frozen"] = {name: parameters.pop(name) for name in equal}
+        shared |= {"frozen"}
     own = {key: value for key, value in whole.items() if key not in shared}
     parts = {rank_name(runtime.ranks.rank): encode(own)}
     if runtime.ranks.rank == 0:

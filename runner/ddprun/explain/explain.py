@@ -13,8 +13,9 @@ from ddprun.explain.traffic import Amount, Bucket, Route, Simulations, total
 from ddprun.host.device import default_ranks
 from ddprun.sync.buffers import BufferPlan, BufferUse, counters_of, split_by_transfer
 from ddprun.sync.exchanger import complete_state, floating_state, has_mean
+from ddprun.sync.frozen import trained_parameters
 from ddprun.sync.plan import PlanProgress, ReplicaConsistency, SyncPlan, Transfer
-from ddprun.sync.synchronizer import averaged_parameters, buckets_of
+from ddprun.sync.synchronizer import buckets_of
 from ddprun_hooks.buckets import BucketLayout, ParameterBuckets
 from ddprun_hooks.payload import nbytes
 
@@ -178,10 +179,12 @@ class Explained:
         """For `--format json` (`docs/explain.md`); bytes throughout."""
         unknown, use, held = self.probe.unknown, self.probe.buffer_use, self.parameters
         model: dict[str, Any] = {"name": self.loaded.pipeline.model.name}
-        model |= dict.fromkeys(("parameters", "numel", "bytes"))
+        model |= dict.fromkeys(("parameters", "numel", "bytes", "trained", "trained_bytes"))
         if held is not None:
             model |= {"parameters": len(held), "numel": sum(one.numel() for one in held.values())}
             model["bytes"] = sum(map(nbytes, held.values()))
+            trained = [one for one in held.values() if one.requires_grad]
+            model |= {"trained": len(trained), "trained_bytes": sum(map(nbytes, trained))}
         buffers = None
         if use is not None and self.buffers is not None:
             buffers = {
@@ -262,6 +265,7 @@ class _Planner:
         self._ranks = len(simulations.groups)
         self._cap_bytes = loaded.pipeline.ddp.bucket_cap_mb * 2**20
         self._model = probe.model
+        self._trained = trained_parameters(probe.model) if probe.model is not None else None
         self._named_buffers = dict(self._model.named_buffers()) if self._model is not None else {}
         self._use = probe.buffer_use or _nothing_excluded(self._model)
         self._setting = loaded.pipeline.buffers
@@ -373,14 +377,12 @@ class _Planner:
     def _average(self, moment: Moment) -> tuple[Sent, ...]:
         """Parameters as they are, averaged."""
         route = Route("parameters", "plain", "sum")
-        named = None if self._model is None else averaged_parameters(self._model)
-        return self._bucketed(moment, route, named)
+        return self._bucketed(moment, route, self._trained)
 
     def _broadcast(self, source: int) -> tuple[Sent, ...]:
         """Parameters of one rank."""
         route = Route("parameters", "plain", "broadcast", source=source)
-        named = None if self._model is None else dict[str, Tensor](self._model.named_parameters())
-        return self._bucketed("once", route, named)
+        return self._bucketed("once", route, self._trained)
 
     def _before_reading(self) -> tuple[Sent, ...]:
         """Buffers that an evaluate or save stage reads."""
@@ -445,9 +447,9 @@ class _Planner:
                 route = Route("parameters", "plain", "sum", inside, hosts, part=one.partition)
             case "change":
                 route = Route("delta", "deltas", "host_hooks" if inside else "hooks", inside, hosts)
-        if self._model is None:
+        if self._trained is None:
             return _sent(moment, route, None)
-        return _sent(moment, route, buckets_of(plan, self._model, self._cap_bytes)[one.fragment].layouts)
+        return _sent(moment, route, buckets_of(plan, self._trained, self._cap_bytes)[one.fragment].layouts)
 
     def _buffers(self, moment: Moment, names: Sequence[str]) -> tuple[Sent, ...]:
         named = {name: self._named_buffers[name] for name in names}

@@ -39,6 +39,13 @@ def _head(explained: Explained) -> Iterator[str]:
     what = f"{pipeline.model.name}: {count(len(parameters), 'parameter')}, {count(values, 'value')}, "
     what += size(held) + (f"; {count(len(buffers), 'buffer')}, {size(more)}" if buffers else "; no buffers")
     yield from paragraph("Model", what)
+    frozen = [one for one in parameters.values() if not one.requires_grad]
+    if frozen:
+        held_frozen = size(sum(one.nbytes for one in frozen))
+        which = f"{len(frozen)} of them, {held_frozen}, require no gradient"
+        yield from paragraph(
+            "Frozen", f"{which}: they are sent only if something else makes ranks differ in them."
+        )
     start = "Before the first step every rank takes rank 0's parameters and buffers, once"
     yield from paragraph("Start", f"{start}: {size(held + more)}.")
     measured = {

@@ -1,7 +1,7 @@
 """The parameter audit: do all ranks hold the same weights, and if not, how far are they apart?"""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,17 +29,23 @@ class Finding:
     farthest: str  # the parameter of that value; empty if all are equal
 
 
-def audit(model: nn.Module, exchange: Exchange, groups: Sequence[Sequence[int]] | None = None) -> Finding:
+def audit(
+    model: nn.Module,
+    exchange: Exchange,
+    groups: Sequence[Sequence[int]] | None = None,
+    not_judged: Container[str] = (),
+) -> Finding:
     """Compare parameters between ranks, by hash; where they differ, by value. Called by all ranks together.
 
-    The ranks of each of `groups` have to be equal (None: all of them); the distance is over all ranks. What
-    is sent for it is in no record of training.
+    The ranks of each of `groups` have to be equal (None: all of them), but for parameters that are
+    `not_judged`; the distance is over all ranks. What is sent for it is in no record of training.
     """
     named = dict(model.named_parameters())
     hashes = [float(digest(param)) for param in named.values()]
     digests = exchange.control.all_gather(hashes, "digests of the parameters")  # (ranks, parameters)
     odd = _odd(digests, groups or [range(len(digests))])  # (ranks, parameters)
-    differing = [name for name, differs in zip(named, odd.any(0), strict=True) if differs]
+    judged = zip(named, odd.any(0), strict=True)
+    differing = [name for name, differs in judged if differs and name not in not_judged]
     apart = (digests != digests[0]).any(0)
     distances = {
         name: _spread(param, exchange)

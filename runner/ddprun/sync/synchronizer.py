@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_state, has_mean
+from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_state
+from ddprun.sync.frozen import FrozenParameters
 from ddprun.sync.plan import Effect, OuterOptimizer, PlanProgress, SyncPlan, Transfer
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements, RankGroup, combine, within_hosts
@@ -22,17 +23,12 @@ from ddprun_hooks.stack import Stack
 _ADDS = OuterOptimizer(lr=1.0, momentum=0.0)  # SGD that adds the mean change
 
 
-def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters that have a mean, by name; whole numbers (quantised weights) have none, and do not train."""
-    return {name: param for name, param in model.named_parameters() if has_mean(param)}
-
-
 @dataclass(eq=False)
 class Synchronizer:
     """Exchanges after each step what the plan says. Raises ValueError for more fragments than parameters."""
 
     plan: SyncPlan
-    model: nn.Module
+    frozen: FrozenParameters  # and the trained ones, which travel
     optimizer: Optimizer
     exchanger: ParameterExchanger
     stack: Stack  # the stage's hooks, among all ranks
@@ -41,7 +37,9 @@ class Synchronizer:
 
     def __post_init__(self) -> None:
         self._progress = PlanProgress(self.plan)
-        self._buckets = buckets_of(self.plan, self.model, self.exchanger.cap_bytes)
+        self._buckets = buckets_of(self.plan, self.frozen.trained, self.exchanger.cap_bytes)
+        equalizing = (index for index, one in enumerate(self.plan.transfers) if one.equalizes)
+        self._compares_frozen = next(equalizing, None)  # the transfer with which frozen ones are compared
         self._deltas = {
             index: self._delta(one) for index, one in enumerate(self.plan.transfers) if one.what == "change"
         }
@@ -83,7 +81,7 @@ class Synchronizer:
 
     def state_dict(self) -> dict[str, Any]:
         """What decides later steps, mid-stage; of this rank. Waits for what is under way."""
-        state: dict[str, Any] = {}
+        state: dict[str, Any] = {"frozen_differ": self.frozen.unequal()}
         for index, steps in enumerate(self._progress.since):
             delta = self._deltas.get(index)
             state[str(index)] = {"since": steps} | (delta.state_dict() if delta else {})
@@ -91,6 +89,7 @@ class Synchronizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there; comes after `begin`."""
+        self.frozen.load_unequal(state["frozen_differ"])
         for index in range(len(self.plan.transfers)):
             own = state[str(index)]
             self._progress.since[index] = own["since"]
@@ -104,10 +103,13 @@ class Synchronizer:
         become equal: the outer momentum, which is the same on all ranks.
         """
         first = states[0] if states else {}
-        return {
-            index: {"since": 0} | ({"momentum": own["momentum"]} if "momentum" in own else {})
-            for index, own in first.items()
-        }
+        if not first:
+            return {}
+        state: dict[str, Any] = {"frozen_differ": False}
+        for index in map(str, range(len(self.plan.transfers))):
+            own = first[index]
+            state[index] = {"since": 0} | ({"momentum": own["momentum"]} if "momentum" in own else {})
+        return state
 
     def _carry_out(
         self,
@@ -137,10 +139,26 @@ class Synchronizer:
         for index in setting_out:
             if index not in self._deltas:
                 self._send_as_is(transfers[index])
+        self._equalize_frozen(landing, setting_out, at_end=at_end)
         if any(transfers[index].equalizes for index in setting_out):
             for index, delta in self._deltas.items():
                 if transfers[index].among == "host":
                     delta.begin()  # changes inside a host are counted from what all ranks have now
+
+    def _equalize_frozen(self, landing: Sequence[int], setting_out: Sequence[int], *, at_end: bool) -> None:
+        """Compare the frozen parameters when all ranks' trained ones set out, and make them equal when these
+        land.
+        """
+        index = self._compares_frozen
+        if index is None:
+            return
+        source = self.plan.transfers[index].source
+        if index in landing:
+            self.frozen.make_equal(source)
+        if index in setting_out:
+            self.frozen.post()
+            if at_end or not self.plan.transfers[index].delay:
+                self.frozen.make_equal(source)
 
     def _send_as_is(self, transfer: Transfer) -> None:
         """Exchange the optimizer's state, or parameters, past all hooks."""
@@ -263,14 +281,16 @@ class DeltaExchange:
                 momentum[param.name] = buffer[param.offset : param.offset + param.numel].clone()
 
 
-def buckets_of(plan: SyncPlan, model: nn.Module, cap_bytes: float) -> dict[tuple[int, int], ParameterBuckets]:
-    """The parameters of each fragment that a plan sends, in flat buckets of at most `cap_bytes`; raises
-    ValueError for more fragments than parameters.
+def buckets_of(
+    plan: SyncPlan, trained: Mapping[str, Tensor], cap_bytes: float
+) -> dict[tuple[int, int], ParameterBuckets]:
+    """The trained parameters of each fragment that a plan sends, in flat buckets of at most `cap_bytes`;
+    raises ValueError for more fragments than parameters.
     """
     found: dict[tuple[int, int], ParameterBuckets] = {}
     for count in sorted({one.fragment[1] for one in plan.transfers if one.what != "optimizer"}):
         first = 0
-        for index, named in enumerate(split_evenly(averaged_parameters(model), count)):
+        for index, named in enumerate(split_evenly(trained, count)):
             found[index, count] = ParameterBuckets(named, cap_bytes, first)
             first += len(found[index, count].layouts)
     return found

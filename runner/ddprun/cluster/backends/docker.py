@@ -11,6 +11,7 @@ import os
 import posixpath
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Annotated, Any
 
 import yaml
@@ -112,13 +113,21 @@ class Docker(Cluster):
         """Environment variables that are passed on from where submit is called; `docker inspect` shows
         them."""
 
+    takes_modules = 64 << 20
     variables = "docker.env"
 
     def __init__(self, options: Options, submission: Submission) -> None:
         """Write the requests to the engine."""
         hosts, least = submission.hosts(options.nodes), submission.loaded.pipeline.launch.hosts[0]
         self.name, self._options = submission.new_name(), options
-        self._file, self._data = f"{RUNS}/{self.name}.yaml", submission.loaded.path.read_bytes()
+        self._file = f"{RUNS}/{self.name}.yaml"
+        if submission.modules:  # in a folder of their own: other jobs' files are in that of runs
+            self._file = f"{RUNS}/{self.name}-files/{submission.loaded.path.name}"
+        beside, _, name = self._file.removeprefix(f"{RUNS}/").rpartition("/")
+        self._data = {
+            posixpath.join(beside, path): data
+            for path, data in {**submission.modules, name: submission.loaded.path.read_bytes()}.items()
+        }
         self._least = min(least, hosts)
         self._env = [name for name in options.env if name not in limits()]
         names = [f"{self.name}-{node}" for node in range(hosts)]
@@ -182,7 +191,9 @@ class Docker(Cluster):
             for name, body in self._containers.items()
         ]
         first = next(iter(self._containers))
-        shown.append({"PUT": f"containers/{first}/archive?path={RUNS}", "file": self._file})
+        files = [f"{RUNS}/{path}" for path in self._data]
+        put = {"file": files[0]} if len(files) == 1 else {"files": files}
+        shown.append({"PUT": f"containers/{first}/archive?path={RUNS}", **put})
         return yaml.safe_dump_all(shown, sort_keys=False, width=120, allow_unicode=True)
 
     def send(self) -> str:
@@ -202,7 +213,7 @@ class Docker(Cluster):
                     api.create_container_from_config({**body, "Env": env}, name)["Id"]
                     for name, body in self._containers.items()
                 ]
-                api.put_archive(made[0], RUNS, _archive(self._file.removeprefix(f"{RUNS}/"), self._data))
+                api.put_archive(made[0], RUNS, _archive(self._data))
                 for container in made:
                     api.start(container)
             except BaseException:
@@ -284,15 +295,20 @@ def _node(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def _archive(name: str, data: bytes) -> bytes:
-    """A tar file with one file."""
+def _archive(files: Mapping[str, bytes]) -> bytes:
+    """A tar file with these files, and the folders that they are in."""
     import tarfile
 
     buffer = io.BytesIO()
+    folders = {str(folder) for path in files for folder in PurePosixPath(path).parents} - {"."}
     with tarfile.open(fileobj=buffer, mode="w") as tar:
-        entry = tarfile.TarInfo(name)
-        entry.size, entry.mode, entry.uid, entry.gid = len(data), 0o644, USER, USER
-        tar.addfile(entry, io.BytesIO(data))
+        for path in (*sorted(folders), *files):
+            entry = tarfile.TarInfo(path)
+            entry.mode, entry.uid, entry.gid = 0o644, USER, USER
+            if path in folders:
+                entry.mode, entry.type = 0o755, tarfile.DIRTYPE
+            entry.size = len(files.get(path, b""))
+            tar.addfile(entry, io.BytesIO(files.get(path, b"")))
     return buffer.getvalue()
 
 

@@ -6,8 +6,10 @@ https://www.kubeflow.org/docs/components/trainer/, https://kubernetes.io/docs/co
 https://kubernetes.io/docs/concepts/security/pod-security-standards/
 """
 
+import base64
 import json
 import math
+import posixpath
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -236,6 +238,7 @@ class Kubernetes(Cluster):
         pod: Annotated[dict[str, Any], Validated(_read_pod, _POD)] = Field(default={})
         """Any other restricted fields of the pods, as in {nodeSelector: {gpu: h100}, tolerations: […]}."""
 
+    takes_modules = 900 << 10  # a ConfigMap holds 1 MiB, the pipeline's text included
     variables = "the Secret that kubernetes.env_from names"
 
     def __init__(self, options: Options, submission: Submission) -> None:
@@ -247,8 +250,16 @@ class Kubernetes(Cluster):
         self._command = submission.container_arguments(
             self.name, f"{_FOLDER}/{_FILE}", self._nodes, f"{first}.{self.name}"
         )
-        text = submission.loaded.path.read_text("utf-8")
-        self.objects = [self._object("v1", "ConfigMap", data={_FILE: text})]
+        texts, binary, self._paths = {_FILE: submission.loaded.path.read_text("utf-8")}, {}, {_FILE: _FILE}
+        for index, (path, data) in enumerate(submission.modules.items()):
+            key = f"{index}-{re.sub(r'[^-._a-zA-Z0-9]', '_', posixpath.basename(path))}"
+            self._paths[key] = path
+            try:
+                texts[key] = data.decode("utf-8")
+            except UnicodeDecodeError:
+                binary[key] = base64.b64encode(data).decode()
+        held: dict[str, Object] = {"data": texts} | ({"binaryData": binary} if binary else {})
+        self.objects = [self._object("v1", "ConfigMap", **held)]
         if options.runs is None:
             claim = {
                 "accessModes": ["ReadWriteMany" if self._nodes > 1 else "ReadWriteOnce"],
@@ -354,6 +365,9 @@ class Kubernetes(Cluster):
             "envFrom": options.env_from and [{"secretRef": {"name": options.env_from}}],
             "resources": self._resources(),
         }
+        items = None
+        if len(self._paths) > 1:
+            items = [{"key": key, "path": path} for key, path in self._paths.items()]
         init_containers = [
             {**one, "securityContext": {**_RESTRICTED, **(one.get("securityContext") or {})}}
             for one in options.pod.get("initContainers", ())
@@ -373,7 +387,7 @@ class Kubernetes(Cluster):
             "initContainers": init_containers or None,
             "containers": [container],
             "volumes": [
-                {"name": "pipeline", "configMap": {"name": self.name}},
+                {"name": "pipeline", "configMap": {"name": self.name, "items": items}},
                 {"name": "runs", "persistentVolumeClaim": {"claimName": options.runs or self.name}},
                 {"name": "tmp", "emptyDir": {}},
                 {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},

@@ -1,0 +1,71 @@
+"""What the Tab key completes to in bash, zsh and fish: pipeline files, and keys of `--set`.
+
+Click makes the script that a shell reads (`_DDPRUN_COMPLETE=bash_source ddprun`), which asks ddprun itself.
+https://click.palletsprojects.com/en/stable/shell-completion/
+"""
+
+from pathlib import Path
+
+import click
+from click.shell_completion import BashComplete, CompletionItem, add_completion_class
+
+VARIABLE = "_DDPRUN_COMPLETE"
+"""In the environment of a shell's question; click derives its name from the program's."""
+
+SUFFIXES = (".yaml", ".yml")
+
+
+@add_completion_class
+class _Bash(BashComplete):
+    """Offers folders beside the files, and no space after a key of `--set`."""
+
+    name = "bash"
+    source_template = BashComplete.source_template.replace(
+        "compopt -o dirnames", "compopt -o filenames -o plusdirs"
+    ).replace(
+        "    return 0\n",
+        "    [[ ${COMPREPLY[0]-} == *= ]] && compopt -o nospace\n    return 0\n",
+    )
+
+
+class PipelineFile(click.Path):
+    """The path of a pipeline's file."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Files that end in .yaml, and folders that may hold some."""
+        return pipeline_files(incomplete)
+
+
+def pipeline_files(incomplete: str) -> list[CompletionItem]:
+    """Files that end in .yaml and begin like `incomplete`; folders are the shell's to find."""
+    head, slash, rest = incomplete.rpartition("/")
+    try:
+        found = sorted(entry.name for entry in Path(head + slash or ".").iterdir())
+    except OSError:
+        found = []
+    files = [name for name in found if name.startswith(rest) and Path(name).suffix in SUFFIXES]
+    return [
+        CompletionItem(incomplete, type="dir"),
+        *(CompletionItem(head + slash + name) for name in files),
+    ]
+
+
+def complete_setting(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Keys of a pipeline that begin like `incomplete`, with what follows a key."""
+    from pydantic import BaseModel
+
+    from ddprun.config.schema import pipeline_model
+
+    keys = []
+    for name, field in pipeline_model().model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel) and section.model_fields:
+            keys += [f"{name}.{key}" for key in section.model_fields]
+        else:
+            keys.append(name)
+    return [CompletionItem(f"{key}=") for key in sorted(keys) if key.startswith(incomplete)]

@@ -1,0 +1,100 @@
+"""Modules that stand beside a pipeline's file, which a job elsewhere has only if they travel with it."""
+
+import ast
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from ddprun.config.choices import Choice
+
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def modules_beside(pipeline: Any, folder: Path) -> dict[str, dict[str, Path]]:
+    """The top-level modules that a pipeline names and Python finds in `folder` alone, and those beside them
+    that they import; of each its files, by their path in the folder. Nothing is imported.
+    """
+    folder = folder.resolve()
+    found: dict[str, dict[str, Path]] = {}
+    wanted = [name.partition(".")[0] for name in _dotted_names(pipeline)]
+    while wanted:
+        name = wanted.pop(0)
+        if name in found or name in sys.stdlib_module_names:
+            continue
+        files = _files(folder, name)
+        if files and not _is_elsewhere(name, folder):
+            found[name] = files
+            wanted += [root for file in files.values() if file.suffix == ".py" for root in _imports(file)]
+    return found
+
+
+def _dotted_names(value: Any) -> Iterator[str]:
+    """Names of somebody else's code in a pipeline; also what options only seem to name."""
+    if isinstance(value, str):
+        if _DOTTED.fullmatch(value):
+            yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _dotted_names(key)
+            yield from _dotted_names(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _dotted_names(item)
+    elif isinstance(value, Choice):
+        yield from _dotted_names(value.name)
+        yield from _dotted_names(value.options)
+    elif isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from _dotted_names(getattr(value, name))
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _dotted_names(getattr(value, field.name))
+
+
+def _files(folder: Path, name: str) -> dict[str, Path]:
+    """The files of a module or a package in a folder; none if there is neither."""
+    package = folder / name
+    if not package.is_dir():
+        module = folder / f"{name}.py"
+        return {module.name: module} if module.is_file() else {}
+    found = {}
+    for at, folders, names in os.walk(package):
+        folders[:] = sorted(one for one in folders if one != "__pycache__" and not one.startswith("."))
+        for file in (Path(at, one) for one in sorted(names) if not one.startswith(".")):
+            if file.is_file() and file.suffix != ".pyc":
+                found[file.relative_to(folder).as_posix()] = file
+    return found if any(path.endswith(".py") for path in found) else {}
+
+
+def _is_elsewhere(name: str, folder: Path) -> bool:
+    """Whether Python finds a module without this folder, as where the package is installed."""
+    before = sys.path[:]
+    sys.path[:] = [path for path in before if Path(path or ".").resolve() != folder]
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path[:] = before
+    places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
+    return any(place and folder not in Path(place).resolve().parents for place in places)
+
+
+def _imports(file: Path) -> Iterator[str]:
+    """The top-level modules that a file imports anywhere; none if it is not Python."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]

@@ -1,0 +1,97 @@
+"""The code on the page about hooks: scripts under other frameworks, and a hook with state."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddprun_hooks.testing import check_hooks
+from tests.engine.running import run_pipeline, summary
+from tests.ranks import free_port
+
+PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf-8")
+SOURCES = dict(re.findall(r"```python\n# (\w+\.py).*?\n(.*?)```", PAGE, re.DOTALL))
+
+
+@pytest.mark.parametrize(
+    ("script", "packages", "said"),
+    [
+        ("train.py", (), r"loss \d\.\d+, \d+ bytes sent"),
+        # fp16: as many bytes as a ring of two ranks sends of half the gradients
+        (
+            "accelerated.py",
+            ("accelerate",),
+            rf"loss \d\.\d+, {2 * (65 * 512 + 513 * 8)} bytes sent",
+        ),
+        ("trained.py", ("transformers", "accelerate"), rf"loss \d\.\d+, {2 * 65 * 8} bytes sent"),
+        ("lit.py", ("lightning",), rf"{2 * 65 * 8} bytes sent"),
+    ],
+)
+def test_the_scripts_of_the_page_run(
+    tmp_path: Path, script: str, packages: tuple[str, ...], said: str
+) -> None:
+    """As they stand there, under torchrun, on two ranks; where what they are for is installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} is not installed: pip install {' '.join(missing)}")
+    (tmp_path / script).write_text(SOURCES[script])
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), script),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(said, done.stdout), done.stdout
+
+
+@pytest.fixture
+def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The page's hook with state, as a module beside a pipeline."""
+    (tmp_path / "scaled.py").write_text(SOURCES["scaled.py"])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "scaled", raising=False)
+    return importlib.import_module("scaled").Scaled
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        "scaled.Scaled",
+        [{"powersgd": {"rank": 2}}, "scaled.Scaled"],
+        [{"hierarchical": {"hosts": 2, "across": ["scaled.Scaled"]}}],
+    ],
+)
+def test_the_hook_with_state_holds_every_promise(scaled: Any, hooks: Any) -> None:
+    """Equal bits, nothing lost, the same bits after a resume, no trace of a step that is rolled back."""
+    check_hooks(hooks, ranks=4)
+
+
+def test_its_own_state_is_merged_and_rolled_back(scaled: Any) -> None:
+    """The largest values of all ranks; and after a rollback those from before the step."""
+    states = []
+    for largest in (2.0, 5.0, 3.0):
+        hook = scaled()
+        hook.largest = {"gradient": {"weight": torch.tensor(largest)}}
+        hook.begin_step()
+        hook.largest["gradient"]["weight"] = torch.tensor(9.0)
+        hook.rollback()
+        states.append(hook.state_dict())
+    assert scaled().merge(states)["largest"] == {"gradient": {"weight": torch.tensor(5.0)}}
+
+
+def test_it_trains_with_checkpoints_and_sends_a_quarter(scaled: Any, tmp_path: Path) -> None:
+    """In a run of ddprun: gradients first, then changes of parameters."""
+    text = (
+        "model: {mlp: {inputs: 64, hidden: [256], outputs: 10}}\ndata: digits\nhooks: [HOOKS]\n"
+        "optimizer: {sgd: {lr: 0.1, momentum: 0.9}}\ncheckpoint: {every: 5}\nstages:\n"
+        "  - train: {steps: 12}\n  - train: {steps: 12, sync: {local_sgd: {every: 4}}}\n"
+    )
+    plain = summary(run_pipeline(tmp_path, text.replace("[HOOKS]", "[]"), 2, "plain"))
+    found = summary(run_pipeline(tmp_path, text.replace("HOOKS", "scaled.Scaled"), 2, "scaled"))
+    assert found["wire_bytes"] == pytest.approx(plain["wire_bytes"] / 4, rel=0.01)
+    assert found["loss"] == pytest.approx(plain["loss"], rel=0.2)
