@@ -13,6 +13,7 @@ from ddprun.config.schema import (
     STAGES,
     TIMES,
     Audit,
+    Batch,
     Checkpoint,
     Ddp,
     Launch,
@@ -29,6 +30,7 @@ def defaults() -> dict[str, str]:
     """Every key and its default, as the page writes them."""
     sections: dict[str, type[BaseModel]] = {
         "loader": Loader,
+        "batch": Batch,
         "ddp": Ddp,
         "launch": Launch,
         "checkpoint": Checkpoint,
@@ -110,7 +112,7 @@ def test_every_stage_is_on_the_page_with_its_keys() -> None:
 def test_the_examples_are_good(tmp_path: Path) -> None:
     """The page's pipelines have neither faults nor warnings; a part of one goes with what is required."""
     examples = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 4
     for example in examples:
         base = (
             ""

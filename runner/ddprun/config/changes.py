@@ -19,6 +19,9 @@ _FIXED = {
     "precision": "weights and loss scale belong to it",
     "optimizer": "the checkpoint holds no state for it",
     "loader.shuffle": "samples would be seen twice, others not at all",
+    "batch": "the optimizer's state belongs to the loss",
+    "weight_by": "the optimizer's state belongs to the loss",
+    "loader.sampler": "samples would be seen twice, others not at all",
     "loader.sharded": "samples would be seen twice, others not at all",
 }
 """What cannot change, and why."""

@@ -84,7 +84,8 @@ class Kind:
 
     def allowed(self) -> list[str]:
         """What a message lists."""
-        return self.names() + (["or a dotted name such as package.module.name"] if self.dotted else [])
+        names, dotted = self.names(), "a dotted name such as package.module.name"
+        return [*names, *([f"or {dotted}" if names else dotted] if self.dotted else [])]
 
 
 KINDS: dict[str, Kind] = {
@@ -109,7 +110,23 @@ KINDS: dict[str, Kind] = {
             dotted="a function of (model, score) that changes the model's weights in place or sets their "
             "grad, where score() is the loss of the weights as they are",
         ),
-        Kind("metric", built_in.METRICS, dotted="a function of (output, target) that returns a number"),
+        Kind(
+            "metric",
+            built_in.METRICS,
+            dotted="a function of (output, target), or with loss: model of (output, batch), that returns a "
+            "number",
+        ),
+        Kind("collate", dotted="a function of (samples) that returns a batch, or a class of such objects"),
+        Kind(
+            "sampler",
+            dotted="a Sampler class, or a class or function that gives the indices of an epoch; it is called "
+            "with the data set, as `dataset` or as its first argument",
+        ),
+        Kind(
+            "weight",
+            built_in.WEIGHTS,
+            dotted="a function of (batch) that returns how much its mean loss counts: a number",
+        ),
         Kind("tracker", plugins=TRACKERS),
     )
 }

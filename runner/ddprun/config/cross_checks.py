@@ -7,7 +7,7 @@ from typing import Any
 
 from ddprun.config.choices import Choice
 from ddprun.config.faults import Severity
-from ddprun.config.options import Cnn, Mlp, Synthetic, Text, Transformer
+from ddprun.config.options import Cnn, Mlp, Synthetic, Targets, Text, Transformer
 from ddprun.config.resolved import plain
 from ddprun.config.schema import (
     OVERRIDABLE,
@@ -182,19 +182,63 @@ def _muon_with_biases(pipeline: Pipeline) -> Iterator[CrossCheck]:
         yield CrossCheck(("optimizer",), text, "use another optimizer, such as adamw")
 
 
-@_reads("loss", "stages")
+@_reads("batch", "loss")
+def _batch_and_loss(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    batch, loss = pipeline.batch, pipeline.loss
+    own = loss.name == "model" and loss.source == "built-in"
+    if batch.target is not None and own:
+        text = '"target" clashes with "loss: model": the model returns its loss'
+        yield CrossCheck(("batch", "target"), text, "name all that the model takes in inputs")
+    elif batch.target is not None and batch.inputs is None:
+        text = '"target" needs "inputs", which are the model\'s arguments'
+        yield CrossCheck(("batch", "target"), text, "write batch: {inputs: …, target: …}")
+    elif batch.inputs is not None and batch.target is None and not own:
+        text = f'"inputs" needs "target", with which "loss: {loss.name}" compares the output'
+        yield CrossCheck(("batch", "inputs"), text, "write batch: {inputs: …, target: …}, or loss: model")
+
+
+@_reads("loss", "weight_by")
+def _weight_of_loss(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    weight, loss = pipeline.weight_by, pipeline.loss
+    if weight is None:
+        return
+    if loss.options.get("reduction") == "sum":
+        text = f'"weight_by: {weight.name}" clashes with "reduction: sum": a sum counts as it is'
+        yield CrossCheck(("weight_by",), text, "remove one of the two")
+    settings, ignored = weight.settings, loss.options.get("ignore_index")
+    own = settings.ignore_index if isinstance(settings, Targets) else None
+    if None not in (own, ignored) and own != ignored:
+        text = f'"ignore_index: {own}" clashes with "ignore_index: {ignored}" of "loss"'
+        yield CrossCheck(("weight_by", weight.name, "ignore_index"), text, "remove it")
+
+
+@_reads("loader")
+def _sampler_and_shuffle(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    if pipeline.loader.sampler is not None and pipeline.loader.shuffle:
+        text = '"shuffle: true" clashes with "sampler", which decides the order'
+        yield CrossCheck(("loader", "shuffle"), text, "remove one of the two")
+
+
+@_reads("loss", "stages", "weight_by")
 def _metrics_with_loss(pipeline: Pipeline) -> Iterator[CrossCheck]:
     loss = pipeline.loss
     for path, metric in _metrics(pipeline):
         if metric.source != "built-in":
             continue
         clash = f'"{metric.name}" clashes with "loss: {loss.name}"'
-        if loss.name == "model" and loss.source == "built-in":
-            text = f"{clash}: the model returns its loss, not its output"
-            yield CrossCheck(path, text, "remove the metric, or name a loss")
+        own = loss.name == "model" and loss.source == "built-in"
+        if own and metric.name == "accuracy":
+            text = f"{clash}: what the model returns besides its loss is not known"
+            yield CrossCheck(path, text, "write a dotted function of (output, batch), or name a loss")
+        elif own and pipeline.weight_by is None:
+            text = f'{clash} without "weight_by": it is of the mean over samples, not over targets'
+            hint = "write weight_by: {targets: {of: labels, shift: 1}}, as the model counts"
+            yield CrossCheck(path, text, hint, "warning")
+        elif own:
+            continue
         elif metric.name == "perplexity" and loss.name not in ("CrossEntropyLoss", "NLLLoss"):
             text = f"{clash}: it is the exponential of a cross-entropy"
-            yield CrossCheck(path, text, "use the loss cross_entropy or nll_loss")
+            yield CrossCheck(path, text, "use the loss cross_entropy or nll_loss, or model")
 
 
 @_reads("stages")

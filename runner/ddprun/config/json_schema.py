@@ -14,6 +14,8 @@ from ddprun.plugins import CLUSTERS
 Schema = dict[str, Any]
 
 HOSTS = r"^0*[1-9][0-9]*:0*[1-9][0-9]*$"
+_KEY: Schema = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "integer"}]}
+_KEYS: Schema = {"type": "object", "additionalProperties": _KEY}
 DOTTED = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$"
 
 
@@ -31,6 +33,8 @@ def json_schema() -> Schema:
         "stage": _one_of_many(stages),
         "buffers": {"anyOf": [*times["anyOf"], _of_model(Period, definitions)]},
         "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _of_model(DataPair, definitions)]},
+        "key": _KEY,
+        "parts": {"anyOf": [_KEY, {"type": "array", "items": _KEY}, _KEYS]},
         "nnodes": {"anyOf": [count, {"type": "string", "pattern": HOSTS}]},
     }
     for name, cluster in CLUSTERS.loadable().items():

@@ -21,6 +21,7 @@ from pydantic import (
 from ddprun.config.choices import KINDS, Choice, choose, installed_class, one_of
 from ddprun.config.errors import validate
 from ddprun.config.faults import listing, suggest
+from ddprun.config.options import read_key
 from ddprun.options import (
     NonNegativeInt,
     NoOptions,
@@ -29,6 +30,7 @@ from ddprun.options import (
     PositiveInt,
     Sizes,
     Validated,
+    combine,
     expected,
     matching,
     problem,
@@ -109,6 +111,53 @@ class Loader(Options):
 
     sharded: bool = False
     """The data set gives each rank samples of its own, and is taken as it is."""
+
+    collate: Annotated[Choice | None, one_of("collate")] = None
+    """Makes a batch of a list of samples; null is torch's `default_collate`."""
+
+    sampler: Annotated[Choice | None, one_of("sampler")] = None
+    """Gives the indices of an epoch, of all ranks together, in place of `shuffle`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sampler_shuffles(cls, value: Any) -> Any:
+        """A sampler decides the order, so that `shuffle` is false where the file does not say it."""
+        named = isinstance(value, dict) and value.get("sampler") is not None
+        return {"shuffle": False, **value} if named else value
+
+
+def _read_parts(value: Any) -> Any:
+    """Read a key, a list of keys, or a mapping of keys by the argument that each becomes."""
+    if isinstance(value, dict):
+        if wrong := next((name for name in value if not name.isidentifier()), None):
+            raise problem(
+                f'"{wrong}" is no name of an argument', "write argument: key", at=wrong, on_key=True
+            )
+        return {name: _read_part(key, name) for name, key in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_read_part(key, index) for index, key in enumerate(value))
+    return read_key(value)
+
+
+def _read_part(value: Any, at: str | int) -> Any:
+    try:
+        return read_key(value)
+    except ValidationError as error:
+        raise combine([error], at=(at,)) from None
+
+
+Parts = Annotated[Any, Validated(_read_parts, "parts")]
+
+
+class Batch(Options):
+    """Which parts of a batch the model and the loss get."""
+
+    inputs: Parts | None = None
+    """The model's arguments: a key, a list of keys, or a mapping of keys by argument; null takes pairs
+    (input, target)."""
+
+    target: Parts | None = None
+    """What the loss compares the output with: a key, or a list or mapping of keys."""
 
 
 class Ddp(Options):
@@ -537,6 +586,13 @@ class Pipeline(Options):
 
     loader: Loader = Loader()
     """How samples reach a rank."""
+
+    batch: Batch = Batch()
+    """Which parts of a batch the model and the loss get."""
+
+    weight_by: Annotated[Choice | None, one_of("weight")] = None
+    """What a batch's mean loss counts in means over batches, micro-steps and ranks; null is samples, and in
+    evaluate stages the targets of a cross-entropy."""
 
     loss: LossChoice = Field("cross_entropy", validate_default=True)
     """A torch loss, a dotted function of (output, target), or `model` if the model returns its own."""

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from ddprun.config import (
     BroadcastStage,
@@ -22,7 +23,8 @@ from ddprun.config import (
     length_option,
     tensor_options,
 )
-from ddprun.engine.data import is_iterable
+from ddprun.engine.data import Feed, is_iterable
+from ddprun.engine.samples import Collate
 from ddprun.sync.synchronizer import averaged_parameters
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS
@@ -99,6 +101,18 @@ _WANTED = {
         Wanted("a function of (model) is wanted", kind="mutate"),
         Wanted("a function of (model, score) is wanted", kind="update"),
         Wanted("a metric is a function of (output, target)", kind="metric"),
+        Wanted(
+            "a function of (samples) or a class of such objects is wanted",
+            methods=("__call__",),
+            kind="collate",
+        ),
+        Wanted(
+            "a Sampler class or a function that gives indices is wanted",
+            Sampler,
+            ("__iter__",),
+            kind="sampler",
+        ),
+        Wanted("a function of (batch) is wanted", kind="weight"),
     )
 }  # by the kind of a choice
 
@@ -148,6 +162,22 @@ class _Chosen:
     def call(self) -> Any:
         """What a dotted class or function makes."""
         return self.callable(wanted="a class or a function")()
+
+    def over_dataset(self, dataset: Any) -> Callable[[], Any]:
+        """What makes an object over a data set: its argument `dataset`, or else the first, unless the options
+        give that.
+        """
+        target = self.imported()
+        try:
+            names = list(inspect.signature(target).parameters)
+        except (TypeError, ValueError):
+            names = []
+        if "dataset" in names:
+            self.options = {"dataset": dataset, **self.options}
+            return self.callable()
+        if names and names[0] in self.options:
+            return self.callable()
+        return functools.partial(self.callable(dataset), dataset)
 
     def construct(self, of_torch: Any, first: Any, wanted: type[_T]) -> _T:
         """An object of torch's, or of a dotted class, over `first`; ValueErrors are about its options."""
@@ -217,6 +247,82 @@ def data_refused(
     chosen: Any = getattr(data, part) if pair else data
     path = f"data.{part}" if pair else "data"
     return loaded.error(path, f'"{chosen.name}": {problem}', allowed)
+
+
+def build_collate(loaded: Loaded) -> Collate | None:
+    """What makes a batch of a list of samples; None: torch's `default_collate`."""
+    choice = loaded.pipeline.loader.collate
+    if choice is None:
+        return None
+    chosen = _Chosen(loaded, "loader.collate", choice)
+    if not inspect.isclass(chosen.imported()):
+        return chosen.callable([])
+    made: Collate = chosen.call()
+    if not callable(made):
+        raise chosen.refused(chosen.gives(made), "objects of the class are called with a list of samples")
+    return made
+
+
+def build_order(loaded: Loaded, dataset: Any) -> Callable[[int], list[int]] | None:
+    """A function of an epoch that gives its indices, by a sampler that is made for it; None: there is none.
+
+    Whoever calls it has seeded the generators from which samplers draw.
+    """
+    choice = loaded.pipeline.loader.sampler
+    if choice is None:
+        return None
+    chosen = _Chosen(loaded, "loader.sampler", choice)
+    make = chosen.over_dataset(dataset)
+
+    def order(epoch: int) -> list[int]:
+        sampler = make()
+        if isinstance(sampler, DistributedSampler):
+            raise chosen.refused(
+                f'"{chosen.name}" divides the samples among ranks, and ddprun does so once more',
+                "name a sampler of the whole order",
+            )
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        try:
+            indices = [operator.index(index) for index in sampler]
+        except TypeError as error:
+            raise chosen.refused(
+                f"{chosen.gives(sampler)}: {error}", "it gives indices, one by one"
+            ) from None
+        wrong = next((index for index in indices if not 0 <= index < len(dataset)), None)
+        if wrong is not None:
+            raise chosen.refused(
+                f'"{chosen.name}" gives the index {wrong} of a data set with {len(dataset)} samples'
+            )
+        return indices
+
+    return order
+
+
+def open_feed(
+    loaded: Loaded, dataset: Any, *, rank: int, ranks: int, pin: bool = False, workers: int | None = None
+) -> Feed:
+    """The training data, batch by batch; `workers`: other than the file says."""
+    loader = loaded.pipeline.loader
+    return Feed(
+        dataset,
+        loader if workers is None else loader.model_copy(update={"workers": workers}),
+        seed=loaded.pipeline.seed,
+        rank=rank,
+        ranks=ranks,
+        collate=build_collate(loaded),
+        order=None if is_iterable(dataset) else build_order(loaded, dataset),
+        pin=pin,
+        refuse=functools.partial(data_refused, loaded, "train"),
+    )
+
+
+def build_weight(loaded: Loaded) -> Callable[[Any], Any] | None:
+    """The pipeline's own function of (batch) that says what its mean loss counts; None: there is none."""
+    choice = loaded.pipeline.weight_by
+    if choice is None or choice.source == "built-in":
+        return None
+    return _Chosen(loaded, "weight_by", choice).callable(None)
 
 
 def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Tensor] | None:

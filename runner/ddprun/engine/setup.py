@@ -61,22 +61,14 @@ def open_session(
     model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
     data = build.build_data(loaded)
     check_trackers(loaded)
-    objective = Objective(loaded, build.build_loss(loaded, device))
+    objective = Objective(loaded, build.build_loss(loaded, device), build.build_weight(loaded))
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = {
         stage.index: build.optimizer_settings(loaded, stage, model, optimizer)
         for stage in pipeline.step_stages()
     }
     stacks = build.open_stacks(loaded)
-    feed = Feed(
-        data.train,
-        pipeline.loader,
-        seed=pipeline.seed,
-        rank=ranks.rank,
-        ranks=ranks.size,
-        pin=device.type == "cuda",
-        refuse=partial(build.data_refused, loaded, "train"),
-    )
+    feed = build.open_feed(loaded, data.train, rank=ranks.rank, ranks=ranks.size, pin=device.type == "cuda")
     build.check_sync(loaded, model, ranks.size)
 
     control = open_control(ranks.timeout, ranks.watchdog)

@@ -52,6 +52,7 @@ class Unknown:
     """Why something cannot be known without importing what the file names; empty where it is known."""
 
     model: str = ""
+    data: str = ""
     batch: str = ""  # for backward and forward passes: model, data and loss are wanted
     optimizer: str = ""
 
@@ -91,8 +92,8 @@ def probe_model(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
     model = feed = optimizer = None
     if not unknown.model:
         model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
-    if importing or pipeline.train_data().source == "built-in":
-        feed = _open_feed(loaded, world)
+    if not unknown.data:
+        feed = build.open_feed(loaded, build.build_data(loaded).train, rank=0, ranks=world.ranks, workers=0)
     if model is not None and not unknown.optimizer:
         optimizer = build.build_optimizer(loaded, model)
         for stage in pipeline.step_stages():
@@ -120,25 +121,21 @@ def _unknown(loaded: Loaded) -> Unknown:
     """What stays unknown if nothing of the user's is imported."""
     pipeline = loaded.pipeline
 
-    def reason(**wanted: Choice) -> str:
-        foreign = [f'"{key}: {choice.name}"' for key, choice in wanted.items() if is_foreign(choice)]
+    def reason(**wanted: Choice | None) -> str:
+        foreign = [
+            f'"{key}: {choice.name}"' for key, choice in wanted.items() if choice and is_foreign(choice)
+        ]
         verb = "is" if len(foreign) == 1 else "are"
         return f"{' and '.join(foreign)} {verb} not imported" if foreign else ""
 
+    loader = pipeline.loader
+    data = {"data": pipeline.train_data(), "sampler": loader.sampler, "collate": loader.collate}
     return Unknown(
         reason(model=pipeline.model),
-        reason(model=pipeline.model, data=pipeline.train_data(), loss=pipeline.loss),
+        reason(**data),
+        reason(model=pipeline.model, loss=pipeline.loss, **data),
         reason(optimizer=pipeline.optimizer),
     )
-
-
-def _open_feed(loaded: Loaded, world: World) -> Feed:
-    loader = loaded.pipeline.loader.model_copy(update={"workers": 0})
-    data = build.build_data(loaded)
-    try:
-        return Feed(data.train, loader, seed=loaded.pipeline.seed, rank=0, ranks=world.ranks)
-    except ValueError as error:
-        raise loaded.error("data", str(error)) from None
 
 
 def _any_gradients(loaded: Loaded) -> bool:
