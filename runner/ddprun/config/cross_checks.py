@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
+from ddprun.config import signatures
 from ddprun.config.choices import Choice
 from ddprun.config.faults import Severity
 from ddprun.config.options import Cnn, Mlp, Synthetic, Targets, Text, Transformer
@@ -26,8 +29,9 @@ from ddprun.config.schema import (
 from ddprun.config.tree import KeyPath
 from ddprun.sync.plan import SyncPlan, SyncPolicy
 from ddprun_hooks.config import grammar
+from ddprun_hooks.config.messages import described, unknown_option, worded
 
-_OF_UPDATES = ("optimizer", "schedule", "warmup_steps", "clip_norm")
+_OF_UPDATES = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_value")
 """What a stage uses only if it updates the weights."""
 
 
@@ -173,6 +177,26 @@ def _nesterov(pipeline: Pipeline) -> Iterator[CrossCheck]:
         if options.get("dampening"):
             text = f'"nesterov: true" clashes with "dampening: {options["dampening"]}"'
             yield CrossCheck((*at, "dampening"), text, "nesterov needs a dampening of 0")
+
+
+@_reads("optimizer", "groups")
+def _options_of_groups(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    """Each option of a group is one of the optimizer, and of its type."""
+    optimizer = pipeline.optimizer
+    if optimizer.source != "torch":
+        return
+    model = signatures.options_model("optimizer", optimizer.name)
+    for index, group in enumerate(pipeline.groups):
+        try:
+            model.model_validate({**optimizer.options, **group.options})
+        except ValidationError as error:
+            for item in error.errors(include_url=False):
+                text, allowed, near = worded(item, described(group.options.get(str(item["loc"][0]))))
+                if item["type"] == "extra_forbidden":
+                    known = list(model.model_fields)
+                    text, allowed, near = unknown_option(optimizer.name, str(item["loc"][0]), known)
+                hint = f'{allowed} (did you mean "{near}"?)' if near else allowed
+                yield CrossCheck(("groups", index, *item["loc"]), text, hint)
 
 
 @_reads("model", "optimizer")

@@ -106,9 +106,10 @@ def _one_or_many(value: Any) -> Any:
 
 def _known_placeholder(pattern: str) -> str:
     for found in re.findall(r"\{[^{}]*\}", REFERENCE.sub("", pattern)):
-        if found != "{stdlib}":
+        if found not in ("{stdlib}", "{here}"):
             raise problem(
-                f"unknown placeholder {found}", "allowed: {stdlib}, the folder of Python's own library"
+                f"unknown placeholder {found}",
+                "allowed: {stdlib}, the folder of Python's own library, and {here}, the pipeline's",
             )
     return pattern
 

@@ -94,6 +94,67 @@ def _read_data(value: Any) -> Choice | DataPair:
     return choose("data", value)
 
 
+Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
+"""Names with `*`, `?` and `[…]`, as a shell's; `*` matches dots, too."""
+
+
+class Init(Options):
+    """The weights with which the model starts."""
+
+    file: Annotated[str, _SAVED]
+    """A file of safetensors, relative to the pipeline's folder."""
+
+    missing: Patterns = ()
+    """Weights that the file may lack, or hold in another shape: they stay as the model makes them."""
+
+    unexpected: Patterns = ()
+    """Weights that the file may hold and the model has not."""
+
+
+def _read_init(value: Any) -> Init:
+    if isinstance(value, Init):
+        return value
+    if not isinstance(value, str | dict):
+        raise expected("a file, or {file: …, missing: […], unexpected: […]}")
+    return validate(Init, {"file": value} if isinstance(value, str) else value)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters with options of their own."""
+
+    match: tuple[str, ...]
+    """Patterns of their names."""
+
+    options: dict[str, Any]
+    """The optimizer's, as far as they are other ones than those of all parameters."""
+
+    def plain(self) -> dict[str, Any]:
+        """As a file would hold it."""
+        return {"match": list(self.match), **self.options}
+
+
+class _Match(Options):
+    match: Annotated[Patterns, Field(min_length=1)]
+
+
+def _read_group(value: Any) -> Group:
+    if isinstance(value, Group):
+        return value
+    if not isinstance(value, dict) or "match" not in value:
+        raise expected("a group of parameters", "write {match: pattern, option: value}")
+    match = [value["match"]] if isinstance(value["match"], str) else value["match"]
+    options = {key: option for key, option in value.items() if key != "match"}
+    if not options:
+        raise problem(
+            "a group needs options of its own", "write {match: pattern, weight_decay: 0}", at="match"
+        )
+    return Group(validate(_Match, {"match": match}).match, options)
+
+
+Groups = Annotated[tuple[Annotated[Group, Validated(_read_group, "group")], ...], Field(strict=False)]
+
+
 class Loader(Options):
     """How samples reach a rank."""
 
@@ -112,10 +173,10 @@ class Loader(Options):
     sharded: bool = False
     """The data set gives each rank samples of its own, and is taken as it is."""
 
-    collate: Annotated[Choice | None, one_of("collate")] = None
+    collate: Annotated[Choice, one_of("collate")] | None = None
     """Makes a batch of a list of samples; null is torch's `default_collate`."""
 
-    sampler: Annotated[Choice | None, one_of("sampler")] = None
+    sampler: Annotated[Choice, one_of("sampler")] | None = None
     """Gives the indices of an epoch, of all ranks together, in place of `shuffle`."""
 
     @model_validator(mode="before")
@@ -347,6 +408,7 @@ class TrainSettings:
 
     optimizer: Choice
     clip_norm: float | None
+    clip_value: float | None
     on_nan: Literal["continue", "stop"]
     schedule: Choice | None
     warmup_steps: int
@@ -420,6 +482,9 @@ class StepStage(Stage):
     clip_norm: PositiveFloat | None = None
     """As `clip_norm` above."""
 
+    clip_value: PositiveFloat | None = None
+    """As `clip_value` above."""
+
     on_nan: Literal["continue", "stop"] = "stop"
     """As `on_nan` above."""
 
@@ -480,7 +545,7 @@ class Forward(StepStage):
 
 OVERRIDABLE = (
     *("accumulate", "sync", "hooks", "buffers", "optimizer", "schedule", "warmup_steps", "clip_norm"),
-    "on_nan",
+    *("clip_value", "on_nan"),
 )
 """Keys of the pipeline that a train stage may name for itself; a forward stage all but `accumulate`."""
 
@@ -516,6 +581,9 @@ class Save(Stage):
 
     to: Annotated[str, _SAVED] = "model.safetensors"
     """A file, relative to the run's folder; the one way in which a pipeline may write outside of it."""
+
+    only: Literal["trainable"] | None = None
+    """`trainable` leaves out buffers and the parameters that are frozen; null saves all."""
 
 
 STAGES: dict[str, type[Stage]] = {
@@ -581,6 +649,12 @@ class Pipeline(Options):
     model: ModelChoice
     """What is trained."""
 
+    init: Annotated[Init, Validated(_read_init, "init")] | None = None
+    """A file of weights with which the model starts; null is as the model makes them."""
+
+    freeze: Patterns = ()
+    """Parameters that are not trained, by patterns of their names."""
+
     data: Annotated[Choice | DataPair, Validated(_read_data, "data_or_pair", KINDS["data"].allowed)]
     """What it is trained on; a built-in brings its own held-out part."""
 
@@ -590,7 +664,7 @@ class Pipeline(Options):
     batch: Batch = Batch()
     """Which parts of a batch the model and the loss get."""
 
-    weight_by: Annotated[Choice | None, one_of("weight")] = None
+    weight_by: Annotated[Choice, one_of("weight")] | None = None
     """What a batch's mean loss counts in means over batches, micro-steps and ranks; null is samples, and in
     evaluate stages the targets of a cross-entropy."""
 
@@ -600,6 +674,10 @@ class Pipeline(Options):
     optimizer: OptimizerChoice
     """A torch optimizer, or a dotted name."""
 
+    groups: Groups = ()
+    """Parameters, by patterns of their names, with options of the optimizer of their own; the first that
+    matches counts."""
+
     schedule: ScheduleChoice | None = None
     """A torch schedule, stepped once per optimizer step; a length that is left out is the stage's steps."""
 
@@ -608,6 +686,9 @@ class Pipeline(Options):
 
     clip_norm: PositiveFloat | None = None
     """Largest norm of all gradients together; null does not clip."""
+
+    clip_value: PositiveFloat | None = None
+    """Largest absolute value of a gradient, clipped before the norm is; null does not clip."""
 
     on_nan: Literal["continue", "stop"] = "stop"
     """What happens when weights are no longer finite: the run fails, or continues."""

@@ -23,8 +23,12 @@ from ddprun.config import (
     length_option,
     tensor_options,
 )
+from ddprun.config.choices import nested
+from ddprun.config.signatures import options_model
+from ddprun.config.tree import KeyPath, parse_path
 from ddprun.engine.data import Feed, is_iterable
 from ddprun.engine.samples import Collate
+from ddprun.engine.weights import freeze, parameter_groups
 from ddprun.sync.synchronizer import averaged_parameters
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS
@@ -118,13 +122,25 @@ _WANTED = {
 
 
 class _Chosen:
-    """A choice of the file, at its place in it."""
+    """A choice of the file, or an object that its options ask for, at its place in the file."""
 
-    def __init__(self, loaded: Loaded, path: str, choice: Choice) -> None:
-        self.loaded, self.kind = loaded, choice.kind
-        self.name, self.source = choice.name, choice.source
-        self.options = dict(loaded.filled(path, choice).options)
-        self.key = path if "." in self.name else f"{path}.{self.name}"
+    def __init__(
+        self, loaded: Loaded, key: KeyPath, kind: str, name: str, source: str, options: Mapping[str, Any]
+    ) -> None:
+        self.loaded, self.key, self.kind, self.name, self.source = loaded, key, kind, name, source
+        self.options = dict(options)
+
+    @classmethod
+    def at(cls, loaded: Loaded, path: str, choice: Choice) -> "_Chosen":
+        """A choice at a key path. The objects in the options of a dotted name are made."""
+        key = tuple(segment for segment, _ in parse_path(path))
+        options = loaded.filled(path, choice).options
+        if choice.source == "dotted":
+            options = {
+                name: _made(loaded, value, (*key, choice.name, name)) for name, value in options.items()
+            }
+        key = key if "." in choice.name else (*key, choice.name)
+        return cls(loaded, key, choice.kind, choice.name, choice.source, options)
 
     def refused(self, problem: str, allowed: str | None = None) -> PipelineError:
         return self.loaded.error(self.key, problem, allowed)
@@ -132,7 +148,7 @@ class _Chosen:
     def imported(self) -> Any:
         """What a dotted name leads to."""
         try:
-            return import_dotted(self.name, _WANTED[self.kind])
+            return import_dotted(self.name, _WANTED.get(self.kind))
         except UntrustedError as error:
             raise self.refused(str(error), error.allowed) from None
         except TrustSettingError as error:
@@ -201,16 +217,30 @@ class _Chosen:
         return f'"{self.name}" gives {type(made).__name__}'
 
 
+def _made(loaded: Loaded, value: Any, key: KeyPath) -> Any:
+    """An option of a dotted name with the objects that it asks for, innermost first."""
+    wanted = nested(value)
+    if wanted is not None:
+        key = (*key, wanted.step)
+        options = {name: _made(loaded, item, (*key, name)) for name, item in (wanted.options or {}).items()}
+        chosen = _Chosen(loaded, key, "", wanted.name, "dotted", options)
+        return chosen.imported() if wanted.options is None else chosen.call()
+    if isinstance(value, dict):
+        return {name: _made(loaded, item, (*key, name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_made(loaded, item, (*key, index)) for index, item in enumerate(value)]
+    return value
+
+
 def build_model(loaded: Loaded) -> nn.Module:
-    """The model that the file chooses, on the CPU."""
-    chosen = _Chosen(loaded, "model", loaded.pipeline.model)
-    if chosen.source == "built-in":
-        return MODELS[chosen.name](**chosen.options)
-    made = chosen.call()
+    """The model that the file chooses, on the CPU, with what it freezes."""
+    chosen = _Chosen.at(loaded, "model", loaded.pipeline.model)
+    made = MODELS[chosen.name](**chosen.options) if chosen.source == "built-in" else chosen.call()
     if not isinstance(made, nn.Module):
         raise chosen.refused(chosen.gives(made), _WANTED["model"].words)
     if not any(param.requires_grad for param in made.parameters()):
         raise chosen.refused(f'"{chosen.name}" has no parameter to train')
+    freeze(loaded, made)
     return made
 
 
@@ -224,7 +254,7 @@ def build_data(loaded: Loaded) -> Split:
 
 
 def _dataset(loaded: Loaded, path: str, choice: Choice) -> Split:
-    chosen = _Chosen(loaded, path, choice)
+    chosen = _Chosen.at(loaded, path, choice)
     if chosen.source == "built-in":
         try:
             return DATA[chosen.name](folder=loaded.folder, **chosen.options)
@@ -254,7 +284,7 @@ def build_collate(loaded: Loaded) -> Collate | None:
     choice = loaded.pipeline.loader.collate
     if choice is None:
         return None
-    chosen = _Chosen(loaded, "loader.collate", choice)
+    chosen = _Chosen.at(loaded, "loader.collate", choice)
     if not inspect.isclass(chosen.imported()):
         return chosen.callable([])
     made: Collate = chosen.call()
@@ -271,7 +301,7 @@ def build_order(loaded: Loaded, dataset: Any) -> Callable[[int], list[int]] | No
     choice = loaded.pipeline.loader.sampler
     if choice is None:
         return None
-    chosen = _Chosen(loaded, "loader.sampler", choice)
+    chosen = _Chosen.at(loaded, "loader.sampler", choice)
     make = chosen.over_dataset(dataset)
 
     def order(epoch: int) -> list[int]:
@@ -322,12 +352,12 @@ def build_weight(loaded: Loaded) -> Callable[[Any], Any] | None:
     choice = loaded.pipeline.weight_by
     if choice is None or choice.source == "built-in":
         return None
-    return _Chosen(loaded, "weight_by", choice).callable(None)
+    return _Chosen.at(loaded, "weight_by", choice).callable(None)
 
 
 def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Tensor] | None:
     """The loss as a function of (output, target); None where the model returns its own."""
-    chosen = _Chosen(loaded, "loss", loaded.pipeline.loss)
+    chosen = _Chosen.at(loaded, "loss", loaded.pipeline.loss)
     if chosen.source == "built-in":
         return None
     if chosen.source == "torch":
@@ -348,11 +378,18 @@ def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Ten
 def build_optimizer(
     loaded: Loaded, model: nn.Module, choice: Choice | None = None, path: str = "optimizer"
 ) -> Optimizer:
-    """The optimizer over all parameters that require a gradient."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    return _Chosen(loaded, path, choice or loaded.pipeline.optimizer).construct(
-        torch.optim, params, Optimizer
-    )
+    """The optimizer over all parameters that require a gradient, in groups if the file has some."""
+    choice = choice or loaded.pipeline.optimizer
+    options = []
+    for index, group in enumerate(loaded.pipeline.groups):
+        own = loaded.filled(f"groups[{index}]", dict(group.options))
+        if choice.source == "torch":  # lists become what torch takes
+            model_of = options_model("optimizer", choice.name)
+            read = model_of.model_validate({**choice.options, **own})
+            own = {key: getattr(read, key) for key in own}
+        options.append(own)
+    params = parameter_groups(loaded, model, options)
+    return _Chosen.at(loaded, path, choice).construct(torch.optim, params, Optimizer)
 
 
 def optimizer_settings(
@@ -372,7 +409,7 @@ def build_schedule(
     """The schedule of one stage; a length that is left out becomes the stage's `steps`."""
     if choice is None:
         return None
-    chosen = _Chosen(loaded, path, choice)
+    chosen = _Chosen.at(loaded, path, choice)
     length = length_option(chosen.name, chosen.options) if chosen.source == "torch" else None
     if length is not None:
         if steps is None:
@@ -388,7 +425,7 @@ def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...], *, inside_
     """A stack of hooks; inside one host, only the hooks `within` of `hierarchical` remain of it."""
     named = []
     for index, written in enumerate(hooks):
-        chosen = _Chosen(loaded, f"{path}[{index}]", written)
+        chosen = _Chosen.at(loaded, f"{path}[{index}]", written)
         specs = [(chosen.name, chosen.options)]
         if inside_host and chosen.name == "hierarchical" and chosen.source == "built-in":
             specs = [parse_spec(spec) for spec in chosen.options.get("within", ())]
@@ -478,7 +515,7 @@ def build_function(loaded: Loaded, path: str, choice: Choice) -> Callable[..., A
     """By the kind of the choice: a `mutate` of (model), an `update` of (model, score), or a metric of
     (output, target) that returns a number.
     """
-    chosen = _Chosen(loaded, path, choice)
+    chosen = _Chosen.at(loaded, path, choice)
     if chosen.source == "built-in":
         return functools.partial(_FUNCTIONS[chosen.name], **chosen.options)
     return chosen.callable(*([None] if choice.kind == "mutate" else [None, None]))

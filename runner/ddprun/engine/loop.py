@@ -221,6 +221,8 @@ def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> b
     precision, optimizer, model = runtime.precision, runtime.optimizer, runtime.model
     if from_backward:
         precision.check_gradients(optimizer)
+    if settings.clip_value is not None:
+        torch.nn.utils.clip_grad_value_(model.parameters(), settings.clip_value)
     if settings.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
     with warmed_up(optimizer, step - 1, settings.warmup_steps):

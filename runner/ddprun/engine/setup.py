@@ -17,6 +17,7 @@ from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import differing, shards_itself
 from ddprun.engine.session import HeldOut, RunState, Runtime, Session
 from ddprun.engine.state import check_state, open_checkpoints
+from ddprun.engine.weights import load_weights
 from ddprun.host import shared_memory
 from ddprun.host.device import Place
 from ddprun.host.import_path import make_folder_importable
@@ -59,6 +60,8 @@ def open_session(
     seeding.seed_everything(pipeline.seed)
     precision = Precision(pipeline.precision, device)
     model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
+    if ranks.rank == 0:
+        load_weights(loaded, model)  # from which all others get them
     data = build.build_data(loaded)
     check_trackers(loaded)
     objective = Objective(loaded, build.build_loss(loaded, device), build.build_weight(loaded))
