@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from ddprun.config import PipelineError, load
+from ddprun.engine.data import StepBatches
+from ddprun.engine.stage_run import StageRun
 from ddprun.engine.worker import work
 from tests.engine.running import lines, run_pipeline, summary, weights
 from tests.ranks import as_processes, ddprun_here
@@ -117,11 +119,11 @@ class Item:
 
 
 class Mapped(Dataset):
-    def __init__(self, form):
-        self.form = form
+    def __init__(self, form, size=12):
+        self.form, self.size = form, size
 
     def __len__(self):
-        return 12
+        return self.size
 
     def __getitem__(self, place):
         generator = torch.Generator().manual_seed(place)
@@ -444,3 +446,61 @@ def test_a_part_that_no_batch_has_is_named(folder: Path, batch: str, expected: s
     text = PARTS.format(form="mapping", batch=batch, loader="")
     (said,) = as_processes(1, refused, folder, text, cwd=folder)
     assert expected in said.replace("', allowed='", "; ")
+
+
+STAGES = """
+model: mine.Two
+data: {mine.Mapped: {form: mapping}}
+batch: {inputs: [image, other], target: label}
+loader: {batch_size: 2}
+optimizer: {sgd: {lr: 0.1}}
+checkpoint: {every: 5}
+stages:
+  - train: {steps: 4}
+  - train: {steps: 5, data: {mine.Mapped: {form: mapping, size: 10}}}
+  - train: {epochs: 1}
+  - train: {epochs: 2, data: {mine.Mapped: {form: mapping, size: 7}}}
+  - save
+"""
+
+
+def places_used(folder: Path, name: str, until: int | None) -> list[list[int]]:
+    """The sizes of the data sets that this rank's steps were of, and its samples of each."""
+    import os
+
+    from ddprun.engine import loop
+    from ddprun.engine.state import close_checkpoints
+
+    found: list[list[int]] = []
+    train, between = loop.train_step, loop.between_steps
+
+    def noting(run: StageRun, batches: StepBatches, step: int) -> None:
+        feed = run.session.runtime.feeds.of(run.stage.index)
+        found.append([len(feed.dataset), feed.epoch, int(batches.total)])
+        train(run, batches, step)
+
+    def stopping(run: Any, *known: Any) -> Any:
+        ends = between(run, *known)
+        if run.session.state.step == until:
+            close_checkpoints(run.session)
+            os._exit(0)
+        return ends
+
+    loop.train_step = noting
+    loop.between_steps = stopping  # type: ignore[assignment]
+    resuming: Any = "no" if until or name == "w" else "yes"
+    assert work(load(folder / "stages.yaml"), folder / name, resuming=resuming) == 0
+    return found
+
+
+def test_a_stage_reads_data_of_its_own(folder: Path) -> None:
+    """Each data set has a position of its own, which a resumed run goes on from with the same bits."""
+    (folder / "stages.yaml").write_text(STAGES)
+    (whole, _) = as_processes(2, places_used, folder, "w", None, cwd=folder)
+    assert [size for size, *_ in whole] == [12] * 4 + [10] * 5 + [12] * 3 + [7] * 4
+    assert [epoch for _, epoch, _ in whole] == [0, 0, 0, 1] + [0, 0, 0, 1, 1] + [2] * 3 + [0, 0, 1, 1]
+    as_processes(2, places_used, folder, "b", 6, cwd=folder, may_die=True)
+    (rest, _) = as_processes(2, places_used, folder, "b", None, cwd=folder)
+    assert rest == whole[5:]
+    for name, value in weights(folder / "w").items():
+        assert torch.equal(value, weights(folder / "b")[name]), name

@@ -28,7 +28,7 @@ _FIXED = {
 }
 """What cannot change, and why."""
 
-_STATE = ("sync", "mutate", "update")
+_STATE = ("sync", "mutate", "update", "data")
 """What decides the state of a stage that has begun."""
 
 

@@ -111,9 +111,18 @@ def _updates(stage: Train | Forward) -> bool:
 # Model, data, loss and optimizer
 
 
-@_reads("model", "data")
+@_reads("model", "data", "stages")
 def _model_fits_data(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    data = pipeline.train_data()
+    for data in _train_data(pipeline):
+        yield from _model_fits(pipeline, data)
+
+
+def _train_data(pipeline: Pipeline) -> list[Choice]:
+    """What stages train on."""
+    return [pipeline.train_data(), *(stage.data for stage in pipeline.step_stages() if stage.data)]
+
+
+def _model_fits(pipeline: Pipeline, data: Choice) -> Iterator[CrossCheck]:
     shape, tokens = _samples(data)
     model = pipeline.model.settings
     if shape is None or model is None:
@@ -294,11 +303,11 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[CrossCheck]:
         yield CrossCheck(("data", "evaluate"), text, "add an evaluate stage", "warning")
 
 
-@_reads("data", "loader")
+@_reads("data", "loader", "stages")
 def _sharded_built_in(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    name = pipeline.train_data().name
-    if pipeline.loader.sharded and pipeline.train_data().source == "built-in":
-        text = f'"sharded: true" clashes with "data: {name}": each rank would train on every sample'
+    built_in = next((data for data in _train_data(pipeline) if data.source == "built-in"), None)
+    if pipeline.loader.sharded and built_in is not None:
+        text = f'"sharded: true" clashes with "data: {built_in.name}": each rank would train on every sample'
         yield CrossCheck(("loader", "sharded"), text, "remove it")
 
 

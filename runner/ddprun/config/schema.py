@@ -413,6 +413,7 @@ class TrainSettings:
     schedule: Choice | None
     warmup_steps: int
     mutate: Choice | None
+    data: Choice
     update: Choice | None
     """None in a train stage, which updates by gradients, and in a forward stage that updates nothing."""
 
@@ -460,6 +461,9 @@ class StepStage(Stage):
 
     epochs: PositiveInt | None = None
     """Passes over the training data."""
+
+    data: WholeData | None = None
+    """What this stage reads, used whole; null is what `data` above gives for training."""
 
     sync: SyncChoice = Field("every_step", validate_default=True)
     """As `sync` above."""
@@ -513,6 +517,7 @@ class StepStage(Stage):
             steps=self.steps,
             epochs=self.epochs,
             mutate=self.mutate,
+            data=self.data or pipeline.train_data(),
             update=self.update if isinstance(self, Forward) else None,
             backward=trains,
             **settings,

@@ -144,7 +144,7 @@ def spelling(name: str) -> str:
 
 
 _CHOICES = frozenset({"model", "data", "loss", "optimizer", "schedule", "sync", "weight_by"})
-_STAGE_CHOICES = frozenset({"optimizer", "schedule", "sync", "mutate", "update"})
+_STAGE_CHOICES = frozenset({"optimizer", "schedule", "sync", "mutate", "update", "data"})
 _CHOICE_LISTS = frozenset({"hooks", "within", "across", "metrics", "stages"})
 
 

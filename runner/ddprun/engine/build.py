@@ -26,7 +26,7 @@ from ddprun.config import (
 from ddprun.config.choices import nested
 from ddprun.config.signatures import options_model
 from ddprun.config.tree import KeyPath, parse_path
-from ddprun.engine.data import Feed, is_iterable
+from ddprun.engine.data import Feed, Refuse, is_iterable
 from ddprun.engine.samples import Collate
 from ddprun.engine.weights import freeze, parameter_groups
 from ddprun.sync.synchronizer import averaged_parameters
@@ -275,8 +275,13 @@ def data_refused(
     data = loaded.pipeline.data
     pair = isinstance(data, DataPair)
     chosen: Any = getattr(data, part) if pair else data
-    path = f"data.{part}" if pair else "data"
-    return loaded.error(path, f'"{chosen.name}": {problem}', allowed)
+    return _refused_data(loaded, f"data.{part}" if pair else "data", chosen, problem, allowed)
+
+
+def _refused_data(
+    loaded: Loaded, path: str, choice: Choice, problem: str, allowed: str | None
+) -> PipelineError:
+    return loaded.error(path, f'"{choice.name}": {problem}', allowed)
 
 
 def build_collate(loaded: Loaded) -> Collate | None:
@@ -329,10 +334,59 @@ def build_order(loaded: Loaded, dataset: Any) -> Callable[[int], list[int]] | No
     return order
 
 
-def open_feed(
+@dataclass(frozen=True, slots=True)
+class Feeds:
+    """The training data of all stages, batch by batch."""
+
+    main: Feed
+    own: Mapping[int, Feed]  # of stages with data of their own, by their index in `stages`
+
+    def of(self, stage: int) -> Feed:
+        """What a stage reads."""
+        return self.own.get(stage, self.main)
+
+    def named(self) -> dict[str, Feed]:
+        """Each once, by its name in messages."""
+        return {"data": self.main} | {f"data of stages[{index}]": feed for index, feed in self.own.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in each."""
+        return {str(index): feed.state_dict() for index, feed in self.own.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where `state_dict` was taken; a stage that has no position begins its data."""
+        for index, feed in self.own.items():
+            if str(index) in state:
+                feed.load_state_dict(state[str(index)])
+
+
+def open_feeds(
     loaded: Loaded, dataset: Any, *, rank: int, ranks: int, pin: bool = False, workers: int | None = None
+) -> Feeds:
+    """The training data, `dataset`, and that of stages which name some; `workers`: not those of the file."""
+    own = dict[int, Feed]()
+    share: dict[str, Any] = {"rank": rank, "ranks": ranks, "pin": pin, "workers": workers}
+    for stage in loaded.pipeline.step_stages():
+        if stage.data is not None:
+            path = f"{stage.path}.data"
+            refuse = functools.partial(_refused_data, loaded, path, stage.data)
+            own[stage.index] = open_feed(
+                loaded, _dataset(loaded, path, stage.data).train, refuse=refuse, **share
+            )
+    return Feeds(open_feed(loaded, dataset, **share), own)
+
+
+def open_feed(
+    loaded: Loaded,
+    dataset: Any,
+    *,
+    rank: int,
+    ranks: int,
+    pin: bool = False,
+    workers: int | None = None,
+    refuse: Refuse | None = None,
 ) -> Feed:
-    """The training data, batch by batch; `workers`: other than the file says."""
+    """Training data, batch by batch; `workers`: other than the file says."""
     loader = loaded.pipeline.loader
     return Feed(
         dataset,
@@ -343,7 +397,7 @@ def open_feed(
         collate=build_collate(loaded),
         order=None if is_iterable(dataset) else build_order(loaded, dataset),
         pin=pin,
-        refuse=functools.partial(data_refused, loaded, "train"),
+        refuse=refuse or functools.partial(data_refused, loaded, "train"),
     )
 
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import Loaded
-from ddprun.engine.build import Stacks
+from ddprun.engine.build import Feeds, Stacks
 from ddprun.engine.data import Feed
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
 from ddprun.engine.nonfinite import FiniteCheck
@@ -68,13 +68,18 @@ class Runtime:
     optimizer_settings: dict[int, list[dict[str, Any]]]  # of each parameter group, by stage
     precision: Precision
     objective: Objective
-    feed: Feed
+    feeds: Feeds
     held_out: HeldOut
     checkpoints: CheckpointWriter | None  # None: none are taken (`keep: 0`)
     finite: FiniteCheck
     gradients: GradientTimes | None  # None: the pipeline does not ask for them (`timings.gradients`)
     profiler: Profiler | None  # torch's; None: the pipeline does not ask for it (`timings.profile`)
     time_slices: TimeSliceClient | None = None  # None: not one of several runs of `ddprun compare`
+
+    @property
+    def feed(self) -> Feed:
+        """The training data of all stages that name none of their own."""
+        return self.feeds.main
 
 
 @dataclass(slots=True)

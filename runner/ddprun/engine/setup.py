@@ -71,7 +71,8 @@ def open_session(
         for stage in pipeline.step_stages()
     }
     stacks = build.open_stacks(loaded)
-    feed = build.open_feed(loaded, data.train, rank=ranks.rank, ranks=ranks.size, pin=device.type == "cuda")
+    feeds = build.open_feeds(loaded, data.train, rank=ranks.rank, ranks=ranks.size, pin=device.type == "cuda")
+    feed = feeds.main
     build.check_sync(loaded, model, ranks.size)
 
     control = open_control(ranks.timeout, ranks.watchdog)
@@ -98,7 +99,8 @@ def open_session(
     wanted = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
     automatic = any(setting.when == "auto" for setting in wanted)
     ranks.watchdog.turn(b"warm-up passes")
-    _compare_data(feed, control, reporter)
+    for name, each in feeds.named().items():
+        _compare_data(each, name, control, reporter)
     use = find_buffer_use(model, objective, precision, feed, automatic=automatic)
     buffers = BufferSync(model, exchanger, agree(use, model, control), pipeline.buffers)
     replica = None
@@ -131,7 +133,7 @@ def open_session(
         optimizer_settings=optimizer_settings,
         precision=precision,
         objective=objective,
-        feed=feed,
+        feeds=feeds,
         held_out=HeldOut(data.evaluate),
         checkpoints=open_checkpoints(loaded, run_dir, ranks, records, token, finite),
         finite=finite,
@@ -192,24 +194,25 @@ def _open_exchange(
         raise loaded.error(at, str(error)) from None
 
 
-def _compare_data(feed: Feed, control: Control, reporter: Reporter) -> None:
+def _compare_data(feed: Feed, name: str, control: Control, reporter: Reporter) -> None:
     """Report if ranks read different samples, though each takes its share of them; or if they read the same
     from a data set that is said to shard itself.
     """
 
     def warn(text: str) -> None:
         reporter.events.warning("data_lost")
-        reporter.note(f"data: {text}")
+        reporter.note(f"{name}: {text}")
 
     feed.warn = warn
     odd = feed.compare_ranks(control)
     if feed.ranks > 1 and feed.sharded and not odd:
         reporter.events.warning("data_not_sharded")
         reporter.note(
-            "data: loader.sharded is true, but all ranks read the same first samples. If the data set does "
-            f"not shard itself, each sample is used {feed.ranks} times in an epoch: remove loader.sharded"
+            f"{name}: loader.sharded is true, but all ranks read the same first samples. If the data set "
+            f"does not shard itself, each sample is used {feed.ranks} times in an epoch: "
+            "remove loader.sharded"
         )
     if odd and not feed.sharded:
         how = shards_itself(feed.dataset)
         reporter.events.warning("data_differs", ranks=odd, sharded_by=how)
-        reporter.note(f"data: {differing(odd, feed.ranks, how)}")
+        reporter.note(f"{name}: {differing(odd, feed.ranks, how)}")

@@ -43,8 +43,9 @@ class StageRun:
         if settings.steps is not None:
             left = settings.steps - (session.state.step - session.state.cursor.first_step)
         if settings.epochs is not None:
-            epochs = _epochs_left(session, settings.epochs)
-        steps = islice(session.runtime.feed.steps(settings.accumulate, epochs=epochs), left)
+            epochs = _epochs_left(session, self.stage, settings.epochs)
+        feed = session.runtime.feeds.of(self.stage.index)
+        steps = islice(feed.steps(settings.accumulate, epochs=epochs), left)
         objective = session.runtime.objective
         if not objective.weighs:
             return steps
@@ -117,15 +118,15 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     """Begin a stage, or resume in the middle of one: settings, hooks and policy, on which all ranks agree."""
     runtime, state = session.runtime, session.state
     loaded, cursor = runtime.loaded, state.cursor
-    settings = stage.effective(loaded.pipeline)
+    settings, feed = stage.effective(loaded.pipeline), runtime.feeds.of(stage.index)
     saved, state.mid_stage = state.mid_stage, None
     if saved is None:
         if settings.epochs is not None:
-            runtime.feed.start_epoch()
-        cursor.begin(stage.index, state.step, runtime.feed.epoch)
+            feed.start_epoch()
+        cursor.begin(stage.index, state.step, feed.epoch)
     steps = settings.steps
     if settings.epochs is not None:
-        left = runtime.feed.steps_left(settings.accumulate, _epochs_left(session, settings.epochs))
+        left = feed.steps_left(settings.accumulate, _epochs_left(session, stage, settings.epochs))
         steps = None if left is None else state.step - cursor.first_step + left
     same_length = cursor.steps == steps
     cursor.steps = steps
@@ -207,9 +208,9 @@ def end_stage(run: StageRun) -> None:
         audit_parameters(session, f"at the end of {stage.path}", state.step, at_end=True)
 
 
-def _epochs_left(session: Session, epochs: int) -> int:
+def _epochs_left(session: Session, stage: StepStage, epochs: int) -> int:
     """Epochs of the stage that are not over, the current one included."""
-    return epochs - (session.runtime.feed.epoch - session.state.cursor.first_epoch)
+    return epochs - (session.runtime.feeds.of(stage.index).epoch - session.state.cursor.first_epoch)
 
 
 # Making ranks equal, and the audit.

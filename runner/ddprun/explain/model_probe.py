@@ -66,7 +66,7 @@ class ModelProbe:
     buffer_use: BufferUse | None  # what rank 0's first batch does to the buffers; None: not known
     optimizer: Optimizer | None  # None: not known
     optimizer_state: Mapping[Tensor, dict[str, Any]]  # after a step, without values; empty if not sent
-    feed: Feed | None
+    feeds: build.Feeds | None
     unknown: Unknown
     device: torch.device
 
@@ -89,11 +89,11 @@ def probe_model(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
         make_folder_importable(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
-    model = feed = optimizer = None
+    model = feeds = optimizer = None
     if not unknown.model:
         model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
     if not unknown.data:
-        feed = build.open_feed(loaded, build.build_data(loaded).train, rank=0, ranks=world.ranks, workers=0)
+        feeds = build.open_feeds(loaded, build.build_data(loaded).train, rank=0, ranks=world.ranks, workers=0)
     if model is not None and not unknown.optimizer:
         optimizer = build.build_optimizer(loaded, model)
         for stage in pipeline.step_stages():
@@ -103,13 +103,13 @@ def probe_model(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
 
     verdict = None
     gradients: tuple[BucketLayout, ...] | None = None if _any_gradients(loaded) else ()
-    if model is not None and feed is not None and not unknown.batch:
+    if model is not None and feeds is not None and not unknown.batch:
         objective = Objective(loaded, build.build_loss(loaded, device))
-        verdict = find_buffer_use(model, objective, precision, feed, automatic=True)
+        verdict = find_buffer_use(model, objective, precision, feeds.main, automatic=True)
         if gradients is None:
-            gradients = _buckets(loaded, model, objective, precision, feed)
+            gradients = _buckets(loaded, model, objective, precision, feeds.main)
     state = _state(optimizer) if optimizer is not None and _sends_state(loaded) else {}
-    return ModelProbe(model, gradients, verdict, optimizer, state, feed, unknown, device)
+    return ModelProbe(model, gradients, verdict, optimizer, state, feeds, unknown, device)
 
 
 def is_foreign(choice: Choice) -> bool:
@@ -130,6 +130,7 @@ def _unknown(loaded: Loaded) -> Unknown:
 
     loader = pipeline.loader
     data = {"data": pipeline.train_data(), "sampler": loader.sampler, "collate": loader.collate}
+    data |= {f"{stage.path}.data": stage.data for stage in pipeline.step_stages()}
     return Unknown(
         reason(model=pipeline.model),
         reason(**data),
