@@ -461,6 +461,8 @@ stages:
   - train: {epochs: 1}
   - train: {epochs: 2, data: {mine.Mapped: {form: mapping, size: 7}}}
   - save
+  - evaluate: {data: {mine.Mapped: {form: mapping, size: 5}}}
+  - evaluate: {data: {mine.Mapped: {form: mapping, size: 9}}}
 """
 
 
@@ -504,3 +506,4 @@ def test_a_stage_reads_data_of_its_own(folder: Path) -> None:
     assert rest == whole[5:]
     for name, value in weights(folder / "w").items():
         assert torch.equal(value, weights(folder / "b")[name]), name
+    assert [stage.get("samples") for stage in summary(folder / "w")["stages"][-2:]] == [5, 9]

@@ -293,13 +293,15 @@ def _metrics(pipeline: Pipeline) -> Iterator[tuple[KeyPath, Choice]]:
 
 @_reads("data", "stages")
 def _evaluate_without_data(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    evaluations = [stage for stage in pipeline.stages if isinstance(stage, Evaluate)]
+    evaluations = [stage for stage in pipeline.stages if isinstance(stage, Evaluate) and not stage.data]
     if reason := _nothing_held_out(pipeline.data):
         for stage in evaluations:
             text = f'"evaluate" has no data: {reason}'
             yield CrossCheck(("stages", stage.index), text, "give data: {train: …, evaluate: …}")
     if isinstance(pipeline.data, DataPair) and pipeline.data.evaluate is not None and not evaluations:
         text = '"data.evaluate" has no effect: no stage of "stages" is "evaluate"'
+        if any(isinstance(stage, Evaluate) for stage in pipeline.stages):
+            text = '"data.evaluate" has no effect: every evaluate stage has "data" of its own'
         yield CrossCheck(("data", "evaluate"), text, "add an evaluate stage", "warning")
 
 

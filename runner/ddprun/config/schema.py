@@ -575,6 +575,9 @@ class Evaluate(Stage):
 
     name: ClassVar[str] = "evaluate"
 
+    data: WholeData | None = None
+    """What to measure on, used whole; null is what `data` above holds out."""
+
     metrics: Metrics = ()
     """What to measure besides the loss."""
 

@@ -155,7 +155,9 @@ def is_choice(path: Sequence[str | int]) -> bool:
             return key in _CHOICES
         case ("stages", int(), "train" | "forward", str(key)):
             return key in _STAGE_CHOICES
-        case ("data", "train" | "evaluate") | ("loader", "collate" | "sampler"):
+        case ("data", "train" | "evaluate") | ("stages", int(), "evaluate", "data"):
+            return True
+        case ("loader", "collate" | "sampler"):
             return True
         case (*_, str(key), int()):
             return key in _CHOICE_LISTS

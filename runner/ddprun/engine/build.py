@@ -5,7 +5,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ddprun.config import (
     BroadcastStage,
     Choice,
     DataPair,
+    Evaluate,
     Loaded,
     PipelineError,
     StepStage,
@@ -268,20 +269,38 @@ def _dataset(loaded: Loaded, path: str, choice: Choice) -> Split:
     return Split(made, None)
 
 
-def data_refused(
-    loaded: Loaded, part: Literal["train", "evaluate"], problem: str, allowed: str | None
-) -> PipelineError:
-    """An error about the data that a run has read, at its place in the file."""
-    data = loaded.pipeline.data
-    pair = isinstance(data, DataPair)
-    chosen: Any = getattr(data, part) if pair else data
-    return _refused_data(loaded, f"data.{part}" if pair else "data", chosen, problem, allowed)
-
-
-def _refused_data(
+def refused_data(
     loaded: Loaded, path: str, choice: Choice, problem: str, allowed: str | None
 ) -> PipelineError:
+    """An error about data that a run has read, at its place in the file."""
     return loaded.error(path, f'"{choice.name}": {problem}', allowed)
+
+
+@dataclass(slots=True)
+class HeldOut:
+    """Data to evaluate on."""
+
+    dataset: Any  # None: there is none
+    path: str  # where the file chooses it
+    choice: Choice | None
+    sharded: bool | None = None  # each rank has samples of its own; None: ranks have not compared them
+
+
+def held_out(loaded: Loaded, dataset: Any) -> HeldOut:
+    """What `data` holds out for evaluation; `dataset` is made already."""
+    data = loaded.pipeline.data
+    if isinstance(data, DataPair):
+        return HeldOut(dataset, "data.evaluate", data.evaluate)
+    return HeldOut(dataset, "data", data)
+
+
+def held_out_of_stages(loaded: Loaded) -> dict[int, HeldOut]:
+    """The data of evaluate stages that name some, by their index in `stages`."""
+    return {
+        stage.index: HeldOut(_dataset(loaded, path, stage.data).train, path, stage.data)
+        for stage in loaded.pipeline.stages
+        if isinstance(stage, Evaluate) and stage.data is not None and (path := f"{stage.path}.data")
+    }
 
 
 def build_collate(loaded: Loaded) -> Collate | None:
@@ -369,7 +388,7 @@ def open_feeds(
     for stage in loaded.pipeline.step_stages():
         if stage.data is not None:
             path = f"{stage.path}.data"
-            refuse = functools.partial(_refused_data, loaded, path, stage.data)
+            refuse = functools.partial(refused_data, loaded, path, stage.data)
             own[stage.index] = open_feed(
                 loaded, _dataset(loaded, path, stage.data).train, refuse=refuse, **share
             )
@@ -386,7 +405,8 @@ def open_feed(
     workers: int | None = None,
     refuse: Refuse | None = None,
 ) -> Feed:
-    """Training data, batch by batch; `workers`: other than the file says."""
+    """Training data, batch by batch; `workers`: not those of the file."""
+    path = "data.train" if isinstance(loaded.pipeline.data, DataPair) else "data"
     loader = loaded.pipeline.loader
     return Feed(
         dataset,
@@ -397,7 +417,7 @@ def open_feed(
         collate=build_collate(loaded),
         order=None if is_iterable(dataset) else build_order(loaded, dataset),
         pin=pin,
-        refuse=refuse or functools.partial(data_refused, loaded, "train"),
+        refuse=refuse or functools.partial(refused_data, loaded, path, loaded.pipeline.train_data()),
     )
 
 

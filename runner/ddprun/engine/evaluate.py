@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ddprun.config import Choice, DataPair, Evaluate
+from ddprun.config import Choice, Evaluate
 from ddprun.engine import build, seeding
 from ddprun.engine.data import Batches, Refuse, is_iterable, loading, of_all, refuse_odd_lengths
 from ddprun.engine.objective import Objective, Outcome
@@ -44,6 +44,11 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
     may call collectives itself. Sums are kept in fp64 and added over ranks in rank order; accuracy is a
     quotient of whole numbers.
     """
+    with session.runtime.evaluating(stage):
+        return _evaluate(session, stage)
+
+
+def _evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
     runtime, state, reporter = session.runtime, session.state, session.reporter
     make_buffers_equal(session, stage)
     metrics = _metrics(session, stage)
@@ -254,10 +259,9 @@ def _sharded(session: Session, first: Callable[[], Sequence[Any]]) -> bool:
 
 def _may_be_sharded(session: Session) -> bool:
     """Whether the file says that data shards itself; a built-in never does."""
-    pipeline = session.runtime.loaded.pipeline
-    data = pipeline.data.evaluate if isinstance(pipeline.data, DataPair) else pipeline.data
-    assert data is not None, "check refuses an evaluate stage without data"
-    return pipeline.loader.sharded and data.source != "built-in"
+    choice = session.runtime.held_out.choice
+    assert choice is not None, "check refuses an evaluate stage without data"
+    return session.runtime.loaded.pipeline.loader.sharded and choice.source != "built-in"
 
 
 def _refuse_empty(session: Session, held: Sequence[int]) -> None:
@@ -272,4 +276,6 @@ def _refuse_empty(session: Session, held: Sequence[int]) -> None:
 
 
 def _refused(session: Session) -> Refuse:
-    return partial(build.data_refused, session.runtime.loaded, "evaluate")
+    held_out = session.runtime.held_out
+    assert held_out.choice is not None
+    return partial(build.refused_data, session.runtime.loaded, held_out.path, held_out.choice)

@@ -15,7 +15,7 @@ from ddprun.engine.objective import Objective, Precision, find_buffer_use, freez
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import differing, shards_itself
-from ddprun.engine.session import HeldOut, RunState, Runtime, Session
+from ddprun.engine.session import RunState, Runtime, Session
 from ddprun.engine.state import check_state, open_checkpoints
 from ddprun.engine.weights import load_weights
 from ddprun.host import shared_memory
@@ -63,6 +63,7 @@ def open_session(
     if ranks.rank == 0:
         load_weights(loaded, model)  # from which all others get them
     data = build.build_data(loaded)
+    own_held_out = build.held_out_of_stages(loaded)
     check_trackers(loaded)
     objective = Objective(loaded, build.build_loss(loaded, device), build.build_weight(loaded))
     optimizer = build.build_optimizer(loaded, model)
@@ -134,7 +135,8 @@ def open_session(
         precision=precision,
         objective=objective,
         feeds=feeds,
-        held_out=HeldOut(data.evaluate),
+        held_out=build.held_out(loaded, data.evaluate),
+        own_held_out=own_held_out,
         checkpoints=open_checkpoints(loaded, run_dir, ranks, records, token, finite),
         finite=finite,
         gradients=GradientTimes(model, clock.mark) if timings.gradients else None,
