@@ -89,9 +89,9 @@ class SwitchedRecorder(StepRecorder):
             self._last_end = None
             self._step = Step(number, stage)
 
-    def note_loss(self, mean: Any, samples: int) -> None:
+    def note_loss(self, mean: Any, samples: int, counts: float | None = None) -> None:
         if self._full:
-            super().note_loss(mean, samples)
+            super().note_loss(mean, samples, counts)
 
     def lap(self, part: str) -> None:
         if self._full:

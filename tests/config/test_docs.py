@@ -13,6 +13,7 @@ from ddprun.config.schema import (
     STAGES,
     TIMES,
     Audit,
+    Batch,
     Checkpoint,
     Ddp,
     Launch,
@@ -29,6 +30,7 @@ def defaults() -> dict[str, str]:
     """Every key and its default, as the page writes them."""
     sections: dict[str, type[BaseModel]] = {
         "loader": Loader,
+        "batch": Batch,
         "ddp": Ddp,
         "launch": Launch,
         "checkpoint": Checkpoint,
@@ -110,13 +112,11 @@ def test_every_stage_is_on_the_page_with_its_keys() -> None:
 def test_the_examples_are_good(tmp_path: Path) -> None:
     """The page's pipelines have neither faults nor warnings; a part of one goes with what is required."""
     examples = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 6
     for example in examples:
-        base = (
-            ""
-            if "model:" in example
-            else "model: {mlp: {inputs: 64, outputs: 10}}\ndata: digits\noptimizer: sgd\n"
-        )
+        needed = {"model": "{mlp: {inputs: 64, outputs: 10}}", "data": "digits", "optimizer": "sgd"}
+        given = re.findall(r"^(\w+):", example, re.MULTILINE)
+        base = "".join(f"{key}: {value}\n" for key, value in needed.items() if key not in given)
         (tmp_path / "p.yaml").write_text(base + example)
         assert load(tmp_path / "p.yaml").warnings == ()
 

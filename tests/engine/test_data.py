@@ -56,7 +56,7 @@ def epoch(source: Feed, accumulate: int = 1) -> list[list[tuple[list[int], int]]
             ids = micro.content[0].tolist()
             assert len(ids) > 0
             assert micro.samples in (0, len(ids))
-            row.append((ids[: micro.samples], step.total))
+            row.append((ids[: micro.samples], int(step.total)))
         assert len(row) == step.count
         steps.append(row)
     return steps
@@ -503,7 +503,7 @@ def test_data_that_shards_itself_is_taken_as_it_is(
         source.first_batch()
         return [
             [
-                (step.total, micro.content[0].tolist()[: micro.samples])
+                (int(step.total), micro.content[0].tolist()[: micro.samples])
                 for step in source.steps(accumulate, epochs=1)
                 for micro in step.micro_batches
             ]
@@ -526,7 +526,7 @@ def test_parts_of_very_different_sizes(kind: type[Part | PartStream]) -> None:
         source = feed(data, group.rank, 2, sharded=True, shuffle=False, **changes)
         compare(group, source)
         return [
-            (step.total, micro.samples)
+            (int(step.total), micro.samples)
             for step in source.steps(1, epochs=1)
             for micro in step.micro_batches
             if len(micro.content[0])

@@ -53,7 +53,7 @@ def open_here(folder: Path, name: str) -> Session:
 def go(course: StageRun, steps: int) -> None:
     session = course.session
     session.runtime.model.train()
-    for batches in islice(session.runtime.feed.steps(course.settings.accumulate), steps):
+    for batches in islice(session.runtime.feeds.of(0).steps(course.settings.accumulate), steps):
         session.runtime.recorder.start(session.state.step + 1, 0)
         train_step(course, batches, session.state.step + 1)
         synchronised = synchronize(course, session.state.step + 1)

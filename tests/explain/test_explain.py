@@ -155,3 +155,65 @@ def test_whole_stages_are_sums_of_steps(sync: str, buffers: str, tmp_path: Path)
             assert amount is not None
             sent += amount
         assert stage_explained.whole_amount == sent
+
+
+def test_what_a_file_says_of_batches_and_parameters_is_explained(tmp_path: Path) -> None:
+    """Frozen parameters are in no bucket, a sampler and a stage's data decide how long an epoch is, and
+    collating and parts of batches are those of a run.
+    """
+    (tmp_path / "shown.py").write_text(
+        """
+import torch
+from torch import nn
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, place):
+        return {"x": torch.zeros(4), "y": place % 3}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def every_other(data):
+    return range(0, len(data), 2)
+
+
+def pack(samples):
+    columns = torch.utils.data.default_collate(samples)
+    return {"inputs": columns["x"], "y": columns["y"]}
+"""
+    )
+    (tmp_path / "shown.yaml").write_text(
+        """
+model: shown.Net
+data: {shown.Data: {size: 40}}
+loader: {batch_size: 5, sampler: shown.every_other, collate: shown.pack}
+batch: {inputs: {x: inputs}, target: y}
+weight_by: targets
+freeze: ["body.*"]
+groups: [{match: "*.bias", lr: 1}]
+optimizer: {sgd: {lr: 0.1}}
+stages:
+  - train: {epochs: 2}
+  - train: {epochs: 1, data: {shown.Data: {size: 100}}}
+launch: {nproc_per_node: 2}
+"""
+    )
+    found = explain(load(tmp_path / "shown.yaml"))
+    assert [stage.steps for stage in found.stages] == [4, 5]
+    (bucket,) = found.probe.gradients or ()
+    assert sorted(param.name for param in bucket.params) == ["head.bias", "head.weight"]
+    assert explain(load(tmp_path / "shown.yaml"), importing=False).probe.feeds is None

@@ -45,5 +45,6 @@ def buffer_of(steps: Iterable[MadeStep]) -> MarkBuffer:
         buffer.traces += made.traces
         buffer.losses += [float(loss) for loss in made.losses]
         buffer.samples += made.samples
+        buffer.counts += made.samples
         buffer.close(step)
     return buffer

@@ -42,6 +42,8 @@ class _TorchPlace(NamedTuple):
 _MODULES = r"(?!((Uninitialized)?(Parameter|Buffer)|DataParallel|\w+Options)$)[A-Z]\w*"
 _LOSSES = r"[a-z]\w*_loss|kl_div|cross_entropy|binary_cross_entropy(_with_logits)?"
 _SCHEDULES = r"[A-Z]\w*LR|LRScheduler|ChainedScheduler|CosineAnnealingWarmRestarts|ReduceLROnPlateau"
+_SAMPLERS = r"(Weighted|Subset)?RandomSampler|SequentialSampler"
+_DTYPES = r"dtype|bool|b?float(16|32|64)|u?int(8|16|32|64)|complex(32|64|128)"
 _DATASETS = r"((Iterable|Tensor|Stack|Concat|Chain)?Dataset|Subset)"
 _OF_TORCH = (
     _TorchPlace("torch.nn", _MODULES, "the modules in torch.nn", ("model", "loss")),
@@ -51,6 +53,9 @@ _OF_TORCH = (
         "torch.optim.lr_scheduler", _SCHEDULES, "the schedules in torch.optim.lr_scheduler", ("schedule",)
     ),
     _TorchPlace("torch.utils.data", _DATASETS, "the plain datasets in torch.utils.data", ("data",)),
+    _TorchPlace("torch.utils.data", _SAMPLERS, "the samplers in torch.utils.data", ("sampler",)),
+    _TorchPlace("torch.utils.data", "default_collate", "default_collate in torch.utils.data", ("collate",)),
+    _TorchPlace("torch", _DTYPES, "the types of tensors in torch", ()),
 )
 """All that may be named of torch. What these classes and functions do with options is to compute; data pipes,
 wrappers of modules, methods and everything elsewhere in torch can do more.
@@ -268,7 +273,8 @@ def _is_of_kind(found: Any, wanted: Wanted) -> bool:
         found = found.func
     if isinstance(found, type):
         by_class = wanted.base is not None and issubclass(found, wanted.base)
-        return by_class or any(hasattr(found, method) for method in wanted.methods)
+        # Every class is called itself, so that `hasattr` would find `__call__` in all of them.
+        return by_class or any(method in vars(base) for base in found.__mro__ for method in wanted.methods)
     if not callable(found):
         return False
     if wanted.returns is None:

@@ -13,7 +13,7 @@ from ddprun.cli.run import format_option
 
 _KINDS = (
     *("model", "data", "loss", "optimizer", "schedule", "sync", "hook", "mutate", "update", "metric"),
-    *("tracker", "stage", "cluster"),
+    *("collate", "sampler", "weight", "tracker", "stage", "cluster"),
 )
 
 

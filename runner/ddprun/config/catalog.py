@@ -20,6 +20,7 @@ GROUPS = {
     "loss": "losses",
     "mutate": "mutations",
     "update": "updates",
+    "collate": "collate functions",
     "stage": "stages",
     "cluster": "clusters",
 }

@@ -17,13 +17,18 @@ _FIXED = {
     "data": "the position in the data would be another",
     "loss": "the optimizer's state belongs to it",
     "precision": "weights and loss scale belong to it",
+    "freeze": "the optimizer's state belongs to it",
+    "groups": "the optimizer's state belongs to them",
     "optimizer": "the checkpoint holds no state for it",
     "loader.shuffle": "samples would be seen twice, others not at all",
+    "batch": "the optimizer's state belongs to the loss",
+    "weight_by": "the optimizer's state belongs to the loss",
+    "loader.sampler": "samples would be seen twice, others not at all",
     "loader.sharded": "samples would be seen twice, others not at all",
 }
 """What cannot change, and why."""
 
-_STATE = ("sync", "mutate", "update")
+_STATE = ("sync", "mutate", "update", "data")
 """What decides the state of a stage that has begun."""
 
 
@@ -64,19 +69,29 @@ def schedule_changed(loaded: Loaded, before: dict[str, Any], stage: int) -> bool
         taken = pipeline.stages[stage]
         assert isinstance(taken, StepStage)
         settings = taken.effective(pipeline)
-        sides.append((plain(settings.optimizer), plain(settings.schedule), settings.steps, settings.epochs))
+        groups = plain(pipeline.groups)
+        sides.append(
+            (groups, plain(settings.optimizer), plain(settings.schedule), settings.steps, settings.epochs)
+        )
     return bool(sides[0] != sides[1])
 
 
 def _fixed(loaded: Loaded, old: Pipeline) -> Iterator[Fault]:
-    # Of the optimizer its name alone is fixed; its options may change.
-    was: Any = plain(old) | {"optimizer": old.optimizer.name}
-    now: Any = loaded.plain() | {"optimizer": loaded.pipeline.optimizer.name}
+    was: Any = plain(old) | _fixed_parts(old)
+    now: Any = loaded.plain() | _fixed_parts(loaded.pipeline)
     for path, why in _FIXED.items():
         section, _, key = path.rpartition(".")
         before, here = (side[section][key] if section else side[key] for side in (was, now))
         if before != here:
             yield _refused(loaded, path, before, here, why)
+
+
+def _fixed_parts(pipeline: Pipeline) -> dict[str, Any]:
+    """Of the optimizer its name, and which parameters are in which group: options may change."""
+    return {
+        "optimizer": pipeline.optimizer.name,
+        "groups": [list(group.match) for group in pipeline.groups],
+    }
 
 
 def _stages(loaded: Loaded, old: Pipeline, next_stage: int, begun: int | None) -> Iterator[Fault]:

@@ -2,7 +2,7 @@
 
 import functools
 import keyword
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from ddprun.config import signatures, sources
 from ddprun.config.errors import validate
 from ddprun.config.faults import listing, suggest
 from ddprun.config.signatures import TorchKind
-from ddprun.options import Validated, problem
+from ddprun.options import KeyPath, Validated, combine, problem
 from ddprun.plugins import HOOKS, SYNC, TRACKERS, Plugins, options_of
 from ddprun_hooks.config.options import BUILT_IN as HOOK_OPTIONS
 from ddprun_hooks.config.options import parse_spec
@@ -84,7 +84,8 @@ class Kind:
 
     def allowed(self) -> list[str]:
         """What a message lists."""
-        return self.names() + (["or a dotted name such as package.module.name"] if self.dotted else [])
+        names, dotted = self.names(), "a dotted name such as package.module.name"
+        return [*names, *([f"or {dotted}" if names else dotted] if self.dotted else [])]
 
 
 KINDS: dict[str, Kind] = {
@@ -109,10 +110,72 @@ KINDS: dict[str, Kind] = {
             dotted="a function of (model, score) that changes the model's weights in place or sets their "
             "grad, where score() is the loss of the weights as they are",
         ),
-        Kind("metric", built_in.METRICS, dotted="a function of (output, target) that returns a number"),
+        Kind(
+            "metric",
+            built_in.METRICS,
+            dotted="a function of (output, target), or with loss: model of (output, batch), that returns a "
+            "number",
+        ),
+        Kind("collate", dotted="a function of (samples) that returns a batch, or a class of such objects"),
+        Kind(
+            "sampler",
+            dotted="a Sampler class, or a class or function that gives the indices of an epoch; it is called "
+            "with the data set, as `dataset` or as its first argument",
+        ),
+        Kind(
+            "weight",
+            built_in.WEIGHTS,
+            dotted="a function of (batch) that returns how much its mean loss counts: a number",
+        ),
         Kind("tracker", plugins=TRACKERS),
     )
 }
+
+
+@dataclass(frozen=True)
+class Nested:
+    """An object that the options of a dotted name ask for."""
+
+    name: str
+    """Its dotted name."""
+
+    options: Mapping[str, Any] | None
+    """The keyword arguments with which it is made; None: it is passed on as it is."""
+
+    step: str
+    """The key of the mapping that asks for it."""
+
+
+def nested(value: Any) -> Nested | None:
+    """Read `{package.module.name: {options}}` or `{ref: package.module.name}`; None: it is a plain value."""
+    if not isinstance(value, Mapping) or len(value) != 1:
+        return None
+    ((key, inside),) = value.items()
+    if key == "ref" and isinstance(inside, str) and _is_dotted(inside):
+        return Nested(inside, None, key)
+    if _is_dotted(key) and (inside is None or isinstance(inside, Mapping)):
+        return Nested(key, inside or {}, key)
+    return None
+
+
+def _is_dotted(name: str) -> bool:
+    parts = name.split(".")
+    return len(parts) > 1 and all(part.isidentifier() and not keyword.iskeyword(part) for part in parts)
+
+
+def _refused_inside(value: Any, at: KeyPath) -> Iterator[ValidationError]:
+    """Objects in the options of a dotted name that `DDPRUN_TRUSTED` does not allow."""
+    if wanted := nested(value):
+        at = (*at, wanted.step)
+        refuse = functools.partial(problem, at=at, on_key=wanted.options is not None)
+        try:
+            _admit("", wanted.name, f'"{wanted.name}"', refuse)
+        except ValidationError as error:
+            yield error
+        value = wanted.options
+    if isinstance(value, Mapping | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _refused_inside(item, (*at, key))
 
 
 def choose(kind_name: str, value: Any) -> Choice:
@@ -144,9 +207,11 @@ def _resolve(kind: Kind, name: str, options: dict[str, Any], refuse: _Refuse) ->
     if "." in name:
         if not kind.dotted:
             raise refuse(f'"{name}" is not a built-in {kind.name}', listing(kind.names()))
-        if not all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")):
+        if not _is_dotted(name):
             raise refuse(f'"{name}" is not a dotted name', "write package.module.name")
         _admit(kind.name, name, f'"{name}"', refuse)
+        if errors := list(_refused_inside(options, (name,))):
+            raise combine(errors)
         return Choice(kind.name, name, options, "dotted")
     if model := kind.built_in.get(name):
         settings = validate(model, options, name, owner=name, context=CONTEXT)

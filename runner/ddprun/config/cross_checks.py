@@ -5,9 +5,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
+from ddprun.config import signatures
 from ddprun.config.choices import Choice
 from ddprun.config.faults import Severity
-from ddprun.config.options import Cnn, Mlp, Synthetic, Text, Transformer
+from ddprun.config.options import Cnn, Mlp, Synthetic, Targets, Text, Transformer
 from ddprun.config.resolved import plain
 from ddprun.config.schema import (
     OVERRIDABLE,
@@ -26,8 +29,9 @@ from ddprun.config.schema import (
 from ddprun.config.tree import KeyPath
 from ddprun.sync.plan import SyncPlan, SyncPolicy
 from ddprun_hooks.config import grammar
+from ddprun_hooks.config.messages import described, unknown_option, worded
 
-_OF_UPDATES = ("optimizer", "schedule", "warmup_steps", "clip_norm")
+_OF_UPDATES = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_value")
 """What a stage uses only if it updates the weights."""
 
 
@@ -107,9 +111,18 @@ def _updates(stage: Train | Forward) -> bool:
 # Model, data, loss and optimizer
 
 
-@_reads("model", "data")
+@_reads("model", "data", "stages")
 def _model_fits_data(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    data = pipeline.train_data()
+    for data in _train_data(pipeline):
+        yield from _model_fits(pipeline, data)
+
+
+def _train_data(pipeline: Pipeline) -> list[Choice]:
+    """What stages train on."""
+    return [pipeline.train_data(), *(stage.data for stage in pipeline.step_stages() if stage.data)]
+
+
+def _model_fits(pipeline: Pipeline, data: Choice) -> Iterator[CrossCheck]:
     shape, tokens = _samples(data)
     model = pipeline.model.settings
     if shape is None or model is None:
@@ -175,6 +188,26 @@ def _nesterov(pipeline: Pipeline) -> Iterator[CrossCheck]:
             yield CrossCheck((*at, "dampening"), text, "nesterov needs a dampening of 0")
 
 
+@_reads("optimizer", "groups")
+def _options_of_groups(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    """Each option of a group is one of the optimizer, and of its type."""
+    optimizer = pipeline.optimizer
+    if optimizer.source != "torch":
+        return
+    model = signatures.options_model("optimizer", optimizer.name)
+    for index, group in enumerate(pipeline.groups):
+        try:
+            model.model_validate({**optimizer.options, **group.options})
+        except ValidationError as error:
+            for item in error.errors(include_url=False):
+                text, allowed, near = worded(item, described(group.options.get(str(item["loc"][0]))))
+                if item["type"] == "extra_forbidden":
+                    known = list(model.model_fields)
+                    text, allowed, near = unknown_option(optimizer.name, str(item["loc"][0]), known)
+                hint = f'{allowed} (did you mean "{near}"?)' if near else allowed
+                yield CrossCheck(("groups", index, *item["loc"]), text, hint)
+
+
 @_reads("model", "optimizer")
 def _muon_with_biases(pipeline: Pipeline) -> Iterator[CrossCheck]:
     if pipeline.optimizer.name == "Muon" and pipeline.optimizer.source == "torch" and pipeline.model.settings:
@@ -182,19 +215,63 @@ def _muon_with_biases(pipeline: Pipeline) -> Iterator[CrossCheck]:
         yield CrossCheck(("optimizer",), text, "use another optimizer, such as adamw")
 
 
-@_reads("loss", "stages")
+@_reads("batch", "loss")
+def _batch_and_loss(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    batch, loss = pipeline.batch, pipeline.loss
+    own = loss.name == "model" and loss.source == "built-in"
+    if batch.target is not None and own:
+        text = '"target" clashes with "loss: model": the model returns its loss'
+        yield CrossCheck(("batch", "target"), text, "name all that the model takes in inputs")
+    elif batch.target is not None and batch.inputs is None:
+        text = '"target" needs "inputs", which are the model\'s arguments'
+        yield CrossCheck(("batch", "target"), text, "write batch: {inputs: …, target: …}")
+    elif batch.inputs is not None and batch.target is None and not own:
+        text = f'"inputs" needs "target", with which "loss: {loss.name}" compares the output'
+        yield CrossCheck(("batch", "inputs"), text, "write batch: {inputs: …, target: …}, or loss: model")
+
+
+@_reads("loss", "weight_by")
+def _weight_of_loss(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    weight, loss = pipeline.weight_by, pipeline.loss
+    if weight is None:
+        return
+    if loss.options.get("reduction") == "sum":
+        text = f'"weight_by: {weight.name}" clashes with "reduction: sum": a sum counts as it is'
+        yield CrossCheck(("weight_by",), text, "remove one of the two")
+    settings, ignored = weight.settings, loss.options.get("ignore_index")
+    own = settings.ignore_index if isinstance(settings, Targets) else None
+    if None not in (own, ignored) and own != ignored:
+        text = f'"ignore_index: {own}" clashes with "ignore_index: {ignored}" of "loss"'
+        yield CrossCheck(("weight_by", weight.name, "ignore_index"), text, "remove it")
+
+
+@_reads("loader")
+def _sampler_and_shuffle(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    if pipeline.loader.sampler is not None and pipeline.loader.shuffle:
+        text = '"shuffle: true" clashes with "sampler", which decides the order'
+        yield CrossCheck(("loader", "shuffle"), text, "remove one of the two")
+
+
+@_reads("loss", "stages", "weight_by")
 def _metrics_with_loss(pipeline: Pipeline) -> Iterator[CrossCheck]:
     loss = pipeline.loss
     for path, metric in _metrics(pipeline):
         if metric.source != "built-in":
             continue
         clash = f'"{metric.name}" clashes with "loss: {loss.name}"'
-        if loss.name == "model" and loss.source == "built-in":
-            text = f"{clash}: the model returns its loss, not its output"
-            yield CrossCheck(path, text, "remove the metric, or name a loss")
+        own = loss.name == "model" and loss.source == "built-in"
+        if own and metric.name == "accuracy":
+            text = f"{clash}: what the model returns besides its loss is not known"
+            yield CrossCheck(path, text, "write a dotted function of (output, batch), or name a loss")
+        elif own and pipeline.weight_by is None:
+            text = f'{clash} without "weight_by": it is of the mean over samples, not over targets'
+            hint = "write weight_by: {targets: {of: labels, shift: 1}}, as the model counts"
+            yield CrossCheck(path, text, hint, "warning")
+        elif own:
+            continue
         elif metric.name == "perplexity" and loss.name not in ("CrossEntropyLoss", "NLLLoss"):
             text = f"{clash}: it is the exponential of a cross-entropy"
-            yield CrossCheck(path, text, "use the loss cross_entropy or nll_loss")
+            yield CrossCheck(path, text, "use the loss cross_entropy or nll_loss, or model")
 
 
 @_reads("stages")
@@ -216,21 +293,23 @@ def _metrics(pipeline: Pipeline) -> Iterator[tuple[KeyPath, Choice]]:
 
 @_reads("data", "stages")
 def _evaluate_without_data(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    evaluations = [stage for stage in pipeline.stages if isinstance(stage, Evaluate)]
+    evaluations = [stage for stage in pipeline.stages if isinstance(stage, Evaluate) and not stage.data]
     if reason := _nothing_held_out(pipeline.data):
         for stage in evaluations:
             text = f'"evaluate" has no data: {reason}'
             yield CrossCheck(("stages", stage.index), text, "give data: {train: …, evaluate: …}")
     if isinstance(pipeline.data, DataPair) and pipeline.data.evaluate is not None and not evaluations:
         text = '"data.evaluate" has no effect: no stage of "stages" is "evaluate"'
+        if any(isinstance(stage, Evaluate) for stage in pipeline.stages):
+            text = '"data.evaluate" has no effect: every evaluate stage has "data" of its own'
         yield CrossCheck(("data", "evaluate"), text, "add an evaluate stage", "warning")
 
 
-@_reads("data", "loader")
+@_reads("data", "loader", "stages")
 def _sharded_built_in(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    name = pipeline.train_data().name
-    if pipeline.loader.sharded and pipeline.train_data().source == "built-in":
-        text = f'"sharded: true" clashes with "data: {name}": each rank would train on every sample'
+    built_in = next((data for data in _train_data(pipeline) if data.source == "built-in"), None)
+    if pipeline.loader.sharded and built_in is not None:
+        text = f'"sharded: true" clashes with "data: {built_in.name}": each rank would train on every sample'
         yield CrossCheck(("loader", "sharded"), text, "remove it")
 
 

@@ -57,6 +57,7 @@ _DEFINITIONS = {
     "optimizer": "an optimizer",
     "mutate": "a mutation",
     "update": "an update",
+    "data": "data",
     "buffers": "auto or every_forward or before_evaluate or never or {every: N, reduce: broadcast or mean}",
 }
 """Types that functions of ours read, where `a` and their name do not say it."""

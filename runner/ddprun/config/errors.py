@@ -96,7 +96,7 @@ def _unknown_key(key: str, model: type[BaseModel], owner: str) -> ValidationErro
         text = f'unknown key "{key}"'
         sections = ((name, section_of(field)) for name, field in model.model_fields.items())
         inside = (f"{name}.{key}" for name, section in sections if section and key in section.model_fields)
-        near = near or next(inside, None)
+        near = next(inside, None) or near
     name, colon, value = key.partition(":")
     hint = getattr(model, "elsewhere", {}).get(key)
     if colon and name in known:

@@ -8,12 +8,25 @@ from ddprun import __version__
 from ddprun.config import docs, signatures
 from ddprun.config.choices import KINDS, Kind
 from ddprun.config.errors import section_of
-from ddprun.config.schema import OVERRIDABLE, STAGES, TIMES, DataPair, Period, Pipeline, Stage, StepStage
+from ddprun.config.schema import (
+    OVERRIDABLE,
+    STAGES,
+    TIMES,
+    DataPair,
+    Init,
+    Period,
+    Pipeline,
+    Stage,
+    StepStage,
+)
 from ddprun.plugins import CLUSTERS
 
 Schema = dict[str, Any]
 
 HOSTS = r"^0*[1-9][0-9]*:0*[1-9][0-9]*$"
+_KEY: Schema = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "integer"}]}
+_PATTERNS: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
+_KEYS: Schema = {"type": "object", "additionalProperties": _KEY}
 DOTTED = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$"
 
 
@@ -31,6 +44,15 @@ def json_schema() -> Schema:
         "stage": _one_of_many(stages),
         "buffers": {"anyOf": [*times["anyOf"], _of_model(Period, definitions)]},
         "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _of_model(DataPair, definitions)]},
+        "key": _KEY,
+        "init": {"anyOf": [{"type": "string"}, _of_model(Init, definitions)]},
+        "group": {
+            "type": "object",
+            "properties": {"match": {"anyOf": [{"type": "string"}, _PATTERNS]}},
+            "required": ["match"],
+            "minProperties": 2,
+        },
+        "parts": {"anyOf": [_KEY, {"type": "array", "items": _KEY}, _KEYS]},
         "nnodes": {"anyOf": [count, {"type": "string", "pattern": HOSTS}]},
     }
     for name, cluster in CLUSTERS.loadable().items():

@@ -24,6 +24,9 @@ from ddprun.config.secrets import Secrets, fault_of, filled, references, texts
 from ddprun.config.tree import KeyPath, Node, Place, Source, find, parse_path, show
 from ddprun_hooks.config.trust import VARIABLE, TrustSettingError, trust
 
+HERE = "{here}"
+"""In a string: the pipeline's folder."""
+
 _PLACEHOLDERS: dict[str, Any] = {
     "model": Choice("model", "mlp", {}, "built-in", Mlp(inputs=1, outputs=1)),
     "data": Choice("data", "placeholder.data", {}, "dotted"),
@@ -80,7 +83,8 @@ class Loaded:
         return found.node is not self.root and not found.missing
 
     def filled(self, key_path: str, value: Any) -> Any:
-        """A choice, a string or other plain data at a key path, each `${env:NAME}` in it replaced.
+        """A choice, a string or other plain data at a key path, each `${env:NAME}` in it replaced, and each
+        `{here}` by the pipeline's folder.
 
         Raises:
             PipelineError: variables that are not set.
@@ -106,7 +110,7 @@ class Loaded:
                 for name in missing:
                     text = f"the environment variable {name} is not set"
                     faults.append(self.fault(path, text, "set it before the run"))
-                return value if missing else filled(value, os.environ)
+                return value if missing else filled(value.replace(HERE, str(self.folder)), os.environ)
         return value
 
     def variables(self) -> tuple[str, ...]:

@@ -26,6 +26,8 @@ from ddprun.options import (
     PositiveInt,
     Share,
     Sizes,
+    Validated,
+    expected,
     problem,
 )
 
@@ -104,9 +106,10 @@ def _one_or_many(value: Any) -> Any:
 
 def _known_placeholder(pattern: str) -> str:
     for found in re.findall(r"\{[^{}]*\}", REFERENCE.sub("", pattern)):
-        if found != "{stdlib}":
+        if found not in ("{stdlib}", "{here}"):
             raise problem(
-                f"unknown placeholder {found}", "allowed: {stdlib}, the folder of Python's own library"
+                f"unknown placeholder {found}",
+                "allowed: {stdlib}, the folder of Python's own library, and {here}, the pipeline's",
             )
     return pattern
 
@@ -189,9 +192,38 @@ class Perplexity(NoOptions):
     """Exponential of the mean cross-entropy per target."""
 
 
+def read_key(value: Any) -> Any:
+    """Read a `Key`."""
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise expected("the key of a mapping, or the place of an item", got=value)
+    return value
+
+
+Key = Annotated[Any, Validated(read_key, "key")]
+"""Of a part of a batch: the key of a mapping or the attribute of an object, or a place in a tuple or list."""
+
+
+class Samples(NoOptions):
+    """Each sample counts as much as any other."""
+
+
+class Targets(Options):
+    """Each target that counts is as much as any other, such as the tokens of padded text."""
+
+    of: Key | None = None
+    """The part of a batch with the targets; null is what the loss compares with."""
+
+    ignore_index: int | None = None
+    """Targets of this value do not count; null is that of the loss, or -100 where it has none."""
+
+    shift: NonNegativeInt = 0
+    """So many first targets of each sequence do not count: 1 where the model itself shifts its labels."""
+
+
 MODELS: dict[str, type[BaseModel]] = {"mlp": Mlp, "cnn": Cnn, "transformer": Transformer}
 DATA: dict[str, type[BaseModel]] = {"digits": Digits, "text": Text, "synthetic": Synthetic}
 LOSSES: dict[str, type[BaseModel]] = {"model": ModelsOwnLoss}
 MUTATIONS: dict[str, type[BaseModel]] = {"noise": Noise}
 UPDATES: dict[str, type[BaseModel]] = {"evolution_strategies": EvolutionStrategies}
+WEIGHTS: dict[str, type[BaseModel]] = {"samples": Samples, "targets": Targets}
 METRICS: dict[str, type[BaseModel]] = {"accuracy": Accuracy, "perplexity": Perplexity}

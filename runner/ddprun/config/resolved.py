@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from ddprun.config.choices import Choice
 from ddprun.config.scalars import write
-from ddprun.config.schema import OVERRIDABLE, Pipeline, Stage, StepStage
+from ddprun.config.schema import OVERRIDABLE, Group, Pipeline, Stage, StepStage
 from ddprun.config.secrets import Secrets
 from ddprun.config.tree import KeyPath, Node, find, is_choice
 from ddprun.sync.plan import Buffers
@@ -16,7 +16,7 @@ from ddprun.sync.plan import Buffers
 
 def plain(value: Any) -> Any:
     """The value as a file would hold it: mappings, lists and scalars, names in their canonical spelling."""
-    if isinstance(value, (Choice, Buffers)):
+    if isinstance(value, (Choice, Buffers, Group)):
         return plain(value.plain())
     if isinstance(value, Stage):
         keys = _keys(value)

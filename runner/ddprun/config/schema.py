@@ -21,6 +21,7 @@ from pydantic import (
 from ddprun.config.choices import KINDS, Choice, choose, installed_class, one_of
 from ddprun.config.errors import validate
 from ddprun.config.faults import listing, suggest
+from ddprun.config.options import read_key
 from ddprun.options import (
     NonNegativeInt,
     NoOptions,
@@ -29,6 +30,7 @@ from ddprun.options import (
     PositiveInt,
     Sizes,
     Validated,
+    combine,
     expected,
     matching,
     problem,
@@ -92,6 +94,67 @@ def _read_data(value: Any) -> Choice | DataPair:
     return choose("data", value)
 
 
+Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
+"""Names with `*`, `?` and `[…]`, as a shell's; `*` matches dots, too."""
+
+
+class Init(Options):
+    """The weights with which the model starts."""
+
+    file: Annotated[str, _SAVED]
+    """A file of safetensors, relative to the pipeline's folder."""
+
+    missing: Patterns = ()
+    """Weights that the file may lack, or hold in another shape: they stay as the model makes them."""
+
+    unexpected: Patterns = ()
+    """Weights that the file may hold and the model has not."""
+
+
+def _read_init(value: Any) -> Init:
+    if isinstance(value, Init):
+        return value
+    if not isinstance(value, str | dict):
+        raise expected("a file, or {file: …, missing: […], unexpected: […]}")
+    return validate(Init, {"file": value} if isinstance(value, str) else value)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters with options of their own."""
+
+    match: tuple[str, ...]
+    """Patterns of their names."""
+
+    options: dict[str, Any]
+    """The optimizer's, as far as they are other ones than those of all parameters."""
+
+    def plain(self) -> dict[str, Any]:
+        """As a file would hold it."""
+        return {"match": list(self.match), **self.options}
+
+
+class _Match(Options):
+    match: Annotated[Patterns, Field(min_length=1)]
+
+
+def _read_group(value: Any) -> Group:
+    if isinstance(value, Group):
+        return value
+    if not isinstance(value, dict) or "match" not in value:
+        raise expected("a group of parameters", "write {match: pattern, option: value}")
+    match = [value["match"]] if isinstance(value["match"], str) else value["match"]
+    options = {key: option for key, option in value.items() if key != "match"}
+    if not options:
+        raise problem(
+            "a group needs options of its own", "write {match: pattern, weight_decay: 0}", at="match"
+        )
+    return Group(validate(_Match, {"match": match}).match, options)
+
+
+Groups = Annotated[tuple[Annotated[Group, Validated(_read_group, "group")], ...], Field(strict=False)]
+
+
 class Loader(Options):
     """How samples reach a rank."""
 
@@ -109,6 +172,53 @@ class Loader(Options):
 
     sharded: bool = False
     """The data set gives each rank samples of its own, and is taken as it is."""
+
+    collate: Annotated[Choice, one_of("collate")] | None = None
+    """Makes a batch of a list of samples; null is torch's `default_collate`."""
+
+    sampler: Annotated[Choice, one_of("sampler")] | None = None
+    """Gives the indices of an epoch, of all ranks together, in place of `shuffle`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sampler_shuffles(cls, value: Any) -> Any:
+        """A sampler decides the order, so that `shuffle` is false where the file does not say it."""
+        named = isinstance(value, dict) and value.get("sampler") is not None
+        return {"shuffle": False, **value} if named else value
+
+
+def _read_parts(value: Any) -> Any:
+    """Read a key, a list of keys, or a mapping of keys by the argument that each becomes."""
+    if isinstance(value, dict):
+        if wrong := next((name for name in value if not name.isidentifier()), None):
+            raise problem(
+                f'"{wrong}" is no name of an argument', "write argument: key", at=wrong, on_key=True
+            )
+        return {name: _read_part(key, name) for name, key in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_read_part(key, index) for index, key in enumerate(value))
+    return read_key(value)
+
+
+def _read_part(value: Any, at: str | int) -> Any:
+    try:
+        return read_key(value)
+    except ValidationError as error:
+        raise combine([error], at=(at,)) from None
+
+
+Parts = Annotated[Any, Validated(_read_parts, "parts")]
+
+
+class Batch(Options):
+    """Which parts of a batch the model and the loss get."""
+
+    inputs: Parts | None = None
+    """The model's arguments: a key, a list of keys, or a mapping of keys by argument; null takes pairs
+    (input, target)."""
+
+    target: Parts | None = None
+    """What the loss compares the output with: a key, or a list or mapping of keys."""
 
 
 class Ddp(Options):
@@ -298,10 +408,14 @@ class TrainSettings:
 
     optimizer: Choice
     clip_norm: float | None
+    clip_value: float | None
     on_nan: Literal["continue", "stop"]
     schedule: Choice | None
     warmup_steps: int
     mutate: Choice | None
+    data: Choice | None
+    """None: what the pipeline's `data` gives for training."""
+
     update: Choice | None
     """None in a train stage, which updates by gradients, and in a forward stage that updates nothing."""
 
@@ -350,6 +464,9 @@ class StepStage(Stage):
     epochs: PositiveInt | None = None
     """Passes over the training data."""
 
+    data: WholeData | None = None
+    """What this stage reads, used whole; null is what `data` above gives for training."""
+
     sync: SyncChoice = Field("every_step", validate_default=True)
     """As `sync` above."""
 
@@ -370,6 +487,9 @@ class StepStage(Stage):
 
     clip_norm: PositiveFloat | None = None
     """As `clip_norm` above."""
+
+    clip_value: PositiveFloat | None = None
+    """As `clip_value` above."""
 
     on_nan: Literal["continue", "stop"] = "stop"
     """As `on_nan` above."""
@@ -399,6 +519,7 @@ class StepStage(Stage):
             steps=self.steps,
             epochs=self.epochs,
             mutate=self.mutate,
+            data=self.data,
             update=self.update if isinstance(self, Forward) else None,
             backward=trains,
             **settings,
@@ -431,7 +552,7 @@ class Forward(StepStage):
 
 OVERRIDABLE = (
     *("accumulate", "sync", "hooks", "buffers", "optimizer", "schedule", "warmup_steps", "clip_norm"),
-    "on_nan",
+    *("clip_value", "on_nan"),
 )
 """Keys of the pipeline that a train stage may name for itself; a forward stage all but `accumulate`."""
 
@@ -456,6 +577,9 @@ class Evaluate(Stage):
 
     name: ClassVar[str] = "evaluate"
 
+    data: WholeData | None = None
+    """What to measure on, used whole; null is what `data` above holds out."""
+
     metrics: Metrics = ()
     """What to measure besides the loss."""
 
@@ -467,6 +591,9 @@ class Save(Stage):
 
     to: Annotated[str, _SAVED] = "model.safetensors"
     """A file, relative to the run's folder; the one way in which a pipeline may write outside of it."""
+
+    only: Literal["trainable"] | None = None
+    """`trainable` leaves out buffers and the parameters that are frozen; null saves all."""
 
 
 STAGES: dict[str, type[Stage]] = {
@@ -532,17 +659,34 @@ class Pipeline(Options):
     model: ModelChoice
     """What is trained."""
 
+    init: Annotated[Init, Validated(_read_init, "init")] | None = None
+    """A file of weights with which the model starts; null is as the model makes them."""
+
+    freeze: Patterns = ()
+    """Parameters that are not trained, by patterns of their names."""
+
     data: Annotated[Choice | DataPair, Validated(_read_data, "data_or_pair", KINDS["data"].allowed)]
     """What it is trained on; a built-in brings its own held-out part."""
 
     loader: Loader = Loader()
     """How samples reach a rank."""
 
+    batch: Batch = Batch()
+    """Which parts of a batch the model and the loss get."""
+
+    weight_by: Annotated[Choice, one_of("weight")] | None = None
+    """What a batch's mean loss counts in means over batches, micro-steps and ranks; null is samples, and in
+    evaluate stages the targets of a cross-entropy."""
+
     loss: LossChoice = Field("cross_entropy", validate_default=True)
     """A torch loss, a dotted function of (output, target), or `model` if the model returns its own."""
 
     optimizer: OptimizerChoice
     """A torch optimizer, or a dotted name."""
+
+    groups: Groups = ()
+    """Parameters, by patterns of their names, with options of the optimizer of their own; the first that
+    matches counts."""
 
     schedule: ScheduleChoice | None = None
     """A torch schedule, stepped once per optimizer step; a length that is left out is the stage's steps."""
@@ -552,6 +696,9 @@ class Pipeline(Options):
 
     clip_norm: PositiveFloat | None = None
     """Largest norm of all gradients together; null does not clip."""
+
+    clip_value: PositiveFloat | None = None
+    """Largest absolute value of a gradient, clipped before the norm is; null does not clip."""
 
     on_nan: Literal["continue", "stop"] = "stop"
     """What happens when weights are no longer finite: the run fails, or continues."""

@@ -143,8 +143,8 @@ def spelling(name: str) -> str:
     return name.lower().replace("_", "").removesuffix("loss")
 
 
-_CHOICES = frozenset({"model", "data", "loss", "optimizer", "schedule", "sync"})
-_STAGE_CHOICES = frozenset({"optimizer", "schedule", "sync", "mutate", "update"})
+_CHOICES = frozenset({"model", "data", "loss", "optimizer", "schedule", "sync", "weight_by"})
+_STAGE_CHOICES = frozenset({"optimizer", "schedule", "sync", "mutate", "update", "data"})
 _CHOICE_LISTS = frozenset({"hooks", "within", "across", "metrics", "stages"})
 
 
@@ -155,7 +155,9 @@ def is_choice(path: Sequence[str | int]) -> bool:
             return key in _CHOICES
         case ("stages", int(), "train" | "forward", str(key)):
             return key in _STAGE_CHOICES
-        case ("data", "train" | "evaluate"):
+        case ("data", "train" | "evaluate") | ("stages", int(), "evaluate", "data"):
+            return True
+        case ("loader", "collate" | "sampler"):
             return True
         case (*_, str(key), int()):
             return key in _CHOICE_LISTS

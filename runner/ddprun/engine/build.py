@@ -2,27 +2,34 @@
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from ddprun.config import (
     BroadcastStage,
     Choice,
     DataPair,
+    Evaluate,
     Loaded,
     PipelineError,
     StepStage,
     length_option,
     tensor_options,
 )
-from ddprun.engine.data import is_iterable
+from ddprun.config.choices import nested
+from ddprun.config.signatures import options_model
+from ddprun.config.tree import KeyPath, parse_path
+from ddprun.engine.data import Feed, Refuse, is_iterable
+from ddprun.engine.samples import Collate
+from ddprun.engine.weights import freeze, parameter_groups
 from ddprun.sync.frozen import trained_parameters
 from ddprun.zoo.data import DATA, DataError, Split
 from ddprun.zoo.models import MODELS
@@ -99,18 +106,42 @@ _WANTED = {
         Wanted("a function of (model) is wanted", kind="mutate"),
         Wanted("a function of (model, score) is wanted", kind="update"),
         Wanted("a metric is a function of (output, target)", kind="metric"),
+        Wanted(
+            "a function of (samples) or a class of such objects is wanted",
+            methods=("__call__",),
+            kind="collate",
+        ),
+        Wanted(
+            "a Sampler class or a function that gives indices is wanted",
+            Sampler,
+            ("__iter__",),
+            kind="sampler",
+        ),
+        Wanted("a function of (batch) is wanted", kind="weight"),
     )
 }  # by the kind of a choice
 
 
 class _Chosen:
-    """A choice of the file, at its place in it."""
+    """A choice of the file, or an object that its options ask for, at its place in the file."""
 
-    def __init__(self, loaded: Loaded, path: str, choice: Choice) -> None:
-        self.loaded, self.kind = loaded, choice.kind
-        self.name, self.source = choice.name, choice.source
-        self.options = dict(loaded.filled(path, choice).options)
-        self.key = path if "." in self.name else f"{path}.{self.name}"
+    def __init__(
+        self, loaded: Loaded, key: KeyPath, kind: str, name: str, source: str, options: Mapping[str, Any]
+    ) -> None:
+        self.loaded, self.key, self.kind, self.name, self.source = loaded, key, kind, name, source
+        self.options = dict(options)
+
+    @classmethod
+    def at(cls, loaded: Loaded, path: str, choice: Choice) -> "_Chosen":
+        """A choice at a key path. The objects in the options of a dotted name are made."""
+        key = tuple(segment for segment, _ in parse_path(path))
+        options = loaded.filled(path, choice).options
+        if choice.source == "dotted":
+            options = {
+                name: _made(loaded, value, (*key, choice.name, name)) for name, value in options.items()
+            }
+        key = key if "." in choice.name else (*key, choice.name)
+        return cls(loaded, key, choice.kind, choice.name, choice.source, options)
 
     def refused(self, problem: str, allowed: str | None = None) -> PipelineError:
         return self.loaded.error(self.key, problem, allowed)
@@ -118,7 +149,7 @@ class _Chosen:
     def imported(self) -> Any:
         """What a dotted name leads to."""
         try:
-            return import_dotted(self.name, _WANTED[self.kind])
+            return import_dotted(self.name, _WANTED.get(self.kind))
         except UntrustedError as error:
             raise self.refused(str(error), error.allowed) from None
         except TrustSettingError as error:
@@ -149,6 +180,22 @@ class _Chosen:
         """What a dotted class or function makes."""
         return self.callable(wanted="a class or a function")()
 
+    def over_dataset(self, dataset: Any) -> Callable[[], Any]:
+        """What makes an object over a data set: its argument `dataset`, or else the first, unless the options
+        give that.
+        """
+        target = self.imported()
+        try:
+            names = list(inspect.signature(target).parameters)
+        except (TypeError, ValueError):
+            names = []
+        if "dataset" in names:
+            self.options = {"dataset": dataset, **self.options}
+            return self.callable()
+        if names and names[0] in self.options:
+            return self.callable()
+        return functools.partial(self.callable(dataset), dataset)
+
     def construct(self, of_torch: Any, first: Any, wanted: type[_T]) -> _T:
         """An object of torch's, or of a dotted class, over `first`; ValueErrors are about its options."""
         if self.source == "torch":
@@ -171,16 +218,30 @@ class _Chosen:
         return f'"{self.name}" gives {type(made).__name__}'
 
 
+def _made(loaded: Loaded, value: Any, key: KeyPath) -> Any:
+    """An option of a dotted name with the objects that it asks for, innermost first."""
+    wanted = nested(value)
+    if wanted is not None:
+        key = (*key, wanted.step)
+        options = {name: _made(loaded, item, (*key, name)) for name, item in (wanted.options or {}).items()}
+        chosen = _Chosen(loaded, key, "", wanted.name, "dotted", options)
+        return chosen.imported() if wanted.options is None else chosen.call()
+    if isinstance(value, dict):
+        return {name: _made(loaded, item, (*key, name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_made(loaded, item, (*key, index)) for index, item in enumerate(value)]
+    return value
+
+
 def build_model(loaded: Loaded) -> nn.Module:
-    """The model that the file chooses, on the CPU."""
-    chosen = _Chosen(loaded, "model", loaded.pipeline.model)
-    if chosen.source == "built-in":
-        return MODELS[chosen.name](**chosen.options)
-    made = chosen.call()
+    """The model that the file chooses, on the CPU, with what it freezes."""
+    chosen = _Chosen.at(loaded, "model", loaded.pipeline.model)
+    made = MODELS[chosen.name](**chosen.options) if chosen.source == "built-in" else chosen.call()
     if not isinstance(made, nn.Module):
         raise chosen.refused(chosen.gives(made), _WANTED["model"].words)
     if not any(param.requires_grad for param in made.parameters()):
         raise chosen.refused(f'"{chosen.name}" has no parameter to train')
+    freeze(loaded, made)
     return made
 
 
@@ -194,7 +255,7 @@ def build_data(loaded: Loaded) -> Split:
 
 
 def _dataset(loaded: Loaded, path: str, choice: Choice) -> Split:
-    chosen = _Chosen(loaded, path, choice)
+    chosen = _Chosen.at(loaded, path, choice)
     if chosen.source == "built-in":
         try:
             return DATA[chosen.name](folder=loaded.folder, **chosen.options)
@@ -208,20 +269,169 @@ def _dataset(loaded: Loaded, path: str, choice: Choice) -> Split:
     return Split(made, None)
 
 
-def data_refused(
-    loaded: Loaded, part: Literal["train", "evaluate"], problem: str, allowed: str | None
+def refused_data(
+    loaded: Loaded, path: str, choice: Choice, problem: str, allowed: str | None
 ) -> PipelineError:
-    """An error about the data that a run has read, at its place in the file."""
+    """An error about data that a run has read, at its place in the file."""
+    return loaded.error(path, f'"{choice.name}": {problem}', allowed)
+
+
+@dataclass(slots=True)
+class HeldOut:
+    """Data to evaluate on."""
+
+    dataset: Any  # None: there is none
+    path: str  # where the file chooses it
+    choice: Choice | None
+    sharded: bool | None = None  # each rank has samples of its own; None: ranks have not compared them
+
+
+def held_out(loaded: Loaded, dataset: Any) -> HeldOut:
+    """What `data` holds out for evaluation; `dataset` is made already."""
     data = loaded.pipeline.data
-    pair = isinstance(data, DataPair)
-    chosen: Any = getattr(data, part) if pair else data
-    path = f"data.{part}" if pair else "data"
-    return loaded.error(path, f'"{chosen.name}": {problem}', allowed)
+    if isinstance(data, DataPair):
+        return HeldOut(dataset, "data.evaluate", data.evaluate)
+    return HeldOut(dataset, "data", data)
+
+
+def held_out_of_stages(loaded: Loaded) -> dict[int, HeldOut]:
+    """The data of evaluate stages that name some, by their index in `stages`."""
+    return {
+        stage.index: HeldOut(_dataset(loaded, path, stage.data).train, path, stage.data)
+        for stage in loaded.pipeline.stages
+        if isinstance(stage, Evaluate) and stage.data is not None and (path := f"{stage.path}.data")
+    }
+
+
+def build_collate(loaded: Loaded) -> Collate | None:
+    """What makes a batch of a list of samples; None: torch's `default_collate`."""
+    choice = loaded.pipeline.loader.collate
+    if choice is None:
+        return None
+    chosen = _Chosen.at(loaded, "loader.collate", choice)
+    if not inspect.isclass(chosen.imported()):
+        return chosen.callable([])
+    made: Collate = chosen.call()
+    if not callable(made):
+        raise chosen.refused(chosen.gives(made), "objects of the class are called with a list of samples")
+    return made
+
+
+def build_order(loaded: Loaded, dataset: Any) -> Callable[[int], list[int]] | None:
+    """A function of an epoch that gives its indices, by a sampler that is made for it; None: there is none.
+
+    Whoever calls it has seeded the generators from which samplers draw.
+    """
+    choice = loaded.pipeline.loader.sampler
+    if choice is None:
+        return None
+    chosen = _Chosen.at(loaded, "loader.sampler", choice)
+    make = chosen.over_dataset(dataset)
+
+    def order(epoch: int) -> list[int]:
+        sampler = make()
+        if isinstance(sampler, DistributedSampler):
+            raise chosen.refused(
+                f'"{chosen.name}" divides the samples among ranks, and ddprun does so once more',
+                "name a sampler of the whole order",
+            )
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        try:
+            indices = [operator.index(index) for index in sampler]
+        except TypeError as error:
+            raise chosen.refused(
+                f"{chosen.gives(sampler)}: {error}", "it gives indices, one by one"
+            ) from None
+        wrong = next((index for index in indices if not 0 <= index < len(dataset)), None)
+        if wrong is not None:
+            raise chosen.refused(
+                f'"{chosen.name}" gives the index {wrong} of a data set with {len(dataset)} samples'
+            )
+        return indices
+
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class Feeds:
+    """The training data of all stages, batch by batch."""
+
+    main: Feed
+    own: Mapping[int, Feed]  # of stages with data of their own, by their index in `stages`
+
+    def of(self, stage: int) -> Feed:
+        """What a stage reads."""
+        return self.own.get(stage, self.main)
+
+    def named(self) -> dict[str, Feed]:
+        """Each once, by its name in messages."""
+        return {"data": self.main} | {f"data of stages[{index}]": feed for index, feed in self.own.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in each."""
+        return {str(index): feed.state_dict() for index, feed in self.own.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where `state_dict` was taken; a stage that has no position begins its data."""
+        for index, feed in self.own.items():
+            if str(index) in state:
+                feed.load_state_dict(state[str(index)])
+
+
+def open_feeds(
+    loaded: Loaded, dataset: Any, *, rank: int, ranks: int, pin: bool = False, workers: int | None = None
+) -> Feeds:
+    """The training data, `dataset`, and that of stages which name some; `workers`: not those of the file."""
+    own = dict[int, Feed]()
+    share: dict[str, Any] = {"rank": rank, "ranks": ranks, "pin": pin, "workers": workers}
+    for stage in loaded.pipeline.step_stages():
+        if stage.data is not None:
+            path = f"{stage.path}.data"
+            refuse = functools.partial(refused_data, loaded, path, stage.data)
+            own[stage.index] = open_feed(
+                loaded, _dataset(loaded, path, stage.data).train, refuse=refuse, **share
+            )
+    return Feeds(open_feed(loaded, dataset, **share), own)
+
+
+def open_feed(
+    loaded: Loaded,
+    dataset: Any,
+    *,
+    rank: int,
+    ranks: int,
+    pin: bool = False,
+    workers: int | None = None,
+    refuse: Refuse | None = None,
+) -> Feed:
+    """Training data, batch by batch; `workers`: not those of the file."""
+    path = "data.train" if isinstance(loaded.pipeline.data, DataPair) else "data"
+    loader = loaded.pipeline.loader
+    return Feed(
+        dataset,
+        loader if workers is None else loader.model_copy(update={"workers": workers}),
+        seed=loaded.pipeline.seed,
+        rank=rank,
+        ranks=ranks,
+        collate=build_collate(loaded),
+        order=None if is_iterable(dataset) else build_order(loaded, dataset),
+        pin=pin,
+        refuse=refuse or functools.partial(refused_data, loaded, path, loaded.pipeline.train_data()),
+    )
+
+
+def build_weight(loaded: Loaded) -> Callable[[Any], Any] | None:
+    """The pipeline's own function of (batch) that says what its mean loss counts; None: there is none."""
+    choice = loaded.pipeline.weight_by
+    if choice is None or choice.source == "built-in":
+        return None
+    return _Chosen.at(loaded, "weight_by", choice).callable(None)
 
 
 def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Tensor] | None:
     """The loss as a function of (output, target); None where the model returns its own."""
-    chosen = _Chosen(loaded, "loss", loaded.pipeline.loss)
+    chosen = _Chosen.at(loaded, "loss", loaded.pipeline.loss)
     if chosen.source == "built-in":
         return None
     if chosen.source == "torch":
@@ -242,11 +452,18 @@ def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Ten
 def build_optimizer(
     loaded: Loaded, model: nn.Module, choice: Choice | None = None, path: str = "optimizer"
 ) -> Optimizer:
-    """The optimizer over all parameters that require a gradient."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    return _Chosen(loaded, path, choice or loaded.pipeline.optimizer).construct(
-        torch.optim, params, Optimizer
-    )
+    """The optimizer over all parameters that require a gradient, in groups if the file has some."""
+    choice = choice or loaded.pipeline.optimizer
+    options = []
+    for index, group in enumerate(loaded.pipeline.groups):
+        own = loaded.filled(f"groups[{index}]", dict(group.options))
+        if choice.source == "torch":  # lists become what torch takes
+            model_of = options_model("optimizer", choice.name)
+            read = model_of.model_validate({**choice.options, **own})
+            own = {key: getattr(read, key) for key in own}
+        options.append(own)
+    params = parameter_groups(loaded, model, options)
+    return _Chosen.at(loaded, path, choice).construct(torch.optim, params, Optimizer)
 
 
 def optimizer_settings(
@@ -266,7 +483,7 @@ def build_schedule(
     """The schedule of one stage; a length that is left out becomes the stage's `steps`."""
     if choice is None:
         return None
-    chosen = _Chosen(loaded, path, choice)
+    chosen = _Chosen.at(loaded, path, choice)
     length = length_option(chosen.name, chosen.options) if chosen.source == "torch" else None
     if length is not None:
         if steps is None:
@@ -282,7 +499,7 @@ def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...], *, inside_
     """A stack of hooks; inside one host, only the hooks `within` of `hierarchical` remain of it."""
     named = []
     for index, written in enumerate(hooks):
-        chosen = _Chosen(loaded, f"{path}[{index}]", written)
+        chosen = _Chosen.at(loaded, f"{path}[{index}]", written)
         specs = [(chosen.name, chosen.options)]
         if inside_host and chosen.name == "hierarchical" and chosen.source == "built-in":
             specs = [parse_spec(spec) for spec in chosen.options.get("within", ())]
@@ -372,7 +589,7 @@ def build_function(loaded: Loaded, path: str, choice: Choice) -> Callable[..., A
     """By the kind of the choice: a `mutate` of (model), an `update` of (model, score), or a metric of
     (output, target) that returns a number.
     """
-    chosen = _Chosen(loaded, path, choice)
+    chosen = _Chosen.at(loaded, path, choice)
     if chosen.source == "built-in":
         return functools.partial(_FUNCTIONS[chosen.name], **chosen.options)
     return chosen.callable(*([None] if choice.kind == "mutate" else [None, None]))

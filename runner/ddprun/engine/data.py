@@ -1,18 +1,20 @@
 """The order in which samples reach the ranks: each once per epoch, known in advance, resumable.
 
 An epoch's order is `torch.randperm(samples, generator=seeded with seed + epoch)`, or the data's own order
-without `shuffle`. A global micro-batch is the next `batch_size x ranks` of it, and rank r takes every
-ranks-th from the r-th on: what torch's `DistributedSampler` does, except that nothing is repeated to fill the
-last micro-batch, which is smaller instead and counts for what it holds.
+without `shuffle`, or what a sampler gives that is made under that seed. A global micro-batch is the next
+`batch_size x ranks` of it, and rank r takes every ranks-th from the r-th on: what torch's
+`DistributedSampler` does, except that nothing is repeated to fill the last micro-batch, which is smaller
+instead and counts for what it holds.
 
 A data set that shards itself by rank (`loader: {sharded: true}`) is taken as it is: a global micro-batch is
 the next `batch_size` of each rank's own samples, and a rank that has none left computes along.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, count, islice
 from typing import Any
 
@@ -21,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torch.utils.data._utils import worker as loading_process
 
 from ddprun.config import Loader
-from ddprun.engine.samples import BatchError, collate, digest_of
-from ddprun.engine.seeding import generators_kept, seed_everything
+from ddprun.engine.samples import BatchError, Collate, collate, digest_of
+from ddprun.engine.seeding import generators_kept, seed_everything, seed_host
 from ddprun.host.processes import die_with_parent
 from ddprun_hooks.comm.control import Control
 
@@ -33,6 +35,12 @@ class MicroBatch:
 
     content: Any  # collated samples: tensors with a leading batch dimension
     samples: int  # that count; 0: this rank has none left and computes along on a batch that counts nothing
+    weight: float | None = None  # what its mean loss counts in means; None: its samples
+
+    @property
+    def counts(self) -> float:
+        """What its mean loss counts."""
+        return self.samples if self.weight is None else self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,19 @@ class StepBatches:
 
     micro_batches: Iterable[MicroBatch]
     count: int  # micro-batches in the step
-    total: int  # samples of all ranks and micro-batches
+    total: float  # what counts, of all ranks and micro-batches: samples, or weights
+
+
+def weighed(step: StepBatches, weigh: Callable[[Any], float], total: Callable[[float], float]) -> StepBatches:
+    """A step whose micro-batches count by `weigh` of their content; all of them are loaded for it.
+
+    `total` is given what this rank's count, and gives that of all ranks, as if it was of as many ranks as
+    there are.
+    """
+    batches = [
+        replace(micro, weight=weigh(micro.content) if micro.samples else 0.0) for micro in step.micro_batches
+    ]
+    return StepBatches(batches, step.count, total(math.fsum(micro.counts for micro in batches)))
 
 
 Refuse = Callable[[str, str | None], Exception]  # makes an error of what is wrong and what is allowed
@@ -66,6 +86,8 @@ class Feed:
     seed: int
     rank: int
     ranks: int
+    collate: Collate | None = None  # makes a batch; None: as torch does
+    order: Callable[[int], list[int]] | None = None  # indices of an epoch, in place of `shuffle`
     pin: bool = False  # batches go into page-locked memory, for a GPU
     refuse: Refuse = _value_error  # makes the error for data that cannot be trained on
     warn: Callable[[str], None] = lambda text: None  # is called if samples that were read early are lost
@@ -80,15 +102,17 @@ class Feed:
         self.odd_ranks: list[int] = []  # that read other first samples than rank 0, once compared
         self._warned = False
         self._used = 0  # samples of the epoch, of all ranks, as if every rank's batches were full
+        self._ordered: tuple[int, list[int]] | None = None  # an epoch, and the sampler's order of it
         self._first: tuple[list[Any], list[int]] | None = None  # this rank's first samples, and their numbers
         self._stream = _Stream(self.dataset)
         self._control: Control | None = None
         # Samples of each rank's dataset.
-        self._lengths = [] if self.iterable else [len(self.dataset)] * self.ranks
-        if self.iterable and loader.shuffle:
-            raise self.refuse(
-                "an iterable dataset has an order of its own: loader.shuffle must be false", None
-            )
+        self._lengths: list[int] = []
+        if not self.iterable:
+            self._lengths = [len(self._order())] * self.ranks
+        if self.iterable and (loader.shuffle or self.order):
+            key = "shuffle must be false" if loader.shuffle else "sampler must be left out"
+            raise self.refuse(f"an iterable dataset has an order of its own: loader.{key}", None)
         if not self.iterable:
             self._check_length()
 
@@ -101,7 +125,9 @@ class Feed:
             seed_everything(self.seed)
             read = self._look_ahead() if self.iterable else digest_of([self.dataset[self._order()[0]]])
         if not self.iterable:
-            self._lengths = of_all(control, len(self.dataset), "the data sets' lengths")
+            if self.order is not None and not self.sharded:
+                self._compare_orders(control)
+            self._lengths = of_all(control, len(self._order()), "the data sets' lengths")
             if self.sharded:
                 self._check_length()
             else:
@@ -109,6 +135,16 @@ class Feed:
         digests = control.all_gather_bytes(read, "a digest of the first samples")
         self.odd_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         return self.odd_ranks
+
+    def _compare_orders(self, control: Control) -> None:
+        """Refuse a sampler that gives ranks other orders: each takes its share of one and the same."""
+        digests = control.all_gather_bytes(digest_of([torch.tensor(self._order())]), "the sampler's order")
+        odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if odd is not None:
+            raise self.refuse(
+                f"loader.sampler gives rank {odd} other indices than rank 0",
+                "have it draw from torch, NumPy or random, which are seeded alike on all ranks",
+            )
 
     def _micro_batches(self, used: int) -> int:
         """How many an epoch has after so many samples."""
@@ -145,7 +181,7 @@ class Feed:
             self._first = [self.dataset[index] for index in indices], indices
         assert self._first is not None
         samples, numbers = self._first
-        return self._whole(collate(samples[:most], numbers[:most]))
+        return self._whole(collate(samples[:most], numbers[:most], self.collate))
 
     def _look_ahead(self) -> bytes:
         """Read an iterable dataset's first samples; gives their digest."""
@@ -204,7 +240,7 @@ class Feed:
         shares = [self._share(order, start) for start in starts]
         loaded = iter(
             DataLoader(
-                Batches(self.dataset, self._loading_seed() if self._workers else None),
+                Batches(self.dataset, self._loading_seed() if self._workers else None, self.collate),
                 sampler=[mine or self._spare(order, at) for mine, at in zip(shares, starts, strict=True)],
                 generator=self._loading_generator(),
                 **self._loading,
@@ -223,6 +259,18 @@ class Feed:
             yield MicroBatch(content, len(share))
 
     def _order(self) -> list[int]:
+        if self.order is not None:
+            if self._ordered is None or self._ordered[0] != self.epoch:
+                with generators_kept(torch.device("cpu")):
+                    seed_host(self.seed + self.epoch)
+                    self._ordered = self.epoch, self.order(self.epoch)
+                held = self._lengths[self.rank] if self._lengths else len(self._ordered[1])
+                if len(self._ordered[1]) != held:
+                    problem = (
+                        f"loader.sampler gives {len(self._ordered[1])} indices in epoch {self.epoch + 1}"
+                    )
+                    raise self.refuse(f"{problem}, and gave {held} in the one before", "give equally many")
+            return self._ordered[1]
         size = len(self.dataset)
         if not self.shuffle:
             return list(range(size))
@@ -303,7 +351,7 @@ class Feed:
         else:
             samples, done = self._stream.resume(self.epoch, skip)
         drop_last = self.drop_last and not self.sharded
-        shares = _Shares(samples, self.batch_size, rank, ranks, skip, done, drop_last)
+        shares = _Shares(samples, self.batch_size, rank, ranks, skip, done, drop_last, self.collate)
         return iter(DataLoader(shares, generator=self._loading_generator(), **self._loading))
 
     def _compared(self, loaded: Iterator[Any]) -> Iterator[Any]:
@@ -317,7 +365,7 @@ class Feed:
         first = next(loaded, None) if self._workers and ahead is not None else None
         if first is None or ahead is None:
             return loaded
-        if digest_of([first[0]]) != digest_of([collate(*ahead)]) and self._reads_one_source():
+        if digest_of([first[0]]) != digest_of([collate(*ahead, self.collate)]) and self._reads_one_source():
             self._warned = True
             self.warn(
                 "read again, it begins with other samples; if it reads one source, the first ones are lost\n"
@@ -426,15 +474,15 @@ class Batches(Dataset[Any]):
     nor on where in the epoch they started. Without a seed it is loaded in the training process.
     """
 
-    def __init__(self, dataset: Any, seed: int | None) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Any, seed: int | None, collate: Collate | None = None) -> None:
+        self.dataset, self.seed, self.collate = dataset, seed, collate
 
     def __getitem__(self, indices: list[int]) -> Any:
         if self.seed is not None:
             seed_everything((self.seed * len(self.dataset) + indices[0]) % 2**63)
         if hasattr(self.dataset, "__getitems__"):
-            return collate(list(self.dataset.__getitems__(indices)), indices)
-        return collate([self.dataset[index] for index in indices], indices)
+            return collate(list(self.dataset.__getitems__(indices)), indices, self.collate)
+        return collate([self.dataset[index] for index in indices], indices, self.collate)
 
 
 @dataclass(eq=False)
@@ -451,6 +499,7 @@ class _Shares(IterableDataset[tuple[Any, int, int]]):
     skip: int  # leave out so many samples of the epoch
     done: int  # so many of it have been read already
     drop_last: bool
+    collate: Collate | None
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         worker = get_worker_info()
@@ -471,9 +520,9 @@ class _Shares(IterableDataset[tuple[Any, int, int]]):
             if micro % workers == mine:
                 share = items[self.rank :: self.ranks]
                 numbers = range(at + self.rank, at + len(items), self.ranks)
-                # A rank without a sample computes along on another one's, as not every rank has one.
-                content = collate(share, numbers) if share else collate(items[:1], [at])
-                yield content, len(share), len(items)
+                if not share:  # a rank without a sample computes along on another one's
+                    numbers = range(at, at + 1)
+                yield collate(share or items[:1], numbers, self.collate), len(share), len(items)
             at += len(items)
 
 

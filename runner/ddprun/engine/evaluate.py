@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ddprun.config import Choice, DataPair, Evaluate
+from ddprun.config import Choice, Evaluate
 from ddprun.engine import build, seeding
 from ddprun.engine.data import Batches, Refuse, is_iterable, loading, of_all, refuse_odd_lengths
 from ddprun.engine.objective import Objective, Outcome
@@ -44,6 +44,11 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
     may call collectives itself. Sums are kept in fp64 and added over ranks in rank order; accuracy is a
     quotient of whole numbers.
     """
+    with session.runtime.evaluating(stage):
+        return _evaluate(session, stage)
+
+
+def _evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
     runtime, state, reporter = session.runtime, session.state, session.reporter
     make_buffers_equal(session, stage)
     metrics = _metrics(session, stage)
@@ -82,7 +87,7 @@ def _metrics(session: Session, stage: Evaluate) -> dict[str, Metric]:
     for index, (name, choice) in enumerate(zip(names_of(stage.metrics), stage.metrics, strict=True)):
         if choice.source != "built-in":
             metric = build.build_function(loaded, f"{stage.path}.metrics[{index}]", choice)
-            found[name] = Metric(partial(_dotted, metric))
+            found[name] = Metric(partial(_dotted, objective, metric))
         elif choice.name == "accuracy":
             found[name] = Metric(partial(_accuracy, objective.ignore_index))
         else:
@@ -107,13 +112,15 @@ def _summed_loss(outcome: Outcome, samples: int) -> Sums:
 
 
 def _mean_loss(objective: Objective, outcome: Outcome, samples: int) -> Sums:
-    """Of a cross-entropy, the mean over the targets that count; of another loss, over samples."""
+    """By `weight_by`, or of a cross-entropy the mean over the targets that count; of another loss, over
+    samples.
+    """
     loss, count = outcome.loss.double(), objective.weight_of_mean(outcome, samples)
     if objective.summed:
         return loss, count
     if isinstance(count, Tensor):  # the mean over no target at all is not a number
         return torch.where(count > 0, loss * count, 0.0), count
-    return loss * count, count
+    return loss * count if count else 0.0, count
 
 
 def _accuracy(ignored: int | None, outcome: Outcome, samples: int) -> Sums:
@@ -128,8 +135,9 @@ def _accuracy(ignored: int | None, outcome: Outcome, samples: int) -> Sums:
     return (right & counts).sum(), counts.sum()
 
 
-def _dotted(metric: Callable[[Any, Any], Any], outcome: Outcome, samples: int) -> Sums:
-    return float(metric(outcome.output, outcome.target)) * samples, samples
+def _dotted(objective: Objective, metric: Callable[[Any, Any], Any], outcome: Outcome, samples: int) -> Sums:
+    count = objective.weigh(outcome.content) if objective.weighs else samples
+    return float(metric(outcome.output, outcome.target)) * count if count else 0.0, count
 
 
 def _batches(session: Session) -> Iterator[tuple[Any, int]]:
@@ -160,7 +168,7 @@ def _from_map(session: Session) -> Iterator[tuple[Any, int]]:
         mine = mine[rank::ranks]
     calls = list(_calls(mine, held, loader.batch_size, spare=mine or range(len(dataset))))
     batches = DataLoader(
-        Batches(dataset, None),
+        Batches(dataset, None, runtime.feed.collate),
         sampler=[list(part) for part, _ in calls],
         generator=torch.Generator(),
         **loading(loader.workers),
@@ -191,7 +199,7 @@ def _from_iterable(session: Session) -> Iterator[tuple[Any, int]]:
         spare = spare or own or read
         for part, count in _calls(own, held, size, spare):
             numbers, items = zip(*part, strict=True)
-            yield collate(items, numbers), count
+            yield collate(items, numbers, runtime.feed.collate), count
 
 
 def _calls(
@@ -251,10 +259,9 @@ def _sharded(session: Session, first: Callable[[], Sequence[Any]]) -> bool:
 
 def _may_be_sharded(session: Session) -> bool:
     """Whether the file says that data shards itself; a built-in never does."""
-    pipeline = session.runtime.loaded.pipeline
-    data = pipeline.data.evaluate if isinstance(pipeline.data, DataPair) else pipeline.data
-    assert data is not None, "check refuses an evaluate stage without data"
-    return pipeline.loader.sharded and data.source != "built-in"
+    choice = session.runtime.held_out.choice
+    assert choice is not None, "check refuses an evaluate stage without data"
+    return session.runtime.loaded.pipeline.loader.sharded and choice.source != "built-in"
 
 
 def _refuse_empty(session: Session, held: Sequence[int]) -> None:
@@ -269,4 +276,6 @@ def _refuse_empty(session: Session, held: Sequence[int]) -> None:
 
 
 def _refused(session: Session) -> Refuse:
-    return partial(build.data_refused, session.runtime.loaded, "evaluate")
+    held_out = session.runtime.held_out
+    assert held_out.choice is not None
+    return partial(build.refused_data, session.runtime.loaded, held_out.path, held_out.choice)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ddprun.config import Forward, StepStage
 from ddprun.engine import build, seeding
-from ddprun.engine.data import StepBatches
+from ddprun.engine.data import MicroBatch, StepBatches
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, audit_parameters, begin_stage, end_stage
 from ddprun.engine.state import report_checkpoints, take_checkpoint
@@ -141,7 +141,7 @@ def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
         with nullcontext() if last or replica is None else replica.ddp.no_sync():
             with precision.computing():
                 loss = runtime.objective(model, content).loss
-            weighted = loss * weight(run.session, micro.samples, batches.total)
+            weighted = loss * weight(run.session, micro, batches.total)
             if scale is not None:
                 weighted = weighted * scale
             recorder.lap("forward_us")
@@ -158,7 +158,7 @@ def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
             recorder.end_backward()
         else:
             recorder.lap("backward_us")
-        recorder.note_loss(mean_loss(run.session, loss.detach(), micro.samples), micro.samples)
+        recorder.note_loss(mean_loss(run.session, loss.detach(), micro.samples), micro.samples, micro.counts)
     if replica is None:
         precision.unscale(runtime.model.parameters())
     elif measure_fidelity:
@@ -184,21 +184,23 @@ def forward_step(update: Update | None, run: StageRun, batches: StepBatches, ste
     draws: Callable[[], AbstractContextManager[None]] = nullcontext
     if update is not None:
         draws = seeding.SameDraws(runtime.device)
-    share = weight(session, micro.samples, batches.total)
+    share = weight(session, micro, batches.total)
     losses: list[Tensor] = []
 
     def score() -> Tensor:
         """The loss of the weights as they are, on this step's batch; all scores for an update draw alike."""
         with torch.no_grad(), draws(), precision.computing():
             losses.append(runtime.objective(model, content).loss)
-        return losses[-1] * share
+        # Of no target at all the mean is not a number.
+        return losses[-1] * share if micro.counts else torch.zeros_like(losses[-1])
 
     if update is None:
         score()
-    elif micro.samples:  # a rank without samples has nothing to go by
+    elif micro.counts:  # a rank without samples has nothing to go by
         update(model, score)
     mean = torch.stack(losses).mean() if losses else torch.tensor(math.nan)
-    recorder.note_loss(mean_loss(session, mean, micro.samples), micro.samples if losses else 0)
+    counts = (micro.samples, micro.counts) if losses else (0, 0)
+    recorder.note_loss(mean_loss(session, mean, micro.samples), *counts)
     recorder.lap("forward_us")
     if update is None:
         return
@@ -218,6 +220,8 @@ def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> b
     precision, optimizer, model = runtime.precision, runtime.optimizer, runtime.model
     if from_backward:
         precision.check_gradients(optimizer)
+    if settings.clip_value is not None:
+        torch.nn.utils.clip_grad_value_(model.parameters(), settings.clip_value)
     if settings.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
     with warmed_up(optimizer, step - 1, settings.warmup_steps):
@@ -247,14 +251,15 @@ def follow_schedule(run: StageRun) -> None:
         run.session.state.schedule.step()
 
 
-def weight(session: Session, samples: int, total: int) -> float:
-    """The weight of a micro-batch's mean loss that makes the mean over ranks that over all samples.
+def weight(session: Session, micro: MicroBatch, total: float) -> float:
+    """The weight of a micro-batch's mean loss that makes the mean over ranks that over all that counts:
+    samples, or what `weight_by` says.
 
-    1 where all ranks hold equally many samples and there is one micro-batch.
+    1 where all ranks hold equally much and there is one micro-batch.
     """
     if session.runtime.objective.summed:
-        return 1.0 if samples else 0.0
-    return samples * session.runtime.ranks.size / total
+        return 1.0 if micro.samples else 0.0
+    return micro.counts * session.runtime.ranks.size / total if micro.counts else 0.0
 
 
 def mean_loss(session: Session, loss: Tensor, samples: int) -> Tensor:

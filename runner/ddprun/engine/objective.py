@@ -1,7 +1,10 @@
 """From a batch to a loss, in its precision; and the passes before step 1: what buffers do, DDP's buckets."""
 
+import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -9,10 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddprun.config import Loaded, PipelineError
+from ddprun.config.options import Targets
 from ddprun.engine import seeding
 from ddprun.engine.data import Feed
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.buffers import BufferUse, counters_of, probe
+
+_NAME_THEM = "write weight_by: {targets: {of: labels}}, with the key of the targets"
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,14 +63,22 @@ class Precision:
         return torch.autocast(self.device.type, dtype=self._half)
 
     def admit(self, content: Any) -> Any:
-        """Move a batch (tensors in tuples, lists and mappings) to the device, floats in the model's type."""
+        """Move a batch (tensors in tuples, lists, mappings and dataclasses) to the device, floats in the
+        model's type.
+        """
         if isinstance(content, Tensor):
-            moved = content.to(self.device, non_blocking=True)
-            return moved.to(self._half) if self.pure and moved.is_floating_point() else moved
-        if isinstance(content, dict):
+            tensor = content.to(self.device, non_blocking=True)
+            return tensor.to(self._half) if self.pure and tensor.is_floating_point() else tensor
+        if isinstance(content, Mapping):
             return {key: self.admit(value) for key, value in content.items()}
         if isinstance(content, tuple | list):
-            return [self.admit(value) for value in content]
+            items = [self.admit(value) for value in content]
+            return type(content)(*items) if hasattr(content, "_fields") else items
+        if is_dataclass(content) and not isinstance(content, type):
+            moved = copy.copy(content)
+            for field in fields(content):
+                object.__setattr__(moved, field.name, self.admit(getattr(content, field.name)))
+            return moved
         return content
 
     def loss_scale(self) -> Tensor | None:
@@ -111,19 +125,32 @@ class Outcome(NamedTuple):
     """What one forward pass gave."""
 
     loss: Tensor  # shape ()
-    output: Any  # what the model returned; None where the model returns its loss
-    target: Any
+    output: Any  # what the model returned
+    target: Any  # what the loss compared it with; the batch where the model returns its loss
+    content: Any  # the batch
 
 
 class Objective:
     """Calls the model on a batch and makes the loss.
 
-    A batch of (input, target) calls `model(input)` and `loss(output, target)`; with `loss: model` it calls
-    `model(input, target)`, and a batch that is a mapping becomes the model's keyword arguments.
+    A batch of (input, target) calls `model(input)` and `loss(output, target)`, where an input that is a
+    mapping becomes keyword arguments. With `loss: model` it calls `model(input, target)`, and a batch that is
+    a mapping becomes the model's keyword arguments. `batch` in the file names other parts.
+
+    Args:
+        loaded: the pipeline.
+        loss: a function of (output, target); None: the model returns its own.
+        weight: a function of (batch), the pipeline's own `weight_by`; None: it has none.
     """
 
-    def __init__(self, loaded: Loaded, loss: Callable[[Any, Any], Tensor] | None) -> None:
-        self._loaded, self._loss = loaded, loss
+    def __init__(
+        self,
+        loaded: Loaded,
+        loss: Callable[[Any, Any], Tensor] | None,
+        weight: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._loaded, self._loss, self._weight = loaded, loss, weight
+        self._batch, self._weight_by = loaded.pipeline.batch, loaded.pipeline.weight_by
         options = loaded.pipeline.loss.options
         self.summed = options.get("reduction") == "sum"  # the loss is a sum over samples, not a mean
         ignored = getattr(loss, "ignore_index", options.get("ignore_index"))
@@ -132,41 +159,113 @@ class Objective:
 
     def __call__(self, model: nn.Module, content: Any) -> Outcome:
         """Forward and loss; raises a PipelineError if batches, model and loss do not fit together."""
+        positional, named, target = self._parts(content)
+        output = model(*positional, **named)
+        if self._loss is None:
+            return Outcome(self._own_loss(output), output, content, content)
+        loss = self._loss(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise self._refused("loss", f"gives {shape}", "one number is wanted: the mean over the batch")
+        return Outcome(loss.reshape(()), output, target, content)
+
+    def _parts(self, content: Any) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
+        """The model's positional and named arguments, and the target."""
+        wanted = self._batch
+        if wanted.inputs is not None:
+            inputs = self._pick(content, wanted.inputs, "batch.inputs")
+            target = None if wanted.target is None else self._pick(content, wanted.target, "batch.target")
+            if isinstance(wanted.inputs, Mapping):
+                return (), inputs, target
+            return inputs if isinstance(wanted.inputs, tuple) else (inputs,), {}, target
         if isinstance(content, Mapping):
             if self._loss is not None:
                 raise self._refused(
-                    "data", "its batches are mappings, which have no target for a loss", "write loss: model"
+                    "data",
+                    f"its batches are mappings of {', '.join(map(str, content))}, and none is known to be "
+                    "the target",
+                    "write batch: {inputs: …, target: …}, or loss: model",
                 )
-            return Outcome(self._own_loss(model(**content)), None, None)
+            return (), content, None
         if not isinstance(content, list | tuple) or len(content) != 2:
             several = isinstance(content, list | tuple)
             shown = f"tuples of {len(content)}" if several else type(content).__name__
             raise self._refused(
                 "data",
                 f"its samples are {shown}",
-                "a sample is a pair (input, target), or a mapping of the model's keyword arguments",
+                "a sample is a pair (input, target), or a mapping of the model's keyword arguments; or "
+                "write batch: {inputs: …, target: …}",
             )
         given, target = content
         if self._loss is None:
-            return Outcome(self._own_loss(model(given, target)), None, None)
-        output = model(given)
-        loss = self._loss(output, target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise self._refused("loss", f"gives {shape}", "one number is wanted: the mean over the batch")
-        return Outcome(loss.reshape(()), output, target)
+            return (given, target), {}, None
+        return ((), given, target) if isinstance(given, Mapping) else ((given,), {}, target)
 
-    def weight_of_mean(self, outcome: Outcome, samples: int) -> Tensor | int:
-        """What the loss of a batch of so many samples counts in a mean over batches: of a cross-entropy, how
-        many targets count, each by its class's weight; of another loss, its samples.
+    def _pick(self, content: Any, parts: Any, path: str) -> Any:
+        """A part of a batch, a tuple of parts, or a mapping of them."""
+        if isinstance(parts, Mapping):
+            return {name: self._pick(content, key, f"{path}.{name}") for name, key in parts.items()}
+        if isinstance(parts, tuple):
+            return tuple(self._pick(content, key, f"{path}[{index}]") for index, key in enumerate(parts))
+        if isinstance(content, Mapping):
+            if parts in content:
+                return content[parts]
+            has = f"have {', '.join(map(str, content))}"
+        elif isinstance(parts, str) and hasattr(content, parts):
+            return getattr(content, parts)
+        elif isinstance(content, list | tuple):
+            if isinstance(parts, int) and -len(content) <= parts < len(content):
+                return content[parts]
+            has = f"have {len(content)} items, which are counted from 0"
+        else:
+            has = f"are of type {type(content).__name__}"
+        shown = f'"{parts}"' if isinstance(parts, str) else f"item {parts}"
+        raise self._refused(path, f"batches have no {shown}", f"they {has}")
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the file says what a batch's mean loss counts, and that is not its samples."""
+        return self._weight_by is not None and self._weight_by.name != "samples"
+
+    def weigh(self, content: Any) -> float:
+        """What the mean loss of a batch counts, by the file's `weight_by`."""
+        if self._weight is None:
+            return float(self._count_targets(content))
+        found = self._weight(content)
+        value = float(found) if not isinstance(found, Tensor) or found.numel() == 1 else math.nan
+        if not (math.isfinite(value) and value >= 0):
+            raise self._refused("weight_by", f"gives {found!r:.60}", "a number is wanted, at least 0")
+        return value
+
+    def _count_targets(self, content: Any) -> Tensor | int:
+        """How many targets of a batch count; of a cross-entropy each by its class's weight."""
+        wanted = self._weight_by.settings if self._weight_by is not None else None
+        assert isinstance(wanted, Targets)
+        loss = self._loss if wanted.of is None else None
+        if wanted.of is not None:
+            target = self._pick(content, wanted.of, "weight_by.targets.of")
+        elif self._loss is None and (isinstance(content, Mapping) or self._batch.inputs is not None):
+            raise self._refused("weight_by", "which part of a batch the targets are is not known", _NAME_THEM)
+        else:
+            target = content[1] if self._loss is None else self._parts(content)[2]
+        if not isinstance(target, Tensor):
+            problem = f"the targets are {type(target).__name__}, and a tensor is wanted"
+            raise self._refused("weight_by", problem, _NAME_THEM)
+        ignored = wanted.ignore_index if wanted.ignore_index is not None else self.ignore_index
+        target = target[..., wanted.shift :] if wanted.shift else target
+        return _count(target, loss, -100 if ignored is None else ignored)
+
+    def weight_of_mean(self, outcome: Outcome, samples: int) -> Tensor | float:
+        """What the loss of a batch of so many samples counts in a mean over batches: what `weight_by` says;
+        without it, of a cross-entropy how many targets count, each by its class's weight, and of another loss
+        its samples.
         """
+        if self._weight_by is not None:
+            return self.weigh(outcome.content) if self.weighs else samples
         loss, target = self._loss, outcome.target
         if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or not isinstance(target, Tensor):
             return samples
-        if target.is_floating_point():  # probabilities of classes, which lie on dimension 1
-            return target.numel() // target.shape[min(1, target.dim() - 1)]
-        counts = target != loss.ignore_index
-        return counts.sum() if loss.weight is None else loss.weight[target[counts]].sum()
+        return _count(target, loss, loss.ignore_index)
 
     def unused(self, names: Sequence[str], of: str) -> PipelineError:
         """An error for parameters that took no part in a loss, where DDP waits for all gradients."""
@@ -196,6 +295,18 @@ class Objective:
 
     def _refused(self, path: str, problem: str, allowed: str) -> PipelineError:
         return self._loaded.error(path, problem, allowed)
+
+
+def _count(target: Tensor, loss: Any, ignored: int) -> Tensor | int:
+    """How many targets count; of a cross-entropy each by its class's weight."""
+    by_class = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    if target.is_floating_point():  # of a cross-entropy probabilities of classes, which lie on dimension 1
+        return target.numel() // (target.shape[min(1, target.dim() - 1)] if by_class else 1)
+    counts = target != ignored
+    if not by_class or loss.weight is None:
+        return counts.sum()
+    of_classes: Tensor = loss.weight.to(target.device)
+    return of_classes[target[counts]].sum()
 
 
 def find_buffer_use(

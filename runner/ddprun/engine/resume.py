@@ -284,7 +284,9 @@ def _for_another_world(
     refused = None
     if isinstance(stage, StepStage) and stage.effective(loaded.pipeline).plan.keeps_apart:
         refused = stage.path, "its ranks train independently, so another number of ranks cannot resume it"
-    elif loaded.pipeline.loader.sharded and state["feed"]["samples"]:
+    elif loaded.pipeline.loader.sharded and any(
+        feed["samples"] for feed in (state["feed"], *state["stage_feeds"].values())
+    ):
         text = "the data set shards itself by rank, so another number of ranks cannot resume in mid-epoch"
         refused = "loader.sharded", text
     if refused is not None:

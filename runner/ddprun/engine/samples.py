@@ -1,7 +1,7 @@
 """Samples: how they become a batch, and how ranks find out whether they read the same."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,24 @@ class BatchError(Exception):
         self.problem, self.allowed = problem, allowed
 
 
-def collate(samples: Sequence[Any], numbers: Sequence[int]) -> Any:
+Collate = Callable[[list[Any]], Any]
+"""Makes a batch of samples, of which there is one at least."""
+
+
+def collate(samples: Sequence[Any], numbers: Sequence[int], by: Collate | None = None) -> Any:
     """A batch of samples, as torch's `default_collate` makes it.
 
     Args:
         samples: one at least.
         numbers: of the samples: their indices, or their positions in an iterable dataset.
+        by: the pipeline's own function instead, whose errors are raised.
 
     Returns:
         The batch, or a `BatchError`: returned, because an error that is raised in a loading process reaches
         the training process as text.
     """
+    if by is not None:
+        return by(list(samples))
     try:
         return default_collate(list(samples))
     except Exception as error:  # what it raises depends on the samples' types, and so does its text

@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_model
+from torch import Tensor, nn
 
 from ddprun import __version__
 from ddprun.checkpoint.codec import order_metadata
@@ -19,6 +20,7 @@ from ddprun.config import Save
 from ddprun.engine.outcome import LostError
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import make_buffers_equal
+from ddprun.engine.weights import plain_name
 from ddprun.run_files import as_path
 
 MADE = "# Written by ddprun next to weights: the pipeline that made them.\n"
@@ -29,7 +31,8 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def save(session: Session, stage: Save) -> dict[str, Any]:
-    """Write the model's parameters and buffers; gives the stage's entry in the summary.
+    """Write the model's parameters and buffers, or what `only` leaves of them; gives the stage's entry in the
+    summary.
 
     `model.safetensors` brings `model.yaml` with it, the resolved pipeline, or `model.safetensors.yaml` if the
     other is there and not save's. A relative path is relative to the run's folder. Either file is whole or
@@ -46,7 +49,8 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with _replacing(target) as unfinished:
-                save_model(runtime.model, str(unfinished), {"format": "pt", "ddprun": __version__})
+                kept = _Kept(runtime.model, only_trainable=stage.only == "trainable")
+                save_model(kept, str(unfinished), {"format": "pt", "ddprun": __version__})
                 order_metadata(unfinished)
             pipeline, usual = pipeline_path(target), target.with_suffix(".yaml")
             with _replacing(pipeline) as unfinished:
@@ -65,6 +69,23 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
     reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
     reporter.note(f"{stage.name}: {target}")
     return {"file": str(target)}
+
+
+class _Kept(nn.Module):
+    """What is saved of a model, by the names that it has without `torch.compile`."""
+
+    def __init__(self, model: nn.Module, *, only_trainable: bool) -> None:
+        super().__init__()
+        state = model.state_dict(keep_vars=True)
+        self._tensors: dict[str, Tensor] = {
+            plain_name(name): value.detach()
+            for name, value in state.items()
+            if isinstance(value, Tensor) and (value.requires_grad or not only_trainable)
+        }
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        """All of it."""
+        return self._tensors
 
 
 def pipeline_path(weights: Path) -> Path:

@@ -11,9 +11,15 @@ import torch
 
 def seed_everything(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators, on the CPU and on every GPU."""
+    seed_host(seed)
+    torch.manual_seed(seed)
+
+
+def seed_host(seed: int) -> None:
+    """The same, but for the GPUs."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 def make_deterministic(device: torch.device) -> None:

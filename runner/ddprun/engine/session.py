@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun.checkpoint.writer import CheckpointWriter
-from ddprun.config import Loaded
-from ddprun.engine.build import Stacks
+from ddprun.config import Loaded, Stage
+from ddprun.engine.build import Feeds, HeldOut, Stacks
 from ddprun.engine.data import Feed
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
 from ddprun.engine.nonfinite import FiniteCheck
@@ -36,14 +37,6 @@ from ddprun.telemetry.writer import RecordFiles
 from ddprun_hooks.comm.exchange import Exchange
 
 _CLOCKS_EVERY_S = 60.0
-
-
-@dataclass(slots=True)
-class HeldOut:
-    """The data to evaluate on."""
-
-    dataset: Any  # None: there is none
-    sharded: bool | None = None  # each rank has samples of its own; None: ranks have not compared them
 
 
 @dataclass(slots=True)
@@ -70,13 +63,29 @@ class Runtime:
     optimizer_settings: dict[int, list[dict[str, Any]]]  # of each parameter group, by stage
     precision: Precision
     objective: Objective
-    feed: Feed
-    held_out: HeldOut
+    feeds: Feeds
+    held_out: HeldOut  # of the stage that is evaluating, or else what `data` holds out
+    own_held_out: dict[int, HeldOut]  # of stages that name data to evaluate on, by their index in `stages`
     checkpoints: CheckpointWriter | None  # None: none are taken (`keep: 0`)
     finite: FiniteCheck
     gradients: GradientTimes | None  # None: the pipeline does not ask for them (`timings.gradients`)
     profiler: Profiler | None  # torch's; None: the pipeline does not ask for it (`timings.profile`)
     time_slices: TimeSliceClient | None = None  # None: not one of several runs of `ddprun compare`
+
+    @contextmanager
+    def evaluating(self, stage: Stage) -> Iterator[None]:
+        """Inside, the data to evaluate on is that of a stage."""
+        usual = self.held_out
+        self.held_out = self.own_held_out.get(stage.index, usual)
+        try:
+            yield
+        finally:
+            self.held_out = usual
+
+    @property
+    def feed(self) -> Feed:
+        """The training data of all stages that name none of their own."""
+        return self.feeds.main
 
 
 @dataclass(slots=True)

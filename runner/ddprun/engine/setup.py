@@ -15,8 +15,9 @@ from ddprun.engine.objective import Objective, Precision, find_buffer_use, freez
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import differing, shards_itself
-from ddprun.engine.session import HeldOut, RunState, Runtime, Session
+from ddprun.engine.session import RunState, Runtime, Session
 from ddprun.engine.state import check_state, open_checkpoints
+from ddprun.engine.weights import load_weights
 from ddprun.host import shared_memory
 from ddprun.host.device import Place
 from ddprun.host.import_path import make_folder_importable
@@ -60,24 +61,20 @@ def open_session(
     seeding.seed_everything(pipeline.seed)
     precision = Precision(pipeline.precision, device)
     model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
+    if ranks.rank == 0:
+        load_weights(loaded, model)  # from which all others get them
     data = build.build_data(loaded)
+    own_held_out = build.held_out_of_stages(loaded)
     check_trackers(loaded)
-    objective = Objective(loaded, build.build_loss(loaded, device))
+    objective = Objective(loaded, build.build_loss(loaded, device), build.build_weight(loaded))
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = {
         stage.index: build.optimizer_settings(loaded, stage, model, optimizer)
         for stage in pipeline.step_stages()
     }
     stacks = build.open_stacks(loaded)
-    feed = Feed(
-        data.train,
-        pipeline.loader,
-        seed=pipeline.seed,
-        rank=ranks.rank,
-        ranks=ranks.size,
-        pin=device.type == "cuda",
-        refuse=partial(build.data_refused, loaded, "train"),
-    )
+    feeds = build.open_feeds(loaded, data.train, rank=ranks.rank, ranks=ranks.size, pin=device.type == "cuda")
+    feed = feeds.main
     build.check_sync(loaded, model, ranks.size)
 
     control = open_control(ranks.timeout, ranks.watchdog)
@@ -104,7 +101,8 @@ def open_session(
     wanted = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
     automatic = any(setting.when == "auto" for setting in wanted)
     ranks.watchdog.turn(b"warm-up passes")
-    _compare_data(feed, control, reporter)
+    for name, each in feeds.named().items():
+        _compare_data(each, name, control, reporter)
     use = find_buffer_use(model, objective, precision, feed, automatic=automatic)
     buffers = BufferSync(model, exchanger, agree(use, model, control), pipeline.buffers)
     replica = None
@@ -138,8 +136,9 @@ def open_session(
         optimizer_settings=optimizer_settings,
         precision=precision,
         objective=objective,
-        feed=feed,
-        held_out=HeldOut(data.evaluate),
+        feeds=feeds,
+        held_out=build.held_out(loaded, data.evaluate),
+        own_held_out=own_held_out,
         checkpoints=open_checkpoints(loaded, run_dir, ranks, records, token, finite),
         finite=finite,
         gradients=GradientTimes(model, clock.mark) if timings.gradients else None,
@@ -199,24 +198,25 @@ def _open_exchange(
         raise loaded.error(at, str(error)) from None
 
 
-def _compare_data(feed: Feed, control: Control, reporter: Reporter) -> None:
+def _compare_data(feed: Feed, name: str, control: Control, reporter: Reporter) -> None:
     """Report if ranks read different samples, though each takes its share of them; or if they read the same
     from a data set that is said to shard itself.
     """
 
     def warn(text: str) -> None:
         reporter.events.warning("data_lost")
-        reporter.note(f"data: {text}")
+        reporter.note(f"{name}: {text}")
 
     feed.warn = warn
     odd = feed.compare_ranks(control)
     if feed.ranks > 1 and feed.sharded and not odd:
         reporter.events.warning("data_not_sharded")
         reporter.note(
-            "data: loader.sharded is true, but all ranks read the same first samples. If the data set does "
-            f"not shard itself, each sample is used {feed.ranks} times in an epoch: remove loader.sharded"
+            f"{name}: loader.sharded is true, but all ranks read the same first samples. If the data set "
+            f"does not shard itself, each sample is used {feed.ranks} times in an epoch: "
+            "remove loader.sharded"
         )
     if odd and not feed.sharded:
         how = shards_itself(feed.dataset)
         reporter.events.warning("data_differs", ranks=odd, sharded_by=how)
-        reporter.note(f"data: {differing(odd, feed.ranks, how)}")
+        reporter.note(f"{name}: {differing(odd, feed.ranks, how)}")

@@ -2,6 +2,7 @@
 what makes ranks equal outside of a sync policy, and audits whether they are.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -12,7 +13,7 @@ from torch import nn
 
 from ddprun.config import AverageStage, BroadcastStage, Evaluate, Save, StepStage, TrainSettings
 from ddprun.engine import build
-from ddprun.engine.data import StepBatches
+from ddprun.engine.data import StepBatches, weighed
 from ddprun.engine.resume import agreed
 from ddprun.engine.session import Session
 from ddprun.engine.state import restore_stage
@@ -42,8 +43,31 @@ class StageRun:
         if settings.steps is not None:
             left = settings.steps - (session.state.step - session.state.cursor.first_step)
         if settings.epochs is not None:
-            epochs = _epochs_left(session, settings.epochs)
-        return islice(session.runtime.feed.steps(settings.accumulate, epochs=epochs), left)
+            epochs = _epochs_left(session, self.stage, settings.epochs)
+        feed = session.runtime.feeds.of(self.stage.index)
+        steps = islice(feed.steps(settings.accumulate, epochs=epochs), left)
+        objective = session.runtime.objective
+        if not objective.weighs:
+            return steps
+        return (weighed(step, objective.weigh, self._total_weight) for step in steps)
+
+    def _total_weight(self, mine: float) -> float:
+        """What counts in a step on all ranks that average gradients with this one, as if it was of all ranks;
+        where ranks train apart, nothing is exchanged for it.
+        """
+        runtime, gradients = self.session.runtime, self.settings.gradients
+        ranks = [runtime.ranks.rank]
+        if gradients is None:
+            return mine * runtime.ranks.size
+        counts = runtime.exchange.control.all_gather([mine], "what counts in the step")[:, 0].tolist()
+        if gradients == "all":
+            ranks = list(range(runtime.ranks.size))
+        else:
+            placement = Placement(runtime.ranks.rank, runtime.ranks.hosts, runtime.ranks.local_sizes)
+            ranks = next(
+                block for block in placement.blocks(self.settings.plan.hosts) if runtime.ranks.rank in block
+            )
+        return math.fsum(counts[rank] for rank in ranks) * runtime.ranks.size / len(ranks)
 
     def measures_fidelity(self, step: int) -> bool:
         """Whether a step's gradients are compared with the exact mean; `step` counts from 1 in the run."""
@@ -94,15 +118,15 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     """Begin a stage, or resume in the middle of one: settings, hooks and policy, on which all ranks agree."""
     runtime, state = session.runtime, session.state
     loaded, cursor = runtime.loaded, state.cursor
-    settings = stage.effective(loaded.pipeline)
+    settings, feed = stage.effective(loaded.pipeline), runtime.feeds.of(stage.index)
     saved, state.mid_stage = state.mid_stage, None
     if saved is None:
         if settings.epochs is not None:
-            runtime.feed.start_epoch()
-        cursor.begin(stage.index, state.step, runtime.feed.epoch)
+            feed.start_epoch()
+        cursor.begin(stage.index, state.step, feed.epoch)
     steps = settings.steps
     if settings.epochs is not None:
-        left = runtime.feed.steps_left(settings.accumulate, _epochs_left(session, settings.epochs))
+        left = feed.steps_left(settings.accumulate, _epochs_left(session, stage, settings.epochs))
         steps = None if left is None else state.step - cursor.first_step + left
     same_length = cursor.steps == steps
     cursor.steps = steps
@@ -187,9 +211,9 @@ def end_stage(run: StageRun) -> None:
         audit_parameters(session, f"at the end of {stage.path}", state.step, at_end=True)
 
 
-def _epochs_left(session: Session, epochs: int) -> int:
+def _epochs_left(session: Session, stage: StepStage, epochs: int) -> int:
     """Epochs of the stage that are not over, the current one included."""
-    return epochs - (session.runtime.feed.epoch - session.state.cursor.first_epoch)
+    return epochs - (session.runtime.feeds.of(stage.index).epoch - session.state.cursor.first_epoch)
 
 
 # Making ranks equal, and the audit.

@@ -61,6 +61,7 @@ def state_of(session: Session) -> dict[str, Any]:
         "optimizer": runtime.optimizer.state_dict(),
         "precision": runtime.precision.state_dict(),
         "feed": runtime.feed.state_dict(),
+        "stage_feeds": runtime.feeds.state_dict(),
         "hooks": runtime.stacks.state_dict(),
         "sync": sync,
         "replicas": state.replicas.state_list(),
@@ -135,6 +136,7 @@ class _State(BaseModel, strict=True):
     optimizer: dict[str, Any]
     precision: dict[str, Any]
     feed: _Feed
+    stage_feeds: dict[str, _Feed]
     hooks: dict[str, Any]
     sync: dict[str, Any]
     replicas: list[Any]
@@ -224,6 +226,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         "position": run_state.cursor.load_state_dict,
         "precision": runtime.precision.load_state_dict,
         "feed": runtime.feed.load_state_dict,
+        "stage_feeds": runtime.feeds.load_state_dict,
         "hooks": runtime.stacks.load_state_dict,
         "replicas": run_state.replicas.load_state_list,
         "outer_momentum": run_state.outer_momentum.update,

@@ -297,7 +297,7 @@ class _Planner:
         plan, self._setting = settings.plan, settings.buffers
         names = tuple(name for name in self._named_buffers if name not in self._use.counters)
         buffers = BufferPlan(settings.buffers, self._use, names, plan.gradients == "all")
-        steps, cycle = self._length(settings), plan.cycle(settings.buffers.every)
+        steps, cycle = self._length(stage, settings), plan.cycle(settings.buffers.every)
         noop = any(hook.name == "noop" for hook in settings.hooks)
         progress, replicas = PlanProgress(plan), self._replicas
         begin: tuple[Exchange, ...] = ()
@@ -413,10 +413,10 @@ class _Planner:
             replicas.parameters = "common"
         return sent
 
-    def _length(self, settings: TrainSettings) -> int | None:
-        if settings.steps is not None or self._probe.feed is None:
+    def _length(self, stage: StepStage, settings: TrainSettings) -> int | None:
+        if settings.steps is not None or self._probe.feeds is None:
             return settings.steps
-        per_epoch = self._probe.feed.steps_per_epoch(settings.accumulate)
+        per_epoch = self._probe.feeds.of(stage.index).steps_per_epoch(settings.accumulate)
         assert settings.epochs is not None, "a stage has steps or epochs"
         return None if per_epoch is None else settings.epochs * per_epoch
 

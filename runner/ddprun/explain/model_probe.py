@@ -52,6 +52,7 @@ class Unknown:
     """Why something cannot be known without importing what the file names; empty where it is known."""
 
     model: str = ""
+    data: str = ""
     batch: str = ""  # for backward and forward passes: model, data and loss are wanted
     optimizer: str = ""
 
@@ -65,7 +66,7 @@ class ModelProbe:
     buffer_use: BufferUse | None  # what rank 0's first batch does to the buffers; None: not known
     optimizer: Optimizer | None  # None: not known
     optimizer_state: Mapping[Tensor, dict[str, Any]]  # after a step, without values; empty if not sent
-    feed: Feed | None
+    feeds: build.Feeds | None
     unknown: Unknown
     device: torch.device
 
@@ -88,11 +89,11 @@ def probe_model(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
         make_folder_importable(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
-    model = feed = optimizer = None
+    model = feeds = optimizer = None
     if not unknown.model:
         model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
-    if importing or pipeline.train_data().source == "built-in":
-        feed = _open_feed(loaded, world)
+    if not unknown.data:
+        feeds = build.open_feeds(loaded, build.build_data(loaded).train, rank=0, ranks=world.ranks, workers=0)
     if model is not None and not unknown.optimizer:
         optimizer = build.build_optimizer(loaded, model)
         for stage in pipeline.step_stages():
@@ -102,13 +103,13 @@ def probe_model(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
 
     verdict = None
     gradients: tuple[BucketLayout, ...] | None = None if _any_gradients(loaded) else ()
-    if model is not None and feed is not None and not unknown.batch:
+    if model is not None and feeds is not None and not unknown.batch:
         objective = Objective(loaded, build.build_loss(loaded, device))
-        verdict = find_buffer_use(model, objective, precision, feed, automatic=True)
+        verdict = find_buffer_use(model, objective, precision, feeds.main, automatic=True)
         if gradients is None:
-            gradients = _buckets(loaded, model, objective, precision, feed)
+            gradients = _buckets(loaded, model, objective, precision, feeds.main)
     state = _state(optimizer) if optimizer is not None and _sends_state(loaded) else {}
-    return ModelProbe(model, gradients, verdict, optimizer, state, feed, unknown, device)
+    return ModelProbe(model, gradients, verdict, optimizer, state, feeds, unknown, device)
 
 
 def is_foreign(choice: Choice) -> bool:
@@ -120,25 +121,22 @@ def _unknown(loaded: Loaded) -> Unknown:
     """What stays unknown if nothing of the user's is imported."""
     pipeline = loaded.pipeline
 
-    def reason(**wanted: Choice) -> str:
-        foreign = [f'"{key}: {choice.name}"' for key, choice in wanted.items() if is_foreign(choice)]
+    def reason(**wanted: Choice | None) -> str:
+        foreign = [
+            f'"{key}: {choice.name}"' for key, choice in wanted.items() if choice and is_foreign(choice)
+        ]
         verb = "is" if len(foreign) == 1 else "are"
         return f"{' and '.join(foreign)} {verb} not imported" if foreign else ""
 
+    loader = pipeline.loader
+    data = {"data": pipeline.train_data(), "sampler": loader.sampler, "collate": loader.collate}
+    data |= {f"{stage.path}.data": stage.data for stage in pipeline.step_stages()}
     return Unknown(
         reason(model=pipeline.model),
-        reason(model=pipeline.model, data=pipeline.train_data(), loss=pipeline.loss),
+        reason(**data),
+        reason(model=pipeline.model, loss=pipeline.loss, **data),
         reason(optimizer=pipeline.optimizer),
     )
-
-
-def _open_feed(loaded: Loaded, world: World) -> Feed:
-    loader = loaded.pipeline.loader.model_copy(update={"workers": 0})
-    data = build.build_data(loaded)
-    try:
-        return Feed(data.train, loader, seed=loaded.pipeline.seed, rank=0, ranks=world.ranks)
-    except ValueError as error:
-        raise loaded.error("data", str(error)) from None
 
 
 def _any_gradients(loaded: Loaded) -> bool:

@@ -23,7 +23,10 @@ from ddprun_hooks.payload import Kind
 
 MOST_READY = 64  # ready times in a message, at most
 STOP, CHECKPOINT, COMPARE_CLOCKS = 1, 2, 4  # requests; a message has their sum
-SUMS = ("loss_sum", "samples", "steps", "us", *OWN_PARTS)  # `us`: how long the steps took
+SUMS = ("loss_sum", "samples", "steps", "us", *OWN_PARTS)
+"""`samples`: what counts in the mean loss, samples unless `weight_by` says otherwise. `us`: how long the
+steps took."""
+
 LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(5)
 REQUESTS_AT = len(SUMS)
 FINDING_AT, SYNC_READY_AT, READY_AT = range(REQUESTS_AT + 1, REQUESTS_AT + 4)
@@ -116,7 +119,7 @@ class Accumulator:
         """Put the sums into the messages; keeps those since the last one."""
         running = np.empty((1 + len(resolved.steps), len(SUMS)))
         running[0] = self.sums
-        running[1:, SAMPLES_AT] = resolved.samples
+        running[1:, SAMPLES_AT] = resolved.counts
         running[1:, STEPS_AT] = 1.0
         running[1:, US_AT] = resolved.step_us
         running[1:, OWN_AT:] = resolved.own_us

@@ -258,14 +258,16 @@ class StepRecorder:
         self._step = None
         self._buffer.drop_running()
 
-    def note_loss(self, mean: Tensor, samples: int) -> None:
-        """Note a micro-batch's mean loss, shape (), and how many samples it is of.
+    def note_loss(self, mean: Tensor, samples: int, counts: float | None = None) -> None:
+        """Note a micro-batch's mean loss, shape (), how many samples it is of, and what it counts in means:
+        None is its samples.
 
         On a device it is read some steps later: its memory must be its own.
         """
         assert self._step is not None, "no step is running"
         self._buffer.losses.append(self._clock.on_host(mean))
         self._buffer.samples.append(samples)
+        self._buffer.counts.append(samples if counts is None else counts)
 
     def lap(self, part: str) -> None:
         """End a part of the step (one of `PARTS`); what follows belongs to the next."""

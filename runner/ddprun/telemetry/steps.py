@@ -89,6 +89,7 @@ class MarkBuffer:
     traces: list[BucketTrace[Any]] = field(default_factory=list)  # gradient buckets of backward passes
     losses: list[Any] = field(default_factory=list)  # mean of each micro-batch, from `Clock.on_host`
     samples: list[int] = field(default_factory=list)  # of each micro-batch
+    counts: list[float] = field(default_factory=list)  # what its loss counts in means
 
     def close(self, step: Step) -> None:
         """End the running step."""
@@ -101,7 +102,8 @@ class MarkBuffer:
         last = self.steps[-1] if self.steps else Step(0, 0)
         del self.parts[last.marks_end :], self.marks[last.marks_end :]
         del self.traces[last.traces_end :]
-        del self.losses[last.losses_end :], self.samples[last.losses_end :]
+        for column in (self.losses, self.samples, self.counts):
+            del column[last.losses_end :]
 
     def split_off(self, count: int) -> "MarkBuffer":
         """Keep the first `count` steps; returns a buffer with the rest."""
@@ -112,6 +114,7 @@ class MarkBuffer:
         rest.parts, rest.marks = self.parts[marks:], self.marks[marks:]
         rest.traces = self.traces[traces:]
         rest.losses, rest.samples = self.losses[losses:], self.samples[losses:]
+        rest.counts = self.counts[losses:]
         for step in rest.steps:
             step.marks_end -= marks
             step.traces_end -= traces
@@ -139,13 +142,14 @@ class ResolvedSteps:
     waits: Ints  # section, start and end of each time in which the training thread only waited; shape (3, n)
     waited_us: Ints  # sums of `waits`, shape (sections,)
     in_hooks_us: Ints  # time of hooks on the training thread, shape (sections,)
-    loss_sums: list[float]  # of this rank, over the step's samples
+    loss_sums: list[float]  # of this rank, over what counts in the step
+    counts: list[float]  # how much that is
     samples: list[int]
     gradients: Sequence[Mapping[str, int]]  # when each was complete; empty where not measured
 
     def loss(self, row: int) -> float:
-        """This rank's mean loss of a step; NaN without samples."""
-        return self.loss_sums[row] / self.samples[row] if self.samples[row] else math.nan
+        """This rank's mean loss of a step; NaN where nothing counts."""
+        return self.loss_sums[row] / self.counts[row] if self.counts[row] else math.nan
 
     @property
     def findings(self) -> dict[int, list[BucketTrace[int]]]:
@@ -222,7 +226,7 @@ def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
         else {}
         for step in steps
     ]
-    loss_sums, samples = _losses(buffer, clock)
+    loss_sums, counts, samples = _losses(buffer, clock)
     clock.rebase(buffer.marks[-1])
     return ResolvedSteps(
         steps=steps,
@@ -239,6 +243,7 @@ def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
         waited_us=_sums(waits_table[0], waits_table[2] - waits_table[1], 2 * count),
         in_hooks_us=_sums(hooks_table[0], hooks_table[1], 2 * count),
         loss_sums=loss_sums,
+        counts=counts,
         samples=samples,
         gradients=gradients,
     )
@@ -334,20 +339,21 @@ def landed_table(sections: Sequence[int], traces: Sequence[BucketTrace[int]]) ->
     return landed
 
 
-def _losses(buffer: MarkBuffer, clock: Clock) -> tuple[list[float], list[int]]:
-    """This rank's loss of each step, summed over its samples, and how many these are."""
-    means, counts, first = clock.numbers(buffer.losses), buffer.samples, 0
-    loss_sums, samples = list[float](), list[int]()
+def _losses(buffer: MarkBuffer, clock: Clock) -> tuple[list[float], list[float], list[int]]:
+    """This rank's loss of each step, summed over what counts, how much that is, and its samples."""
+    means, counts, first = clock.numbers(buffer.losses), buffer.counts, 0
+    loss_sums, of_steps, samples = list[float](), list[float](), list[int]()
     for step in buffer.steps:
-        loss_sum, count = 0.0, 0
+        loss_sum, count = 0.0, 0.0
         for index in range(first, step.losses_end):
             if counts[index]:
                 loss_sum += means[index] * counts[index]
                 count += counts[index]
         loss_sums.append(loss_sum)
-        samples.append(count)
+        of_steps.append(count)
+        samples.append(sum(buffer.samples[first : step.losses_end]))
         first = step.losses_end
-    return loss_sums, samples
+    return loss_sums, of_steps, samples
 
 
 def _table(numbers: Sequence[int], columns: int) -> Ints:

@@ -1,0 +1,138 @@
+"""Parameters by their names: what a run starts with, what is frozen, and what has options of its own."""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ddprun.config import Fault, Loaded, PipelineError
+from ddprun.run_files import as_path
+
+_COMPILED, _WRAPPED = "_orig_mod.", "module."
+_SHOWN = 6
+"""Names in a message, at most."""
+
+
+def plain_name(name: str) -> str:
+    """The name that a weight has in a model without `torch.compile`."""
+    return name.replace(_COMPILED, "")
+
+
+def load_weights(loaded: Loaded, model: nn.Module) -> None:
+    """Give the model the weights of `init`, if the file names some.
+
+    Raises:
+        PipelineError: the file cannot be read, or does not fit the model.
+    """
+    wanted = loaded.pipeline.init
+    if wanted is None:
+        return
+    path = loaded.folder / as_path(loaded.filled("init.file", wanted.file))
+    try:
+        read = load_file(path)
+    except OSError as error:
+        raise loaded.error("init.file", f"cannot read {path}: {error.strerror or error}") from None
+    except SafetensorError as error:
+        text = f"{path} is no file of safetensors: {error}"
+        raise loaded.error("init.file", text, "`save` writes one, and so does safetensors.torch") from None
+    own = {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    given = {plain_name(name): value for name, value in read.items()}
+    if given.keys().isdisjoint(own) and all(name.startswith(_WRAPPED) for name in given):
+        given = {name.removeprefix(_WRAPPED): value for name, value in given.items()}
+    fitting = [name for name, value in own.items() if name in given and given[name].shape == value.shape]
+    # Of weights that are tied, a file has one name.
+    covered = {own[name].data_ptr() for name in fitting if own[name].numel()}
+    lacking = [
+        name
+        for name, value in own.items()
+        if name not in fitting and value.data_ptr() not in covered and not _matches(name, wanted.missing)
+    ]
+    reshaped = [
+        f"{name} is {list(given[name].shape)} in the file and {list(own[name].shape)} in the model"
+        for name in lacking
+        if name in given
+    ]
+    lists = {
+        "missing": [name for name in lacking if name not in given],
+        "unexpected": [name for name in given if name not in own and not _matches(name, wanted.unexpected)],
+        "other shapes": reshaped,
+    }
+    if any(lists.values()):
+        shown = "; ".join(f"{what}: {_listed(names)}" for what, names in lists.items() if names)
+        hint = 'allow some, as in init: {file: …, missing: ["head.*"], unexpected: ["old.*"]}'
+        raise loaded.error("init", f"{path.name} does not fit the model: {shown}", hint)
+    with torch.no_grad():
+        for name in fitting:
+            own[name].copy_(given[name])
+
+
+def freeze(loaded: Loaded, model: nn.Module) -> None:
+    """Take parameters out of training, by the patterns of `freeze`; a PipelineError if one has none."""
+    if not loaded.pipeline.freeze:
+        return
+    for param in _matching(loaded, "freeze", loaded.pipeline.freeze, model):
+        param.requires_grad_(False)
+    if not any(param.requires_grad for param in model.parameters()):
+        raise loaded.error("freeze", "no parameter is left to train", "freeze fewer")
+
+
+def parameter_groups(loaded: Loaded, model: nn.Module, options: Sequence[dict[str, Any]]) -> list[Any]:
+    """What an optimizer is made over: all parameters that are trained; with `groups`, those of each group
+    with its `options`, and then all others.
+
+    Raises:
+        PipelineError: a pattern has no parameter, or a group none that is trained.
+    """
+    trained = [param for param in model.parameters() if param.requires_grad]
+    groups = loaded.pipeline.groups
+    if not groups:
+        return trained
+    found: list[dict[str, Any]] = []
+    taken = set[Tensor]()
+    faults: list[Fault] = []
+    for index, group in enumerate(groups):
+        path = f"groups[{index}].match"
+        try:
+            matching = set(_matching(loaded, path, group.match, model))
+        except PipelineError as error:
+            faults += error.faults
+            continue
+        params = [param for param in trained if param in matching - taken]
+        if not params:
+            text = "each parameter that it matches is frozen, or in a group before"
+            faults.append(loaded.fault(path, text, "move the group up, or remove it"))
+        taken.update(params)
+        found.append({"params": params, **options[index]})
+    if faults:
+        raise PipelineError(faults)
+    rest = [param for param in trained if param not in taken]
+    return [*found, {"params": rest}] if rest else found
+
+
+def _matching(loaded: Loaded, path: str, patterns: Sequence[str], model: nn.Module) -> Iterator[Tensor]:
+    """The parameters that a pattern matches, those of tied ones by any of their names."""
+    named = [(plain_name(name), param) for name, param in model.named_parameters(remove_duplicate=False)]
+    found, faults = list[Tensor](), list[Fault]()
+    for index, pattern in enumerate(patterns):
+        matched = [param for name, param in named if fnmatchcase(name, pattern)]
+        if not matched:
+            text = f'no parameter is called "{pattern}"'
+            names = _listed([name for name, _ in named])
+            faults.append(loaded.fault(f"{path}[{index}]", text, f"there are {names}"))
+        found += matched
+    if faults:
+        raise PipelineError(faults)
+    return iter(found)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,509 @@
+"""What a batch is: collating, sampling, its parts, and how much its mean counts."""
+
+import math
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddprun.config import PipelineError, load
+from ddprun.engine.data import StepBatches
+from ddprun.engine.stage_run import StageRun
+from ddprun.engine.worker import work
+from tests.engine.running import lines, run_pipeline, summary, weights
+from tests.ranks import as_processes, ddprun_here
+
+MODULE = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, Sampler
+
+
+class Sentences(Dataset):
+    def __init__(self, size=23):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, place):
+        length = (1, 2, 9, 4, 3)[place % 5]  # of the first kind no target counts
+        generator = torch.Generator().manual_seed(place)
+        return {"ids": torch.randint(1, 11, (length,), generator=generator)}
+
+
+def pad(samples, value=-100):
+    longest = max(len(sample["ids"]) for sample in samples)
+    ids = torch.zeros(len(samples), longest, dtype=torch.long)
+    labels = torch.full((len(samples), longest), value)
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample["ids"])] = labels[row, : len(sample["ids"])] = sample["ids"]
+    return {"ids": ids, "labels": labels}
+
+
+class Pad:
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self, samples):
+        return pad(samples, self.value)
+
+
+def shifted(labels):
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+
+
+class Net(nn.Module):  # as Hugging Face's causal language models
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.double()
+
+    def forward(self, ids, labels=None):
+        logits = self.head(self.table(ids))
+        if labels is None:
+            return logits.movedim(-1, 1)
+        loss = nn.functional.cross_entropy(logits.movedim(-1, 1), shifted(labels))
+        return {"loss": loss, "logits": logits}
+
+
+def tokens(batch):
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def agreement(output, batch):
+    right = output["logits"][:, :-1].argmax(-1) == batch["labels"][:, 1:]
+    counts = batch["labels"][:, 1:] != -100
+    return right[counts].double().mean()
+
+
+class Backwards(Sampler):
+    def __init__(self, dataset, step=1):
+        self.dataset, self.step, self.epoch = dataset, step, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __iter__(self):
+        size = len(self.dataset)
+        return ((self.epoch - self.step * place) % size for place in range(size))
+
+
+def drawn(data):
+    return torch.randperm(len(data)).tolist()
+
+
+def own(data):
+    import os
+
+    return torch.randperm(len(data), generator=torch.Generator().manual_seed(int(os.environ["RANK"])))
+
+
+def too_far(data):
+    return [len(data)]
+
+
+@dataclass
+class Item:
+    image: torch.Tensor
+    label: torch.Tensor
+
+
+class Mapped(Dataset):
+    def __init__(self, form, size=12):
+        self.form, self.size = form, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, place):
+        generator = torch.Generator().manual_seed(place)
+        image, other = torch.randn(2, 5, generator=generator)
+        label = torch.tensor(place % 3)
+        return {
+            "mapping": {"image": image, "other": other, "label": label},
+            "triple": (image, other, label),
+            "pair": ({"image": image, "other": other}, label),
+            "object": {"image": image, "other": other, "label": label},
+        }[self.form]
+
+
+def objects(samples):
+    batch = torch.utils.data.default_collate(samples)
+    item = Item(batch["image"], batch["label"])
+    item.other = batch["other"]
+    return item
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, image, other):
+        return self.first(image) + 2 * self.second(other)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("batches")
+    (found / "mine.py").write_text(MODULE)
+    return found
+
+
+def module() -> dict[str, Any]:
+    space: dict[str, Any] = {"__name__": "mine"}
+    exec(compile(MODULE, "mine", "exec", dont_inherit=True), space)
+    return space
+
+
+LANGUAGE = """
+model: mine.Net
+data: {{train: mine.Sentences, evaluate: mine.Sentences}}
+loader: {{batch_size: {size}, shuffle: false, collate: mine.pad}}
+loss: model
+weight_by: {weight}
+optimizer: {{sgd: {{lr: 0.5}}}}
+accumulate: {accumulate}
+stages:
+  - train: {{epochs: 2}}
+  - save
+  - evaluate: {{metrics: [perplexity, mine.agreement]}}
+"""
+BY_TOKENS = "{targets: {of: labels, shift: 1}}"
+
+
+def by_hand(size: int, steps: int) -> tuple[nn.Module, float]:
+    """One process that takes the mean over all tokens of so many samples in each step; and the perplexity."""
+    mine = module()
+    torch.manual_seed(0)
+    model, data = mine["Net"](), mine["Sentences"]()
+
+    def mean(places: range) -> torch.Tensor:
+        batch = mine["pad"]([data[place] for place in places])
+        loss: torch.Tensor = model(**batch)["loss"]
+        return loss
+
+    done = 0
+    while done < steps:
+        for start in range(0, 23, size):
+            model.zero_grad()
+            mean(range(start, min(start + size, 23))).backward()  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.5 * param.grad
+            done += 1
+    return model, math.exp(mean(range(23)).item())
+
+
+@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 1), (1, 3), (2, 1), (2, 3), (4, 1), (4, 3)])
+def test_tokens_count_alike_on_any_number_of_ranks_and_micro_steps(
+    folder: Path, ranks: int, accumulate: int
+) -> None:
+    """Twelve samples a step, the last step eleven, in batches of padded text: the weights are those of one
+    process that takes each step's mean at once, and the perplexity is that of one pass.
+    """
+    size = 12 // (ranks * accumulate)
+    text = LANGUAGE.format(size=size, weight=BY_TOKENS, accumulate=accumulate)
+    run = run_pipeline(folder, text, ranks, f"tokens-{ranks}-{accumulate}")
+    model, perplexity = by_hand(12, 4)
+    for name, value in weights(run).items():
+        assert (value - model.state_dict()[name]).abs().max() < 1e-12, name
+    found = summary(run)["stages"][2]["metrics"]
+    assert found["perplexity"] == pytest.approx(perplexity, rel=1e-12)
+    mine = module()
+    whole = mine["pad"]([mine["Sentences"]()[place] for place in range(23)])
+    assert found["agreement"] == pytest.approx(mine["agreement"](model(**whole), whole).item(), rel=1e-12)
+    assert len({line["mean_loss"] for line in lines(run, "steps") if line["step"] == 1}) == 1
+
+
+def test_perplexity_does_not_depend_on_the_batch_size(folder: Path) -> None:
+    """Of the same weights; with means over samples it would."""
+    found = dict[tuple[str, int], float]()
+    for weight in (BY_TOKENS, "mine.tokens", "samples"):
+        for size in (1, 16):
+            text = LANGUAGE.format(size=size, weight=weight, accumulate=1)
+            text = text.replace("epochs: 2}", "steps: 1, optimizer: {sgd: {lr: 0}}}")
+            run = run_pipeline(folder, text, 2, f"p-{len(found)}")
+            found[weight, size] = summary(run)["stages"][2]["metrics"]["perplexity"]
+    assert found[BY_TOKENS, 1] == pytest.approx(found[BY_TOKENS, 16], rel=1e-14)
+    assert found["mine.tokens", 1] == found[BY_TOKENS, 1]
+    assert found["samples", 1] != found["samples", 16]
+
+
+@pytest.mark.parametrize(("sync", "exchanged"), [("{local_sgd: {every: 2}}", False), ("every_step", True)])
+def test_ranks_that_train_apart_exchange_no_counts(folder: Path, sync: str, exchanged: bool) -> None:
+    """Each weighs its own micro-batches: the step's loss is the mean over its own tokens."""
+    text = LANGUAGE.format(size=3, weight=BY_TOKENS, accumulate=2) + f"sync: {sync}\n"
+    gathers = as_processes(2, counted_gathers, folder, text, cwd=folder)
+    assert [bool(count) for count in gathers] == [exchanged] * 2
+
+
+def counted_gathers(folder: Path, text: str) -> int:
+    from ddprun_hooks.comm.control import Control
+
+    file = folder / f"gathers-{text.count('local')}.yaml"
+    file.write_text(text)
+    count, gather = 0, Control.all_gather
+
+    def all_gather(self: Control, numbers: Any, what: str = "") -> torch.Tensor:
+        nonlocal count
+        count += what == "what counts in the step"
+        return gather(self, numbers, what)
+
+    Control.all_gather = all_gather  # type: ignore[method-assign]
+    assert work(load(file), folder / file.stem) == 0
+    return count
+
+
+PARTS = """
+model: mine.Two
+data: {{mine.Mapped: {{form: {form}}}}}
+loader: {{batch_size: 4, shuffle: false{loader}}}
+{batch}
+optimizer: {{sgd: {{lr: 0.5}}}}
+stages: [train: {{epochs: 1}}, save]
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "batch", "loader"),
+    [
+        ("mapping", "batch: {inputs: {other: other, image: image}, target: label}", ""),
+        ("mapping", "batch: {inputs: [image, other], target: label}", ""),
+        ("triple", "batch: {inputs: [0, 1], target: 2}", ""),
+        ("object", "batch: {inputs: [image, other], target: label}", ", collate: mine.objects"),
+        ("pair", "", ""),
+    ],
+)
+def test_parts_of_a_batch_reach_model_and_loss(folder: Path, form: str, batch: str, loader: str) -> None:
+    """However samples are made, the weights are those of a loop by hand."""
+    text = PARTS.format(form=form, batch=batch, loader=loader)
+    run = run_pipeline(folder, text, 1, f"parts-{form}-{len(batch)}")
+    mine = module()
+    torch.manual_seed(0)
+    model, data = mine["Two"](), mine["Mapped"]("triple")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for start in range(0, 12, 4):
+        image, other, label = (
+            torch.stack(part)
+            for part in zip(*(data[place] for place in range(start, start + 4)), strict=True)
+        )
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(image, other), label).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    for name, value in weights(run).items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+SAMPLED = """
+model: {{mlp: {{inputs: 64, outputs: 10}}}}
+data: {{digits: {{held_out: 0.95}}}}
+loader: {{batch_size: 8, sampler: {sampler}}}
+optimizer: {{sgd: {{lr: 0.1}}}}
+stages: [train: {{epochs: 3}}]
+"""
+
+
+def fed(folder: Path, sampler: str) -> list[list[int]]:
+    """Indices that this rank loads in each epoch."""
+    from ddprun.config.load import load
+    from ddprun.engine import build
+    from ddprun.host.import_path import make_folder_importable
+
+    (folder / "s.yaml").write_text(SAMPLED.format(sampler=sampler))
+    loaded = load(folder / "s.yaml")
+    make_folder_importable(folder)
+    found: list[list[int]] = []
+    for rank in range(2):
+        feed = build.open_feed(loaded, Places(), rank=rank, ranks=2)
+        for step in feed.steps(1, epochs=3):
+            found += ([rank, feed.epoch, *micro.content.tolist()] for micro in step.micro_batches)
+    again = build.open_feed(loaded, Places(), rank=1, ranks=2)
+    again.load_state_dict({"epoch": 2, "samples": 16})
+    (rest,) = (
+        [1, 2, *micro.content.tolist()]
+        for batches in again.steps(1, epochs=1)
+        for micro in batches.micro_batches
+    )
+    assert rest == found[-1], "a resumed run finds the same order"
+    return found
+
+
+class Places:
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, place: int) -> int:
+        return place
+
+
+@pytest.mark.parametrize(
+    ("sampler", "order"),
+    [
+        ("mine.Backwards", lambda epoch: [(epoch - place) % 20 for place in range(20)]),
+        ("{mine.Backwards: {step: 3}}", lambda epoch: [(epoch - 3 * place) % 20 for place in range(20)]),
+        ("mine.drawn", lambda epoch: drawn(epoch)),
+        ("torch.utils.data.RandomSampler", None),
+        ("{torch.utils.data.WeightedRandomSampler: {weights: [0, 1, 1], num_samples: 20}}", None),
+    ],
+)
+def test_a_sampler_decides_the_order_of_all_ranks(
+    folder: Path, sampler: str, order: Callable[[int], list[int]] | None
+) -> None:
+    """Ranks divide each epoch's indices, which are others in each; a resumed run finds the same order."""
+    (found,) = as_processes(1, fed, folder, sampler)
+    for epoch in range(3):
+        shares = [[row[2:] for row in found if row[:2] == [rank, epoch]] for rank in range(2)]
+        pairs = chain.from_iterable(zip(*both, strict=True) for both in zip(*shares, strict=True))
+        joined = list(chain.from_iterable(pairs))
+        assert order is None or joined == order(epoch)
+        assert len(joined) == 20
+        if "Weighted" in sampler:
+            assert set(joined) == {1, 2}
+    epochs = [[row[2:] for row in found if row[1] == epoch] for epoch in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def drawn(epoch: int) -> list[int]:
+    torch.manual_seed(epoch)
+    order: list[int] = torch.randperm(20).tolist()
+    return order
+
+
+def test_a_sampler_of_other_indices_on_each_rank_is_refused(folder: Path) -> None:
+    """Each sample would not be used once; so are indices that no sample has."""
+    for sampler, expected in (
+        ("mine.own", "loader.sampler gives rank 1 other indices than rank 0"),
+        ("mine.too_far", "the index 90 of a data set with 90 samples"),
+        ("torch.utils.data.DistributedSampler", "divides the samples among ranks"),
+    ):
+        for said in as_processes(2, refused, folder, SAMPLED.format(sampler=sampler), cwd=folder):
+            assert expected in said
+
+
+def refused(folder: Path, text: str) -> str:
+    from tests.engine.test_session import open_here
+
+    (folder / "p.yaml").write_text(text)
+    try:
+        open_here(folder, "refused")
+    except PipelineError as error:
+        return str(error.faults)
+    except Exception as error:
+        return repr(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("batch: {target: label}", 'p.yaml:6:17: batch.target: "target" needs "inputs"'),
+        ("batch: {inputs: image}", 'batch.inputs: "inputs" needs "target"'),
+        ("loss: model\nbatch: {inputs: image, target: y}", '"target" clashes with "loss: model"'),
+        ("batch: {inputs: {3a: image}, target: y}", '"3a" is no name of an argument'),
+        ("loader: {sampler: a.b, shuffle: true}", '"shuffle: true" clashes with "sampler"'),
+        ("loss: {mse_loss: {reduction: sum}}\nweight_by: targets", 'clashes with "reduction: sum"'),
+        (
+            "loss: {cross_entropy: {ignore_index: 0}}\nweight_by: {targets: {ignore_index: 1}}",
+            '"ignore_index: 1" clashes with "ignore_index: 0" of "loss"',
+        ),
+        ("weight_by: tokens", 'unknown weight "tokens"'),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path: Path, more: str, expected: str) -> None:
+    """At its place in the file."""
+    text = "model:\n  mine.Two\ndata: mine.Mapped\noptimizer: sgd\nstages: [train: {steps: 1}]\n"
+    (tmp_path / "p.yaml").write_text(text + more)
+    found = ddprun_here("check", "p.yaml", cwd=tmp_path)
+    assert found.code == 2
+    assert expected in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ("", "its batches are mappings of image, other, label, and none is known to be the target"),
+        (
+            "batch: {inputs: picture, target: label}",
+            'batches have no "picture"; they have image, other, label',
+        ),
+        ("batch: {inputs: 0, target: label}", "batches have no item 0"),
+    ],
+)
+def test_a_part_that_no_batch_has_is_named(folder: Path, batch: str, expected: str) -> None:
+    """With those that there are."""
+    text = PARTS.format(form="mapping", batch=batch, loader="")
+    (said,) = as_processes(1, refused, folder, text, cwd=folder)
+    assert expected in said.replace("', allowed='", "; ")
+
+
+STAGES = """
+model: mine.Two
+data: {mine.Mapped: {form: mapping}}
+batch: {inputs: [image, other], target: label}
+loader: {batch_size: 2}
+optimizer: {sgd: {lr: 0.1}}
+checkpoint: {every: 5}
+stages:
+  - train: {steps: 4}
+  - train: {steps: 5, data: {mine.Mapped: {form: mapping, size: 10}}}
+  - train: {epochs: 1}
+  - train: {epochs: 2, data: {mine.Mapped: {form: mapping, size: 7}}}
+  - save
+  - evaluate: {data: {mine.Mapped: {form: mapping, size: 5}}}
+  - evaluate: {data: {mine.Mapped: {form: mapping, size: 9}}}
+"""
+
+
+def places_used(folder: Path, name: str, until: int | None) -> list[list[int]]:
+    """The sizes of the data sets that this rank's steps were of, and its samples of each."""
+    import os
+
+    from ddprun.engine import loop
+    from ddprun.engine.state import close_checkpoints
+
+    found: list[list[int]] = []
+    train, between = loop.train_step, loop.between_steps
+
+    def noting(run: StageRun, batches: StepBatches, step: int) -> None:
+        feed = run.session.runtime.feeds.of(run.stage.index)
+        found.append([len(feed.dataset), feed.epoch, int(batches.total)])
+        train(run, batches, step)
+
+    def stopping(run: Any, *known: Any) -> Any:
+        ends = between(run, *known)
+        if run.session.state.step == until:
+            close_checkpoints(run.session)
+            os._exit(0)
+        return ends
+
+    loop.train_step = noting
+    loop.between_steps = stopping  # type: ignore[assignment]
+    resuming: Any = "no" if until or name == "w" else "yes"
+    assert work(load(folder / "stages.yaml"), folder / name, resuming=resuming) == 0
+    return found
+
+
+def test_a_stage_reads_data_of_its_own(folder: Path) -> None:
+    """Each data set has a position of its own, which a resumed run goes on from with the same bits."""
+    (folder / "stages.yaml").write_text(STAGES)
+    (whole, _) = as_processes(2, places_used, folder, "w", None, cwd=folder)
+    assert [size for size, *_ in whole] == [12] * 4 + [10] * 5 + [12] * 3 + [7] * 4
+    assert [epoch for _, epoch, _ in whole] == [0, 0, 0, 1] + [0, 0, 0, 1, 1] + [2] * 3 + [0, 0, 1, 1]
+    as_processes(2, places_used, folder, "b", 6, cwd=folder, may_die=True)
+    (rest, _) = as_processes(2, places_used, folder, "b", None, cwd=folder)
+    assert rest == whole[5:]
+    for name, value in weights(folder / "w").items():
+        assert torch.equal(value, weights(folder / "b")[name]), name
+    assert [stage.get("samples") for stage in summary(folder / "w")["stages"][-2:]] == [5, 9]

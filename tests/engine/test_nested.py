@@ -1,0 +1,154 @@
+"""Objects that the options of a dotted name ask for, and the pipeline's folder in strings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddprun.config import PipelineError, load
+from ddprun.engine import build, seeding
+from ddprun.host.import_path import make_folder_importable
+from tests.ranks import ddprun_here
+
+MODULE = """
+import torch
+from torch.utils.data import Dataset
+
+made = []
+
+
+class Step:
+    def __init__(self, size=1, inner=None):
+        self.size, self.inner, self.draw = size, inner, torch.rand(()).item()
+        made.append(size)
+
+
+class Data(Dataset):
+    def __init__(self, **options):
+        self.options, self.draw = options, torch.rand(()).item()
+        made.append("data")
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, place):
+        return torch.zeros(2), 0
+
+
+def function(size):
+    return size + 1
+"""
+PIPELINE = """
+model: {mlp: {inputs: 2, outputs: 2}}
+data:
+  parts.Data: OPTIONS
+optimizer: sgd
+stages: [train: {steps: 1}]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("nested")
+    (found / "parts.py").write_text(MODULE)
+    make_folder_importable(found)
+    return found
+
+
+def made(folder: Path, options: str) -> Any:
+    (folder / "p.yaml").write_text(PIPELINE.replace("OPTIONS", options))
+    seeding.seed_everything(0)
+    return build.build_data(load(folder / "p.yaml")).train
+
+
+def test_objects_are_made_innermost_first_once_and_under_the_seed(folder: Path) -> None:
+    """At any depth, in lists and mappings."""
+    import parts  # type: ignore[import-not-found]
+
+    parts.made.clear()
+    options = (
+        "{a: [{parts.Step: {size: 2, inner: {parts.Step: {size: 3}}}}], b: {c: {parts.function: {size: 4}}}}"
+    )
+    data, again = (made(folder, options) for _ in range(2))
+    assert parts.made == [3, 2, "data"] * 2
+    (step,) = data.options["a"]
+    assert isinstance(step, parts.Step)
+    assert (step.size, step.inner.size, data.options["b"]) == (2, 3, {"c": 5})
+    assert (step.draw, step.inner.draw, data.draw) == (
+        again.options["a"][0].draw,
+        again.options["a"][0].inner.draw,
+        again.draw,
+    )
+    assert len({step.draw, step.inner.draw, data.draw}) == 3
+
+
+def test_a_reference_is_passed_on_as_it_is(folder: Path) -> None:
+    """And what only looks like one is data."""
+    import parts
+    import torch
+
+    options = (
+        "{a: {ref: parts.Step}, b: {ref: torch.float32}, c: {ref: main}, d: {parts.Step: 3}, "
+        "e: {parts.Step: {}, x.y: {}}, f: {parts.Step: null}, g: '{here}/x', h: {plain: {}}}"
+    )
+    found = made(folder, options).options
+    assert found["a"] is parts.Step
+    assert found["b"] is torch.float32
+    assert found["c"] == {"ref": "main"}
+    assert found["d"] == {"parts.Step": 3}
+    assert found["e"] == {"parts.Step": {}, "x.y": {}}
+    assert isinstance(found["f"], parts.Step)
+    assert found["g"] == f"{folder}/x"
+    assert found["h"] == {"plain": {}}
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "problem"),
+    [
+        (
+            "{a: [0, {parts.Step: {sizes: 2}}]}",
+            'data."parts.Data".a[1]."parts.Step"',
+            "got an unexpected keyword argument 'sizes'",
+        ),
+        (
+            "{a: {parts.Step: {inner: {parts.Stepp: {}}}}}",
+            'data."parts.Data".a."parts.Step".inner."parts.Stepp"',
+            'has no "Stepp" (did you mean "Step"?)',
+        ),
+        ("{a: {ref: nowhere.x}}", 'data."parts.Data".a.ref', 'no module is named "nowhere"'),
+    ],
+)
+def test_an_error_names_the_place_inside(folder: Path, options: str, path: str, problem: str) -> None:
+    """In the file, and as a key path."""
+    with pytest.raises(PipelineError) as refused:
+        made(folder, options)
+    (fault,) = refused.value.faults
+    assert (fault.line, fault.path) == (4, path)
+    assert problem in fault.problem
+
+
+@pytest.mark.parametrize("name", ["os.system", "parts.torch.load", "torch.load", "other.thing"])
+@pytest.mark.parametrize("form", ["{%s: {}}", "{ref: %s}", "[1, {parts.Step: {inner: {%s: {x: 1}}}}]"])
+def test_what_is_not_trusted_is_refused_at_any_depth(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: str
+) -> None:
+    """By `check`, at the name's place, before anything is imported; and by a run."""
+    file = folder / "t.yaml"
+    file.write_text(PIPELINE.replace("OPTIONS", f"{{a: {form % name}}}"))
+    monkeypatch.setenv("DDPRUN_TRUSTED", "./parts,torch")
+    found = ddprun_here("check", "t.yaml", cwd=folder)
+    assert found.code == 2
+    line = file.read_text().splitlines()[3]
+    assert f"t.yaml:4:{line.index(name) + 1}: " in found.stdout
+    assert "DDPRUN_TRUSTED allows" in found.stdout
+    monkeypatch.delenv("DDPRUN_TRUSTED")
+    loaded = load(file)
+    monkeypatch.setenv("DDPRUN_TRUSTED", "./parts,torch")
+    with pytest.raises(PipelineError, match=r"may not be imported|parts\.torch\.load"):
+        build.build_data(loaded)
+
+
+def test_what_is_trusted_may_be_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch the plain places, and types of tensors."""
+    monkeypatch.setenv("DDPRUN_TRUSTED", "./parts,torch")
+    made(folder, "{a: {torch.nn.Linear: {in_features: 2, out_features: 3, dtype: {ref: torch.float64}}}}")
