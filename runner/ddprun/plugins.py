@@ -128,7 +128,8 @@ def _modules(folder: str) -> tuple[str, ...]:
 def _defined_in(module: str, base: type) -> type[Any]:
     """The class derived from `base` that a module defines."""
     classes = vars(importlib.import_module(module)).values()
-    return next(found for found in classes if _is_derived(found, base) and found.__module__ == module)
+    own: type[Any] = next(one for one in classes if _is_derived(one, base) and one.__module__ == module)
+    return own
 
 
 def _is_derived(found: Any, base: type) -> bool:

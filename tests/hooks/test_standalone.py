@@ -226,7 +226,7 @@ def reads_as_on_a_device() -> tuple[int, list[str]]:
         trace.findings += [Finding("bf16", "overflow", torch.tensor(0)), Finding("fp16", "overflow", lost)]
     with warnings.catch_warnings(record=True) as caught, Reads() as reads:
         warnings.simplefilter("always")
-        handle._start_pass(torch.device("cpu"))
+        handle._begin_backward(torch.device("cpu"))
     return reads.count, [str(warning.message).replace(f"bucket {lossy} ", "bucket ") for warning in caught]
 
 
