@@ -45,7 +45,7 @@ def make(
         stages: in place of `hooks`, of the stack of each of several stages that divide the steps evenly.
         every: how manieth step is recorded.
         fidelity_every: how manieth step compares its buckets with the exact mean.
-        groups: whether two groups of parameters have learning rates and gradient norms.
+        groups: whether there are learning rates of two groups of parameters, and a gradient norm.
         evaluated: the steps after which there was an evaluation.
         above: what all losses are higher by.
     """
@@ -61,7 +61,7 @@ def make(
             for step in range(every, steps + 1, every):
                 record = step_record(rank, step, late, above) | {"stage": stage_of(step)}
                 if groups:
-                    record |= {"lr": [0.1, 0.01 / step], "grad_norm": [2.0, 1.0 + rank]}
+                    record |= {"lr": [0.1, 0.01 / step], "grad_norm": 1.0 + rank}
                 file.write(json.dumps(record) + "\n")
         with (folder / "buckets" / f"rank-{rank:05}.jsonl").open("w") as file:
             for step in range(every, steps + 1, every):
