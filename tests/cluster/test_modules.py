@@ -129,7 +129,8 @@ def test_what_cannot_be_taken_along(folder: Path) -> None:
 
 def test_trust_still_judges(folder: Path) -> None:
     """What may not be imported here is refused here, and the limit holds in the job."""
-    own_data = ("--set", "data=samples.Samples")  # Python's own library is never trusted
+    # Python's own library is never trusted.
+    own_data = ("--set", "data={train: samples.Samples, evaluate: samples.Samples}")
     command = ("submit", "p.yaml", "--to", "docker", "--dry-run", "--with-modules", *own_data)
     for trusted, code in (("torchvision", 2), ("./nets,./samples,numpy,./shrink,elsewhere", 0)):
         done = ddprun_here(*command, cwd=folder, environment={VARIABLE: trusted})

@@ -114,9 +114,10 @@ def _modules(loaded: "Loaded", to: str, cluster: type["Cluster"], *, taken: bool
         return {}
     names = ", ".join(beside)
     if not taken:
-        way_out = "the image has to have them"
+        way_out = "the image needs them"
         way_out += ", or --with-modules takes them along" if cluster.takes_modules else ""
-        text = f"only {loaded.folder} has {names}, which does not travel with the job: {way_out}"
+        verb = "does" if len(beside) == 1 else "do"
+        text = f"only {loaded.folder} has {names}, which {verb} not travel with the job: {way_out}"
         click.echo(f"ddprun: warning: {text}", err=True)
         return {}
     found = {path: file.read_bytes() for files in beside.values() for path, file in files.items()}
