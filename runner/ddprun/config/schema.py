@@ -1,8 +1,10 @@
 """What a pipeline file may say: one model for each part, a docstring with the unit under each key."""
 
 import functools
+import math
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -18,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from ddprun.config.choices import KINDS, Choice, choose, installed_class, one_of
+from ddprun.config.choices import KINDS, Choice, choose, choose_schedule, installed_class, one_of
 from ddprun.config.errors import validate
 from ddprun.config.faults import listing, suggest
 from ddprun.options import (
@@ -27,6 +29,7 @@ from ddprun.options import (
     Options,
     PositiveFloat,
     PositiveInt,
+    Share,
     Sizes,
     Validated,
     expected,
@@ -49,6 +52,7 @@ ModelChoice = Annotated[Choice, one_of("model")]
 LossChoice = Annotated[Choice, one_of("loss")]
 OptimizerChoice = Annotated[Choice, one_of("optimizer")]
 ScheduleChoice = Annotated[Choice, one_of("schedule")]
+AnySchedule = Annotated[Choice, Validated(choose_schedule, "any_schedule", KINDS["schedule"].allowed)]
 SyncChoice = Annotated[Choice, one_of("sync")]
 MutateChoice = Annotated[Choice, one_of("mutate")]
 UpdateChoice = Annotated[Choice, one_of("update")]
@@ -317,6 +321,11 @@ class TrainSettings:
         return policy.plan(StageFacts(self.backward, changes_weights))
 
     @property
+    def updates(self) -> bool:
+        """The stage's steps update the weights, by gradients or by its `update`."""
+        return self.backward or self.update is not None
+
+    @property
     def gradients(self) -> Gradients:
         """Among which ranks backward averages gradients."""
         return self.plan.gradients
@@ -337,6 +346,67 @@ class Stage(Options):
     def path(self) -> str:
         """Key path such as `stages[0].train`, for faults."""
         return f"stages[{self._index}].{self.name}"
+
+
+class StageEvaluation(Options):
+    """The held-out data is measured while a stage takes its steps, which changes no bit of training."""
+
+    every: PositiveInt
+    """Steps of the stage from one evaluation to the next; the last comes at the stage's end."""
+
+    metrics: Metrics = ()
+    """What to measure besides the loss."""
+
+
+class Judged(Options):
+    """A metric by which evaluations are compared."""
+
+    metric: str
+    """`loss`, or one of the metrics of the stage's `evaluate`."""
+
+    mode: Literal["min", "max"] | None = None
+    """Which values are better; null is min for loss and perplexity, else max."""
+
+    def improves(self, value: float, best: float | None, by: float = 0.0) -> bool:
+        """Whether a value is better than the best so far (None: there is none), by more than this."""
+        if not math.isfinite(value) or best is None:
+            return math.isfinite(value)
+        mode = self.mode or ("min" if self.metric in ("loss", "perplexity") else "max")
+        return value < best - by if mode == "min" else value > best + by
+
+
+class KeepBest(Judged):
+    """The weights of the best evaluation stay in the run's folder, as `best.safetensors`."""
+
+
+class EarlyStop(Judged):
+    """The stage ends when evaluations get no better."""
+
+    patience: PositiveInt
+    """So many evaluations in a row without improvement end the stage."""
+
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """A value that is better by no more than this is no improvement."""
+
+
+BEST_FILE = "best.safetensors"
+"""Where `keep_best` writes, in the run's folder."""
+
+_EVENT_FIELDS = frozenset(
+    ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")
+)  # what the event `evaluated` has besides metrics, and the names of structlog's own arguments
+
+
+def names_of(metrics: Sequence[Choice]) -> list[str]:
+    """What metrics are called: by the last part of a dotted name; by all of it where the last part is taken
+    by another metric or by a field of the event.
+    """
+    last = [choice.name.rpartition(".")[2] for choice in metrics]
+    often = Counter(last)
+    return [
+        choice.name if short in _EVENT_FIELDS or often[short] > 1 else short
+        for choice, short in zip(metrics, last, strict=True)
+    ]
 
 
 class StepStage(Stage):
@@ -376,6 +446,15 @@ class StepStage(Stage):
 
     mutate: MutateChoice | None = None
     """Change each rank's weights, at the stage's start and after each synchronisation but the last."""
+
+    evaluate: StageEvaluation | None = None
+    """Measure the held-out data after every n-th step."""
+
+    keep_best: KeepBest | None = None
+    """Keep the weights of the best evaluation."""
+
+    stop: EarlyStop | None = None
+    """End the stage when evaluations get no better."""
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Self:
@@ -544,14 +623,18 @@ class Pipeline(Options):
     optimizer: OptimizerChoice
     """A torch optimizer, or a dotted name."""
 
-    schedule: ScheduleChoice | None = None
-    """A torch schedule, stepped once per optimizer step; a length that is left out is the stage's steps."""
+    schedule: AnySchedule | None = None
+    """A torch schedule, stepped once per optimizer step; a length that is left out is the stage's steps. With
+    `over: run` beside it, one schedule and one warm-up span all stages."""
 
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps in which the learning rate rises to its full value."""
 
     clip_norm: PositiveFloat | None = None
     """Largest norm of all gradients together; null does not clip."""
+
+    ema: Share | None = None
+    """Decay of an exponential moving average of the weights, which is evaluated and saved; null has none."""
 
     on_nan: Literal["continue", "stop"] = "stop"
     """What happens when weights are no longer finite: the run fails, or continues."""
