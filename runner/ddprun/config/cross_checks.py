@@ -522,7 +522,8 @@ def _evaluates_with_own_buffers(pipeline: Pipeline) -> Iterator[CrossCheck]:
     for stage in pipeline.stages:
         if isinstance(stage, (Train, Forward)):
             last = stage
-        elif isinstance(stage, Evaluate) and last and last.effective(pipeline).buffers.when == "never":
+        measures = isinstance(stage, Evaluate) or (stage is last and last.evaluate is not None)
+        if measures and last and last.effective(pipeline).buffers.when == "never":
             text = f"{_shown(last, 'buffers', 'never')} clashes with {stage.path}: each rank evaluates with "
             text += f'its own running statistics of "model: {pipeline.model.name}"'
             yield CrossCheck(_place(last, "buffers"), text, "use before_evaluate", "warning")

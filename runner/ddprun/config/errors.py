@@ -68,7 +68,7 @@ def with_known_keys(
                 break
             section = below
         if item["type"] == "extra_forbidden":
-            wrong = _unknown_key(name, section, owner)
+            wrong = _unknown_key(name, section, owner if section is model else "")
         elif item["type"] == "missing" and owner and not above:
             wrong = problem(f'{owner} needs "{name}"', f"write {owner}: {{{name}: …}}")
         elif item["type"] == "missing" and (allowed := _allowed(section, name)):

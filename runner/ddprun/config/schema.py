@@ -51,7 +51,17 @@ _TIMES_ALLOWED = "allowed: auto, every_forward, before_evaluate, never, {every: 
 ModelChoice = Annotated[Choice, one_of("model")]
 LossChoice = Annotated[Choice, one_of("loss")]
 OptimizerChoice = Annotated[Choice, one_of("optimizer")]
-ScheduleChoice = Annotated[Choice, one_of("schedule")]
+
+
+def _own_schedule(value: Any) -> Choice:
+    """A schedule of one stage."""
+    if isinstance(value, dict) and "over" in value:
+        text = "the schedule of a stage is over that stage"
+        raise problem(text, "write over: run beside the schedule at the top", at="over", on_key=True)
+    return choose("schedule", value)
+
+
+ScheduleChoice = Annotated[Choice, Validated(_own_schedule, "schedule", KINDS["schedule"].allowed)]
 AnySchedule = Annotated[Choice, Validated(choose_schedule, "any_schedule", KINDS["schedule"].allowed)]
 SyncChoice = Annotated[Choice, one_of("sync")]
 MutateChoice = Annotated[Choice, one_of("mutate")]
@@ -565,7 +575,12 @@ def read_stage(value: Any) -> Stage:
     if len(value) > 1:
         first, second, *_ = value
         hint = "write each stage as a list item of its own"
-        if first in STAGES and all(key in STAGES[first].model_fields for key in list(value)[1:]):
+        keys = STAGES[first].model_fields if first in STAGES else {}
+        # `evaluate` is a stage, and with a period a key of others.
+        if all(
+            key in keys and (key not in STAGES or "every" in (item or ()))
+            for key, item in list(value.items())[1:]
+        ):
             hint = f'indent {", ".join(list(value)[1:])} further, under "{first}"'
         raise problem(f'expected one stage, got "{first}" and "{second}"', hint, at=second, on_key=True)
     ((name, settings),) = value.items()

@@ -21,7 +21,7 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad and has_mean(p)}
-        self._average = get_ema_multi_avg_fn(decay)
+        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.updates = 0
         self.apart = False  # the ranks' averages differ
         self.tensors: dict[str, Tensor] = {}  # by parameter name, in its shape

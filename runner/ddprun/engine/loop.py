@@ -76,7 +76,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     else:
         end_stage(run)
         if stage.evaluate is not None and state.evaluations.step != state.step:
-            evaluate_in_stage(run, at_end=True)
+            evaluate_held_out(run, at_end=True)
     runtime.recorder.write_between_steps(stage.index, state.step)
     state.synchronizer = None
     state.cursor.tick(in_stage=True)
@@ -386,11 +386,11 @@ def end_of_steps(run: StageRun) -> bool:
 # What belongs to no step's time.
 
 
-def evaluate_held_out(run: StageRun) -> None:
+def evaluate_held_out(run: StageRun, *, at_end: bool = False) -> None:
     """Measure the held-out data; all ranks have just learned all that there is to know."""
     started = time.monotonic()
     _finish_pending(run, b"evaluate")
-    evaluate_in_stage(run)
+    evaluate_in_stage(run, at_end=at_end)
     run.skip(time.monotonic() - started)
 
 

@@ -150,7 +150,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{summary['steps']:,} ({summary['steps_per_s']:.1f} a second)"),
         ("mean loss, last step", "-" if summary["loss"] is None else f"{summary['loss']:.4f}"),
         *((f"held-out {name}", f"{value:.4f}") for name, value in metrics.items()),
-        *_best_rows(summary.get("best"), summary["stages"]),
+        *_best_rows(summary.get("best"), summary.get("stages", ())),
         ("sent by all ranks", size(summary["wire_bytes"])),
         ("communication", f"{summary['communication_s']:.2f} s on the wire or in hooks"),
         ("  of it exposed", f"{exposed_s:.2f} s ({exposed_s / step_s:.0%} of step time)"),
