@@ -576,12 +576,13 @@ def read_stage(value: Any) -> Stage:
         first, second, *_ = value
         hint = "write each stage as a list item of its own"
         keys = STAGES[first].model_fields if first in STAGES else {}
+        others = list(value.items())[1:]
         # `evaluate` is a stage, and with a period a key of others.
         if all(
-            key in keys and (key not in STAGES or "every" in (item or ()))
-            for key, item in list(value.items())[1:]
+            key in keys and (key not in STAGES or (isinstance(item, dict) and "every" in item))
+            for key, item in others
         ):
-            hint = f'indent {", ".join(list(value)[1:])} further, under "{first}"'
+            hint = f'indent {", ".join(key for key, _ in others)} further, under "{first}"'
         raise problem(f'expected one stage, got "{first}" and "{second}"', hint, at=second, on_key=True)
     ((name, settings),) = value.items()
     if name not in STAGES:
