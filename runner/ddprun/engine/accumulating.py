@@ -54,8 +54,8 @@ class Accumulating:
         """
         metric = self._metric
         if control.size > 1:
-            own = self._packed() if self._updated else b""
-            states = [_unpacked(data, self._device) for data in _gathered(control, own) if data]
+            own = self._own_bytes() if self._updated else b""
+            states = [_from_bytes(data, self._device) for data in _gathered(control, own) if data]
             metric = self._merged(states)
         for part in _parts(metric) or ():
             part._to_sync = False  # it would gather by itself, over another process group
@@ -74,10 +74,10 @@ class Accumulating:
         own = self._metric
         return {"state": dict(own.state_dict() if hasattr(own, "state_dict") else vars(own))}
 
-    def _packed(self) -> bytes:
+    def _own_bytes(self) -> bytes:
         """This rank's state as bytes."""
         try:
-            return _packed(self._state())
+            return _to_bytes(self._state())
         except UnstorableError as error:
             raise self._refuse(
                 f"a rank's state cannot be sent: {error}",
@@ -116,14 +116,14 @@ def _parts(metric: Any) -> list[Any] | None:
     return [part for part in metric.modules() if hasattr(part, "_reductions")]
 
 
-def _packed(state: Mapping[str, Any]) -> bytes:
+def _to_bytes(state: Mapping[str, Any]) -> bytes:
     """State as bytes, without pickling."""
     encoded = encode(state)
     tree = json.dumps(encoded.tree).encode()
     return len(tree).to_bytes(_LENGTH_BYTES, "little") + tree + save(encoded.tensors)
 
 
-def _unpacked(data: bytes, device: torch.device) -> dict[str, Any]:
+def _from_bytes(data: bytes, device: torch.device) -> dict[str, Any]:
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     tensors = {name: tensor.to(device) for name, tensor in load(data[end:]).items()}
     return decode(json.loads(data[_LENGTH_BYTES:end]), tensors)
