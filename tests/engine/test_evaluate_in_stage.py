@@ -85,21 +85,23 @@ def test_it_changes_no_bit_of_training(tmp_path: Path, sync: str, hooks: str, mo
     assert (watched / "best.yaml").exists()
 
 
-@pytest.mark.parametrize("sync", ["{local_sgd: {every: 4}}", HIERARCHICAL])
-def test_it_measures_what_an_evaluate_stage_would(tmp_path: Path, sync: str) -> None:
+@pytest.mark.parametrize(
+    ("sync", "ranks"),
+    [("{local_sgd: {every: 50}}", 2), ("{hierarchical_sgd: {within: 2, across: 50, hosts: 2}}", 4)],
+)
+def test_it_measures_what_an_evaluate_stage_would(tmp_path: Path, sync: str, ranks: int) -> None:
     """In the middle of a round the mean of the ranks' parameters, and at the stage's end the same bits."""
     text = """
 model: cnn
 data: digits
 loader: {batch_size: 8}
-optimizer: {sgd: {lr: 0.05}}
+optimizer: {sgd: {lr: 0.5}}
 sync: SYNC
 stages:
   - train: {steps: STEPS, evaluate: {every: 6}}
   - evaluate
 """
     text = text.replace("SYNC", sync)
-    ranks = 4 if sync == HIERARCHICAL else 2
     middle, end = evaluated(run_pipeline(tmp_path, text.replace("STEPS", "9"), ranks, "long"))[:2]
     short = evaluated(run_pipeline(tmp_path, text.replace("STEPS", "6"), ranks, "short"))
     assert [one["step"] for one in short] == [6, 6]
