@@ -199,7 +199,7 @@ def test_half_precision_weights_have_an_average_in_fp32(tmp_path: Path) -> None:
     assert "ema/tensors/frozen.weight" not in kept
 
 
-@pytest.mark.parametrize("clip", ["null", "0.5"])
+@pytest.mark.parametrize("clip", ["null", "0.05"])
 def test_the_gradient_norm_is_that_before_clipping(tmp_path: Path, clip: str) -> None:
     """By hand, from what plain SGD did to the weights in the first step; the same on all ranks, and only in
     recorded steps.
@@ -220,7 +220,7 @@ def test_the_gradient_norm_is_that_before_clipping(tmp_path: Path, clip: str) ->
     assert [line["grad_norm"] for line in found[:3]] == [line["grad_norm"] for line in found[3:]]
     assert all(line["lr"] == [0.25] for line in found)
     if clip != "null":
-        assert max(line["grad_norm"] for line in found) > 0.5, "before clipping"
+        assert all(line["grad_norm"] > 0.06 for line in found if line["step"] > 2), "before clipping"
 
 
 def test_a_step_without_an_update_has_neither(tmp_path: Path) -> None:
