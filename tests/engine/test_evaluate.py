@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddprun.config import load
-from ddprun.engine.evaluate import call_sizes, names_of
+from ddprun.config import load, names_of
+from ddprun.engine.evaluate import call_sizes
 from ddprun.engine.worker import work
 from tests.engine.running import events, run_pipeline, summary
 from tests.ranks import as_processes

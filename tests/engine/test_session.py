@@ -104,6 +104,7 @@ CHANGES: dict[str, Callable[[RunState], object]] = {
     "outer_momentum": lambda state: state.outer_momentum.update(weight=torch.ones(2)),
     "last_audit": lambda state: setattr(state, "last_audit", Finding((), (), 0.0, "")),
     "farthest_apart": lambda state: setattr(state, "farthest_apart", 0.5),
+    "evaluations": lambda state: setattr(state.evaluations, "since", 2),
     "synchronizer": lambda state: setattr(state, "synchronizer", None),
     "schedule": lambda state: setattr(state, "schedule", None),
 }

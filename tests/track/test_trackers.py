@@ -132,6 +132,7 @@ def test_tensorboard_gets_every_curve(tmp_path: Path) -> None:
     own = {line["step"]: line["loss"] for line in lines(run, "steps") if line["rank"] == 0}
     assert found["loss/rank_0"] == pytest.approx(own)
     assert len(found["loss/mean"]) == len(found["time/step_seconds"]) == 12
+    assert (len(found["lr/group_0"]), len(found["grad_norm"])) == (12, 1), "every tenth step"
     assert found["communication/bytes"][3] == sum(
         line["wire_bytes"] for line in lines(run, "buckets") if (line["rank"], line["step"]) == (0, 3)
     )

@@ -3,17 +3,20 @@
 `load(path, overrides)` gives a `Loaded` with the checked `Pipeline`, or raises a `PipelineError`.
 """
 
-from ddprun.config.choices import Choice
+from ddprun.config.choices import Choice, RunSchedule
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.load import Loaded, load
 from ddprun.config.schema import (
+    BEST_FILE,
     Audit,
     AverageStage,
     BroadcastStage,
     DataPair,
     Ddp,
+    EarlyStop,
     Evaluate,
     Forward,
+    KeepBest,
     Launch,
     Loader,
     Pipeline,
@@ -23,11 +26,13 @@ from ddprun.config.schema import (
     Timings,
     Train,
     TrainSettings,
+    names_of,
 )
 from ddprun.config.signatures import length_option, tensor_options
 from ddprun.sync.plan import Buffers
 
 __all__ = [
+    "BEST_FILE",
     "Audit",
     "AverageStage",
     "BroadcastStage",
@@ -35,14 +40,17 @@ __all__ = [
     "Choice",
     "DataPair",
     "Ddp",
+    "EarlyStop",
     "Evaluate",
     "Fault",
     "Forward",
+    "KeepBest",
     "Launch",
     "Loaded",
     "Loader",
     "Pipeline",
     "PipelineError",
+    "RunSchedule",
     "Save",
     "Stage",
     "StepStage",
@@ -51,5 +59,6 @@ __all__ = [
     "TrainSettings",
     "length_option",
     "load",
+    "names_of",
     "tensor_options",
 ]

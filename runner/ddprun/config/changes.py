@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ddprun.config.choices import RunSchedule
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.load import Loaded
 from ddprun.config.resolved import flow, plain
@@ -62,17 +63,17 @@ def changes(loaded: Loaded, before: dict[str, Any], *, next_stage: int, begun: i
 
 def schedule_changed(loaded: Loaded, before: dict[str, Any], stage: int) -> bool:
     """Whether learning rates of a stage are others than they were: its optimizer's settings, its schedule, or
-    its length.
+    the length of the stage; of a schedule over the run, that of any stage.
     """
     sides = []
     for pipeline in (pipeline_model().model_validate(before), loaded.pipeline):
         taken = pipeline.stages[stage]
         assert isinstance(taken, StepStage)
         settings = taken.effective(pipeline)
+        spanned = pipeline.step_stages() if isinstance(settings.schedule, RunSchedule) else [taken]
+        lengths = [(stage.steps, stage.epochs) for stage in spanned]
         groups = plain(pipeline.groups)
-        sides.append(
-            (groups, plain(settings.optimizer), plain(settings.schedule), settings.steps, settings.epochs)
-        )
+        sides.append((groups, plain(settings.optimizer), plain(settings.schedule), lengths))
     return bool(sides[0] != sides[1])
 
 

@@ -15,7 +15,7 @@ from ddprun.config import signatures, sources
 from ddprun.config.errors import validate
 from ddprun.config.faults import listing, suggest
 from ddprun.config.signatures import TorchKind
-from ddprun.options import KeyPath, Validated, combine, problem
+from ddprun.options import KeyPath, Validated, combine, expected, problem, unknown
 from ddprun.plugins import HOOKS, SYNC, TRACKERS, Plugins, options_of
 from ddprun_hooks.config.options import BUILT_IN as HOOK_OPTIONS
 from ddprun_hooks.config.options import parse_spec
@@ -47,6 +47,15 @@ class Choice:
     def plain(self) -> Any:
         """The choice as a file would hold it: `name`, or `{name: options}`."""
         return {self.name: dict(self.options)} if self.options else self.name
+
+
+@dataclass(frozen=True)
+class RunSchedule(Choice):
+    """A schedule of the whole run, not of each stage: `{name: {options}, over: run}`."""
+
+    def plain(self) -> Any:
+        """As a file would hold it."""
+        return {self.name: dict(self.options), "over": "run"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,7 @@ KINDS: dict[str, Kind] = {
             "metric",
             built_in.METRICS,
             dotted="a function of (output, target), or with loss: model of (output, batch), that returns a "
-            "number",
+            "number; or a class with update(output, target) and compute()",
         ),
         Kind("collate", dotted="a function of (samples) that returns a batch, or a class of such objects"),
         Kind(
@@ -192,6 +201,21 @@ def choose(kind_name: str, value: Any) -> Choice:
     name, options = parse_spec(value, kind.allowed)
     refuse = problem if isinstance(value, str) else functools.partial(problem, at=name, on_key=True)
     return _resolve(kind, name, options, refuse)
+
+
+def choose_schedule(value: Any) -> Choice:
+    """Read a schedule as `choose` does, with `over: run` beside its name, or without."""
+    if not isinstance(value, dict) or "over" not in value:
+        return choose("schedule", value)
+    named = {key: item for key, item in value.items() if key != "over"}
+    if not named:
+        raise expected("a schedule beside over", "write {CosineAnnealingLR: {}, over: run}")
+    if value["over"] not in ("stage", "run"):
+        raise unknown("span of a schedule", str(value["over"]), ("stage", "run"), at="over")
+    choice = choose("schedule", named)
+    if value["over"] == "stage":
+        return choice
+    return RunSchedule(choice.kind, choice.name, choice.options, choice.source, choice.settings)
 
 
 def one_of(kind: str) -> Validated:

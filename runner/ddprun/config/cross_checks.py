@@ -8,11 +8,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from ddprun.config import signatures
-from ddprun.config.choices import Choice
+from ddprun.config.choices import Choice, RunSchedule
 from ddprun.config.faults import Severity
 from ddprun.config.options import Cnn, Mlp, Synthetic, Targets, Text, Transformer
 from ddprun.config.resolved import plain
 from ddprun.config.schema import (
+    BEST_FILE,
     OVERRIDABLE,
     AverageStage,
     BroadcastStage,
@@ -23,8 +24,10 @@ from ddprun.config.schema import (
     Pipeline,
     Save,
     Stage,
+    StageEvaluation,
     StepStage,
     Train,
+    names_of,
 )
 from ddprun.config.tree import KeyPath
 from ddprun.sync.plan import SyncPlan, SyncPolicy
@@ -285,24 +288,75 @@ def _metrics_twice(pipeline: Pipeline) -> Iterator[CrossCheck]:
 
 
 def _metrics(pipeline: Pipeline) -> Iterator[tuple[KeyPath, Choice]]:
-    """Every metric of the evaluate stages, with its place."""
+    """Every metric of the evaluations, with its place."""
+    for path, evaluation in _evaluations(pipeline):
+        at = (*path, "evaluate") if isinstance(evaluation, Evaluate) else path
+        for number, metric in enumerate(evaluation.metrics):
+            yield (*at, "metrics", number), metric
+
+
+def _evaluations(pipeline: Pipeline) -> Iterator[tuple[KeyPath, Evaluate | StageEvaluation]]:
+    """Every evaluate stage, and the evaluations inside other stages, with their places."""
     for stage in pipeline.stages:
-        for number, metric in enumerate(stage.metrics if isinstance(stage, Evaluate) else ()):
-            yield _own(stage, "metrics", number), metric
+        if isinstance(stage, Evaluate):
+            yield ("stages", stage.index), stage
+        elif isinstance(stage, StepStage) and stage.evaluate is not None:
+            yield _own(stage, "evaluate"), stage.evaluate
 
 
 @_reads("data", "stages")
 def _evaluate_without_data(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    evaluations = [stage for stage in pipeline.stages if isinstance(stage, Evaluate) and not stage.data]
+    evaluations = [
+        (path, one) for path, one in _evaluations(pipeline) if not (isinstance(one, Evaluate) and one.data)
+    ]
     if reason := _nothing_held_out(pipeline.data):
-        for stage in evaluations:
+        for path, _ in evaluations:
             text = f'"evaluate" has no data: {reason}'
-            yield CrossCheck(("stages", stage.index), text, "give data: {train: …, evaluate: …}")
+            yield CrossCheck(path, text, "give data: {train: …, evaluate: …}")
     if isinstance(pipeline.data, DataPair) and pipeline.data.evaluate is not None and not evaluations:
-        text = '"data.evaluate" has no effect: no stage of "stages" is "evaluate"'
+        text = '"data.evaluate" has no effect: no stage of "stages" is "evaluate", or has it'
         if any(isinstance(stage, Evaluate) for stage in pipeline.stages):
             text = '"data.evaluate" has no effect: every evaluate stage has "data" of its own'
         yield CrossCheck(("data", "evaluate"), text, "add an evaluate stage", "warning")
+
+
+@_reads("sync", "stages")
+def _evaluate_inside_a_stage(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for stage in pipeline.step_stages():
+        settings, wanted = stage.effective(pipeline), stage.evaluate
+        judging = {key: one for key in ("keep_best", "stop") if (one := getattr(stage, key)) is not None}
+        if wanted is None:
+            for key in judging:
+                text = f'"{key}" needs "evaluate" in the same stage: it goes by what that measures'
+                yield CrossCheck(_own(stage, key), text, "write evaluate: {every: N}")
+            continue
+        known = ["loss", *names_of(wanted.metrics)]
+        for key, judged in judging.items():
+            if judged.metric not in known:
+                text = f'"{judged.metric}" is not measured by "evaluate" of {stage.path}'
+                yield CrossCheck(_own(stage, key, "metric"), text, f"allowed: {', '.join(known)}")
+        if settings.plan.never or settings.plan.keeps_apart:
+            text = f'"evaluate" clashes with {_shown(stage, "sync", settings.sync)}: ranks train models of '
+            text += "their own and stop each for itself, so there is no model to measure"
+            yield CrossCheck(_own(stage, "evaluate"), text, "use an evaluate stage after an average stage")
+        if settings.steps is not None and wanted.every > settings.steps:
+            text = f'"every: {wanted.every}" is longer than "steps: {settings.steps}" of {stage.path}: '
+            text += "it is measured only at its end"
+            yield CrossCheck(_own(stage, "evaluate", "every"), text, "shorten it", "warning")
+
+
+@_reads("stages")
+def _one_best_file(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    keeping = [stage for stage in pipeline.step_stages() if stage.keep_best is not None]
+    for stage in keeping[1:]:
+        if stage.keep_best != keeping[0].keep_best:
+            text = f'"keep_best" clashes with that of {keeping[0].path}: a run keeps one {BEST_FILE}, '
+            text += "the best by one metric"
+            yield CrossCheck(_own(stage, "keep_best"), text, "write the same in both, or remove one")
+    for save in pipeline.stages:
+        if keeping and isinstance(save, Save) and save.to == BEST_FILE:
+            text = f'"to: {BEST_FILE}" clashes with "keep_best" of {keeping[0].path}, which writes that file'
+            yield CrossCheck(_own(save, "to"), text, "name another file")
 
 
 @_reads("data", "loader", "stages")
@@ -549,7 +603,8 @@ def _evaluates_with_own_buffers(pipeline: Pipeline) -> Iterator[CrossCheck]:
     for stage in pipeline.stages:
         if isinstance(stage, (Train, Forward)):
             last = stage
-        elif isinstance(stage, Evaluate) and last and last.effective(pipeline).buffers.when == "never":
+        measures = isinstance(stage, Evaluate) or (stage is last and last.evaluate is not None)
+        if measures and last and last.effective(pipeline).buffers.when == "never":
             text = f"{_shown(last, 'buffers', 'never')} clashes with {stage.path}: each rank evaluates with "
             text += f'its own running statistics of "model: {pipeline.model.name}"'
             yield CrossCheck(_place(last, "buffers"), text, "use before_evaluate", "warning")
@@ -558,10 +613,31 @@ def _evaluates_with_own_buffers(pipeline: Pipeline) -> Iterator[CrossCheck]:
 # Stages: what they name for themselves, and their order
 
 
-@_reads("warmup_steps", "stages")
+@_reads("schedule", "warmup_steps", "stages")
+def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    if not isinstance(pipeline.schedule, RunSchedule):
+        return
+    stages = [stage for stage in pipeline.step_stages() if _updates(stage)]
+    for stage in stages:
+        for key in ("schedule", "warmup_steps", "optimizer"):
+            if key in stage.model_fields_set:
+                text = f'"{key}" of {stage.path} clashes with "schedule: {{…, over: run}}", by which one '
+                text += "schedule and one warm-up span all stages"
+                yield CrossCheck(_own(stage, key), text, "remove one of the two")
+    lengths = [stage.steps for stage in stages]
+    total = sum(length or 0 for length in lengths)
+    if None not in lengths and pipeline.warmup_steps >= max(1, total):
+        text = f'"warmup_steps: {pipeline.warmup_steps}" is not less than the {total} steps of the run: the '
+        text += "full learning rate would never be used"
+        yield CrossCheck(("warmup_steps",), text, "shorten the warm-up or lengthen a stage")
+
+
+@_reads("schedule", "warmup_steps", "stages")
 def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[CrossCheck]:
     for stage in filter(_updates, pipeline.step_stages()):
         settings = stage.effective(pipeline)
+        if isinstance(settings.schedule, RunSchedule):
+            continue
         if settings.steps is not None and settings.warmup_steps >= settings.steps:
             text = f'"warmup_steps: {settings.warmup_steps}" is not less than "steps: {settings.steps}" of '
             text += f"{stage.path}: the full learning rate would never be used"
@@ -587,6 +663,14 @@ def _nothing_is_updated(pipeline: Pipeline) -> Iterator[CrossCheck]:
             if key in stage.model_fields_set and getattr(stage, key):
                 text = f'"{key}" clashes with "forward" without "update": nothing is updated'
                 yield CrossCheck(_place(stage, key), text, "remove it, or name an update")
+
+
+@_reads("ema", "stages")
+def _ema_of_nothing(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    read = [*_evaluations(pipeline), *(stage for stage in pipeline.stages if isinstance(stage, Save))]
+    if pipeline.ema is not None and not read:
+        text = '"ema" has no effect: nothing evaluates or saves the average'
+        yield CrossCheck(("ema",), text, "add an evaluate or a save stage", "warning")
 
 
 @_reads("stages")

@@ -55,6 +55,7 @@ def _of_classes(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, d
 
 _DEFINITIONS = {
     "optimizer": "an optimizer",
+    "any_schedule": "a schedule, with or without over: run",
     "mutate": "a mutation",
     "update": "an update",
     "data": "data",

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -67,7 +68,7 @@ def with_known_keys(
                 break
             section = below
         if item["type"] == "extra_forbidden":
-            wrong = _unknown_key(name, section, owner)
+            wrong = _unknown_key(name, section, owner if section is model else "")
         elif item["type"] == "missing" and owner and not above:
             wrong = problem(f'{owner} needs "{name}"', f"write {owner}: {{{name}: …}}")
         elif item["type"] == "missing" and (allowed := _allowed(section, name)):
@@ -79,6 +80,8 @@ def with_known_keys(
 def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
     """The model of a field that is a section of the file; None for any other field."""
     kind = field.annotation if field else None
+    if get_origin(kind) is UnionType and len(given := set(get_args(kind)) - {NoneType}) == 1:
+        (kind,) = given  # a section that may be null
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 

@@ -37,6 +37,7 @@ def json_schema() -> Schema:
     definitions: dict[str, Schema] = {}
     schema = _of_model(Pipeline, definitions)
     definitions |= {kind.name: _of_kind(kind, definitions) for kind in KINDS.values()}
+    definitions["any_schedule"] = _with_span(definitions["schedule"])
     stages = {name: _of_stage(stage, definitions) for name, stage in STAGES.items()}
     times = _one_of_many({name: _of_model(model, definitions) for name, model in TIMES.items()})
     count: Schema = {"type": "integer", "minimum": 1}
@@ -135,6 +136,14 @@ def _of_kind(kind: Kind, definitions: dict[str, Schema]) -> Schema:
     for name, options_model in installed.items():
         options[name] = {"type": "object"} if options_model is None else _of_model(options_model, definitions)
     return _one_of_many(options, dotted=bool(kind.dotted))
+
+
+def _with_span(schedule: Schema) -> Schema:
+    """A schedule, or one with `over` beside its name."""
+    *_, mapping = schedule["anyOf"]
+    over = {"enum": ["stage", "run"], "description": "Whether each stage has one of its own."}
+    spanning = {**mapping, "properties": {**mapping["properties"], "over": over}, "required": ["over"]}
+    return {"anyOf": [{"$ref": "#/$defs/schedule"}, {**spanning, "minProperties": 2, "maxProperties": 2}]}
 
 
 def _one_of_many(options: dict[str, Schema], dotted: bool = False) -> Schema:

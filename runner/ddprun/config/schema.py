@@ -1,8 +1,10 @@
 """What a pipeline file may say: one model for each part, a docstring with the unit under each key."""
 
 import functools
+import math
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -18,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from ddprun.config.choices import KINDS, Choice, choose, installed_class, one_of
+from ddprun.config.choices import KINDS, Choice, choose, choose_schedule, installed_class, one_of
 from ddprun.config.errors import validate
 from ddprun.config.faults import listing, suggest
 from ddprun.config.options import read_key
@@ -28,6 +30,7 @@ from ddprun.options import (
     Options,
     PositiveFloat,
     PositiveInt,
+    Share,
     Sizes,
     Validated,
     combine,
@@ -50,7 +53,18 @@ _TIMES_ALLOWED = "allowed: auto, every_forward, before_evaluate, never, {every: 
 ModelChoice = Annotated[Choice, one_of("model")]
 LossChoice = Annotated[Choice, one_of("loss")]
 OptimizerChoice = Annotated[Choice, one_of("optimizer")]
-ScheduleChoice = Annotated[Choice, one_of("schedule")]
+
+
+def _own_schedule(value: Any) -> Choice:
+    """A schedule of one stage."""
+    if isinstance(value, dict) and "over" in value:
+        text = "the schedule of a stage is over that stage"
+        raise problem(text, "write over: run beside the schedule at the top", at="over", on_key=True)
+    return choose("schedule", value)
+
+
+ScheduleChoice = Annotated[Choice, Validated(_own_schedule, "schedule", KINDS["schedule"].allowed)]
+AnySchedule = Annotated[Choice, Validated(choose_schedule, "any_schedule", KINDS["schedule"].allowed)]
 SyncChoice = Annotated[Choice, one_of("sync")]
 MutateChoice = Annotated[Choice, one_of("mutate")]
 UpdateChoice = Annotated[Choice, one_of("update")]
@@ -256,6 +270,9 @@ class Timings(Options):
     fidelity_every: NonNegativeInt = 0
     """Compare each bucket of every n-th step with the exact mean gradient; 0 never does."""
 
+    grad_norm_every: NonNegativeInt = 10
+    """Measure the norm of all gradients in every n-th step; 0 never does. `clip_norm` knows it in each."""
+
     gradients: bool = False
     """Record when each parameter's gradient was complete, and which one completed its bucket."""
 
@@ -431,6 +448,11 @@ class TrainSettings:
         return policy.plan(StageFacts(self.backward, changes_weights))
 
     @property
+    def updates(self) -> bool:
+        """The stage's steps update the weights, by gradients or by its `update`."""
+        return self.backward or self.update is not None
+
+    @property
     def gradients(self) -> Gradients:
         """Among which ranks backward averages gradients."""
         return self.plan.gradients
@@ -451,6 +473,67 @@ class Stage(Options):
     def path(self) -> str:
         """Key path such as `stages[0].train`, for faults."""
         return f"stages[{self._index}].{self.name}"
+
+
+class StageEvaluation(Options):
+    """The held-out data is measured while a stage takes its steps, which changes no bit of training."""
+
+    every: PositiveInt
+    """Steps of the stage from one evaluation to the next; the last comes at the stage's end."""
+
+    metrics: Metrics = ()
+    """What to measure besides the loss."""
+
+
+class Judged(Options):
+    """A metric by which evaluations are compared."""
+
+    metric: str
+    """`loss`, or one of the metrics of the stage's `evaluate`."""
+
+    mode: Literal["min", "max"] | None = None
+    """Which values are better; null is min for loss and perplexity, else max."""
+
+    def improves(self, value: float, best: float | None, by: float = 0.0) -> bool:
+        """Whether a value is better than the best so far (None: there is none), by more than this."""
+        if not math.isfinite(value) or best is None:
+            return math.isfinite(value)
+        mode = self.mode or ("min" if self.metric in ("loss", "perplexity") else "max")
+        return value < best - by if mode == "min" else value > best + by
+
+
+class KeepBest(Judged):
+    """The weights of the best evaluation stay in the run's folder, as `best.safetensors`."""
+
+
+class EarlyStop(Judged):
+    """The stage ends when evaluations get no better."""
+
+    patience: PositiveInt
+    """So many evaluations in a row without improvement end the stage."""
+
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """A value that is better by no more than this is no improvement."""
+
+
+BEST_FILE = "best.safetensors"
+"""Where `keep_best` writes, in the run's folder."""
+
+_EVENT_FIELDS = frozenset(
+    ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")
+)  # what the event `evaluated` has besides metrics, and the names of structlog's own arguments
+
+
+def names_of(metrics: Sequence[Choice]) -> list[str]:
+    """What metrics are called: by the last part of a dotted name; by all of it where the last part is taken
+    by another metric or by a field of the event.
+    """
+    last = [choice.name.rpartition(".")[2] for choice in metrics]
+    often = Counter(last)
+    return [
+        choice.name if short in _EVENT_FIELDS or often[short] > 1 else short
+        for choice, short in zip(metrics, last, strict=True)
+    ]
 
 
 class StepStage(Stage):
@@ -496,6 +579,15 @@ class StepStage(Stage):
 
     mutate: MutateChoice | None = None
     """Change each rank's weights, at the stage's start and after each synchronisation but the last."""
+
+    evaluate: StageEvaluation | None = None
+    """Measure the held-out data after every n-th step."""
+
+    keep_best: KeepBest | None = None
+    """Keep the weights of the best evaluation."""
+
+    stop: EarlyStop | None = None
+    """End the stage when evaluations get no better."""
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Self:
@@ -613,8 +705,14 @@ def read_stage(value: Any) -> Stage:
     if len(value) > 1:
         first, second, *_ = value
         hint = "write each stage as a list item of its own"
-        if first in STAGES and all(key in STAGES[first].model_fields for key in list(value)[1:]):
-            hint = f'indent {", ".join(list(value)[1:])} further, under "{first}"'
+        keys = STAGES[first].model_fields if first in STAGES else {}
+        others = list(value.items())[1:]
+        # `evaluate` is a stage, and with a period a key of others.
+        if all(
+            key in keys and (key not in STAGES or (isinstance(item, dict) and "every" in item))
+            for key, item in others
+        ):
+            hint = f'indent {", ".join(key for key, _ in others)} further, under "{first}"'
         raise problem(f'expected one stage, got "{first}" and "{second}"', hint, at=second, on_key=True)
     ((name, settings),) = value.items()
     if name not in STAGES:
@@ -688,8 +786,9 @@ class Pipeline(Options):
     """Parameters, by patterns of their names, with options of the optimizer of their own; the first that
     matches counts."""
 
-    schedule: ScheduleChoice | None = None
-    """A torch schedule, stepped once per optimizer step; a length that is left out is the stage's steps."""
+    schedule: AnySchedule | None = None
+    """A torch schedule, stepped once per optimizer step; a length that is left out is the stage's steps. With
+    `over: run` beside it, one schedule and one warm-up span all stages."""
 
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps in which the learning rate rises to its full value."""
@@ -699,6 +798,9 @@ class Pipeline(Options):
 
     clip_value: PositiveFloat | None = None
     """Largest absolute value of a gradient, clipped before the norm is; null does not clip."""
+
+    ema: Share | None = None
+    """Decay of an exponential moving average of the weights, which is evaluated and saved; null has none."""
 
     on_nan: Literal["continue", "stop"] = "stop"
     """What happens when weights are no longer finite: the run fails, or continues."""

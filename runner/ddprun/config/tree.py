@@ -123,9 +123,9 @@ def find(root: Node, path: Sequence[str | int]) -> Nearest:
         value, above = node.value, path[:depth]
         if isinstance(value, dict) and isinstance(segment, str):
             entry = value.get(segment)
-            if entry is None and len(value) == 1 and is_choice(above):
-                ((name, only),) = value.items()
-                entry = None if part_of_pair(above, segment, name) else only
+            named = [name for name in value if name != "over"]  # which stands beside a schedule
+            if entry is None and len(named) == 1 and is_choice(above):
+                entry = None if part_of_pair(above, segment, named[0]) else value[named[0]]
             if entry is None:
                 return Nearest(node, key, tuple(path[depth:]), broken)
             node, key = entry.node, entry.key

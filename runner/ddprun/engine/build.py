@@ -27,6 +27,7 @@ from ddprun.config import (
 from ddprun.config.choices import nested
 from ddprun.config.signatures import options_model
 from ddprun.config.tree import KeyPath, parse_path
+from ddprun.engine.accumulating import Accumulating
 from ddprun.engine.data import Feed, Refuse, is_iterable
 from ddprun.engine.samples import Collate
 from ddprun.engine.weights import freeze, parameter_groups
@@ -105,7 +106,11 @@ _WANTED = {
         Wanted("an LRScheduler class is wanted", LRScheduler, returns=LRScheduler, kind="schedule"),
         Wanted("a function of (model) is wanted", kind="mutate"),
         Wanted("a function of (model, score) is wanted", kind="update"),
-        Wanted("a metric is a function of (output, target)", kind="metric"),
+        Wanted(
+            "a metric is a function of (output, target), or a class with update and compute",
+            methods=("compute",),
+            kind="metric",
+        ),
         Wanted(
             "a function of (samples) or a class of such objects is wanted",
             methods=("__call__",),
@@ -480,7 +485,7 @@ def optimizer_settings(
 def build_schedule(
     loaded: Loaded, path: str, choice: Choice | None, optimizer: Optimizer, steps: int | None
 ) -> LRScheduler | None:
-    """The schedule of one stage; a length that is left out becomes the stage's `steps`."""
+    """A schedule; a length that is left out becomes the `steps` of the stage, or of the run."""
     if choice is None:
         return None
     chosen = _Chosen.at(loaded, path, choice)
@@ -586,13 +591,33 @@ def open_stacks(loaded: Loaded) -> Stacks:
 
 
 def build_function(loaded: Loaded, path: str, choice: Choice) -> Callable[..., Any]:
-    """By the kind of the choice: a `mutate` of (model), an `update` of (model, score), or a metric of
-    (output, target) that returns a number.
-    """
+    """By the kind of the choice: a `mutate` of (model), or an `update` of (model, score)."""
     chosen = _Chosen.at(loaded, path, choice)
     if chosen.source == "built-in":
         return functools.partial(_FUNCTIONS[chosen.name], **chosen.options)
     return chosen.callable(*([None] if choice.kind == "mutate" else [None, None]))
+
+
+def build_metric(
+    loaded: Loaded, path: str, choice: Choice, device: torch.device
+) -> Callable[..., Any] | Accumulating:
+    """A dotted metric: a function of (output, target) that returns a number, or one that accumulates."""
+    chosen = _Chosen.at(loaded, path, choice)
+    if not inspect.isclass(target := chosen.imported()):
+        return chosen.callable(None, None)
+    if not (hasattr(target, "update") and hasattr(target, "compute")):
+        raise chosen.refused(f'"{chosen.name}" lacks update or compute', _WANTED["metric"].words)
+    return Accumulating(lambda: chosen.checked(chosen.call), chosen.refused, device)
+
+
+def check_metrics(loaded: Loaded, device: torch.device) -> None:
+    """Refuse, by a PipelineError, dotted metrics that cannot be made, before a run trains for hours."""
+    for stage in loaded.pipeline.stages:
+        evaluation = stage if isinstance(stage, Evaluate) else getattr(stage, "evaluate", None)
+        inside = "" if evaluation is stage else ".evaluate"
+        for index, choice in enumerate(() if evaluation is None else evaluation.metrics):
+            if choice.source != "built-in":
+                build_metric(loaded, f"{stage.path}{inside}.metrics[{index}]", choice, device)
 
 
 def check_sync(loaded: Loaded, model: nn.Module, ranks: int) -> None:

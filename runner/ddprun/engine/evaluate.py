@@ -1,9 +1,8 @@
-"""The evaluate stage: the held-out data, each sample once, summed over ranks."""
+"""The held-out data, each sample once, summed over ranks: in an evaluate stage, and while a stage trains."""
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -12,19 +11,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ddprun.config import Choice, Evaluate
+from ddprun.config import BEST_FILE, Choice, EarlyStop, Evaluate, KeepBest, Stage, names_of
 from ddprun.engine import build, seeding
+from ddprun.engine.accumulating import Accumulating
 from ddprun.engine.data import Batches, Refuse, is_iterable, loading, of_all, refuse_odd_lengths
 from ddprun.engine.objective import Objective, Outcome
 from ddprun.engine.samples import BatchError, collate, differing, digest_of, shards_itself
-from ddprun.engine.session import Session
-from ddprun.engine.stage_run import make_buffers_equal
+from ddprun.engine.save import write_weights
+from ddprun.engine.session import Best, Session
+from ddprun.engine.stage_run import StageRun, make_buffers_equal, model_to_measure, weights_to_read
 
 _T = TypeVar("_T")
 
-_FIELDS = frozenset(
-    ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")
-)  # what the event `evaluated` has besides metrics, and the names of structlog's own arguments
 Sums = tuple[Tensor | float, Tensor | float]  # sum of values, number of values
 Measure = Callable[[Outcome, int], Sums]  # from an outcome and its number of samples
 
@@ -38,23 +36,109 @@ class Metric:
 
 
 def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
-    """Run an evaluate stage; gives its entry in the summary.
+    """Run an evaluate stage; gives its entry in the summary."""
+    make_buffers_equal(session, stage)
+    session.runtime.model.eval()
+    with weights_to_read(session), session.runtime.evaluating(stage):
+        found, samples = measure(session, stage.metrics, f"{stage.path}.metrics")
+    shown = _report(session, stage, found)
+    session.reporter.note(f"{stage.name}: held-out {shown}")
+    return {"metrics": found, "samples": samples}
+
+
+def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> None:
+    """Measure the held-out data between two steps of a stage, or when it is over; training goes on as if
+    nothing had been. Called by all ranks after the same step.
+    """
+    session, stage, state = run.session, run.stage, run.session.state
+    evaluations, wanted = state.evaluations, stage.evaluate
+    assert wanted is not None, "the stage evaluates"
+    with model_to_measure(session):
+        found, _ = measure(session, wanted.metrics, f"{stage.path}.evaluate.metrics")
+        evaluations.step = state.step
+        shown = _report(session, stage, found)
+        session.reporter.note(f"{stage.name}: step {state.step}, held-out {shown}")
+        if stage.keep_best is not None:
+            _keep_if_best(session, stage.keep_best, found)
+    session.runtime.recorder.write_between_steps(stage.index, state.step)
+    if stage.stop is not None and not at_end:
+        _judge(run, stage.stop, found[stage.stop.metric])
+
+
+def summary_of_evaluations(run: StageRun) -> dict[str, Any]:
+    """What a stage's entry in the summary says of its evaluations."""
+    state = run.session.state
+    best, at_end = state.evaluations.best, state.evaluations.step == state.step
+    found: dict[str, Any] = {"metrics": state.metrics if at_end else None}
+    if run.stage.stop is not None:
+        found |= {"stopped_early": run.stopped_early, "best": None if best is None else asdict(best)}
+    return found
+
+
+def _keep_if_best(session: Session, wanted: KeepBest, found: Mapping[str, float]) -> None:
+    """Write the weights, if they are the best so far. If that fails, the next that are better are written."""
+    runtime, state, events = session.runtime, session.state, session.reporter.events
+    value, kept = found[wanted.metric], state.evaluations.kept
+    before = kept.value if kept is not None and kept.metric == wanted.metric else None
+    if not wanted.improves(value, before):
+        return
+    problem = None
+    if runtime.ranks.rank == 0:
+        try:
+            write_weights(session, runtime.run_dir / BEST_FILE)
+        except OSError as error:
+            problem = error.strerror or str(error)
+    # Ranks wait here for rank 0, and not in its next step.
+    written = runtime.exchange.control.all_gather([problem is None], "rank 0's file")[0, 0]
+    about = {"step": state.step, "metric": wanted.metric, "value": value, "file": BEST_FILE}
+    if written:
+        state.evaluations.kept = Best(wanted.metric, value, state.step)
+        events.info("best_kept", **about)
+    else:
+        events.warning("best_not_kept", **about, reason=problem)
+        session.reporter.note(f"step {state.step} has the best {wanted.metric}, but {BEST_FILE}: {problem}")
+
+
+def _judge(run: StageRun, wanted: EarlyStop, value: float) -> None:
+    """Count evaluations without improvement, and report it if the stage ends by that."""
+    session, state, evaluations = run.session, run.session.state, run.session.state.evaluations
+    best = evaluations.best
+    if best is not None and best.metric != wanted.metric:
+        best = None  # a resumed run goes by another one
+    if wanted.improves(value, None if best is None else best.value, by=wanted.min_delta):
+        evaluations.best, evaluations.since = Best(wanted.metric, value, state.step), 0
+        return
+    evaluations.since += 1
+    if run.stopped_early:
+        about = {"metric": wanted.metric, "best": best and best.value, "best_step": best and best.step}
+        session.reporter.events.info("stopped_early", stage=run.stage.index, step=state.step, **about)
+        than = "never was a number" if best is None else f"was best after step {best.step} ({best.value:.4f})"
+        session.reporter.note(f"{run.stage.name}: stops after step {state.step}: {wanted.metric} {than}")
+
+
+def _report(session: Session, stage: Stage, found: dict[str, float]) -> str:
+    """Hand on what was measured; gives it as text."""
+    state, reporter = session.state, session.reporter
+    state.metrics = found
+    reporter.trackers.metrics(state.step, found)
+    reporter.events.info("evaluated", stage=stage.index, step=state.step, **found)
+    return ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+
+
+def measure(session: Session, metrics: Sequence[Choice], path: str) -> tuple[dict[str, float], int]:
+    """The loss and these metrics, which are at `path` in the file, and how many samples they are of; equal on
+    all ranks.
 
     The bare module is called, as often on every rank and each time on batches of one size, so that a model
     may call collectives itself. Sums are kept in fp64 and added over ranks in rank order; accuracy is a
-    quotient of whole numbers.
+    quotient of whole numbers. Metrics that accumulate merge the ranks' states (`accumulating.py`).
     """
-    with session.runtime.evaluating(stage):
-        return _evaluate(session, stage)
-
-
-def _evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
-    runtime, state, reporter = session.runtime, session.state, session.reporter
-    make_buffers_equal(session, stage)
-    metrics = _metrics(session, stage)
-    sums = torch.zeros((len(metrics), 2), dtype=torch.float64, device=runtime.device)
+    runtime, control = session.runtime, session.runtime.exchange.control
+    wanted = _metrics(session, metrics, path)
+    means = {name: metric for name, metric in wanted.items() if isinstance(metric, Metric)}
+    accumulating = {name: metric for name, metric in wanted.items() if isinstance(metric, Accumulating)}
+    sums = torch.zeros((len(means), 2), dtype=torch.float64, device=runtime.device)
     counted = 0
-    runtime.model.eval()
     with torch.no_grad():
         for content, samples in _batches(session):
             with runtime.precision.computing():
@@ -62,49 +146,39 @@ def _evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
             if not samples:
                 continue
             counted += samples
-            for index, metric in enumerate(metrics.values()):
-                value, count = metric.measure(outcome, samples)
+            for index, mean in enumerate(means.values()):
+                value, count = mean.measure(outcome, samples)
                 sums[index, 0] += value
                 sums[index, 1] += count
+            for metric in accumulating.values():
+                metric.update(outcome)
     mine = [*sums.flatten().tolist(), counted]
-    *totals, samples = runtime.exchange.control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
+    *totals, samples = control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
     found = {
-        name: metric.finish(value / count) if count else math.nan
-        for (name, metric), value, count in zip(metrics.items(), totals[::2], totals[1::2], strict=True)
+        name: mean.finish(value / count) if count else math.nan
+        for (name, mean), value, count in zip(means.items(), totals[::2], totals[1::2], strict=True)
     }
-    state.metrics = found
-    reporter.trackers.metrics(state.step, found)
-    reporter.events.info("evaluated", stage=stage.index, step=state.step, **found)
-    shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-    reporter.note(f"{stage.name}: held-out {shown}")
-    return {"metrics": found, "samples": int(samples)}
+    found |= {name: metric.compute(control) for name, metric in accumulating.items()}
+    return {name: found[name] for name in wanted}, int(samples)
 
 
-def _metrics(session: Session, stage: Evaluate) -> dict[str, Metric]:
+def _metrics(session: Session, metrics: Sequence[Choice], path: str) -> dict[str, Metric | Accumulating]:
     loaded, objective = session.runtime.loaded, session.runtime.objective
     mean_loss = partial(_mean_loss, objective)
+    found: dict[str, Metric | Accumulating]
     found = {"loss": Metric(_summed_loss if objective.summed else mean_loss)}
-    for index, (name, choice) in enumerate(zip(names_of(stage.metrics), stage.metrics, strict=True)):
+    for index, (name, choice) in enumerate(zip(names_of(metrics), metrics, strict=True)):
         if choice.source != "built-in":
-            metric = build.build_function(loaded, f"{stage.path}.metrics[{index}]", choice)
-            found[name] = Metric(partial(_dotted, objective, metric))
+            metric = build.build_metric(loaded, f"{path}[{index}]", choice, session.runtime.device)
+            if isinstance(metric, Accumulating):
+                found[name] = metric
+            else:
+                found[name] = Metric(partial(_dotted, objective, metric))
         elif choice.name == "accuracy":
             found[name] = Metric(partial(_accuracy, objective.ignore_index))
         else:
             found[name] = Metric(mean_loss, lambda mean: math.exp(min(mean, 700.0)))
     return found
-
-
-def names_of(metrics: Sequence[Choice]) -> list[str]:
-    """What metrics are called: by the last part of a dotted name; by all of it where the last part is taken
-    by another metric or by a field of the event.
-    """
-    last = [choice.name.rpartition(".")[2] for choice in metrics]
-    often = Counter(last)
-    return [
-        choice.name if short in _FIELDS or often[short] > 1 else short
-        for choice, short in zip(metrics, last, strict=True)
-    ]
 
 
 def _summed_loss(outcome: Outcome, samples: int) -> Sums:
@@ -271,7 +345,7 @@ def _refuse_empty(session: Session, held: Sequence[int]) -> None:
         whose = "" if len(none) == len(held) else f" for rank {none[0]}"
         raise _refused(session)(
             f"it has no sample to evaluate on{whose}",
-            "data that can be read only once serves one evaluate stage: have its __iter__ begin again",
+            "data that can be read only once serves one evaluation: have its __iter__ begin again",
         )
 
 

@@ -8,12 +8,15 @@ for each step:
                             buffers, if forward passes want them        sync_us
                             forward, loss                               forward_us
                             backward; hooks reduce buckets as they fill backward_us, exposed_*_us
-                            optimizer_step: clip, optimizer, schedule   optimizer_us
+                            optimizer_step: clip, optimizer,
+                              schedule, ema                             optimizer_us
     synchronize           sync policy, buffers, mutate, audit           sync_us, exposed_*_us
     exchange_control      loss, stop?, checkpoint?: to all ranks
     between_steps         what all ranks know now: progress, stop,
                           checkpoint, clocks                            sync_us of the next step
+                          evaluate_held_out, if the stage asks for it   no step's time
 end_of_steps              wait for what is still under way; did any rank want to stop?
+end_stage                 make ranks equal; evaluate_held_out once more
 ```
 """
 
@@ -30,6 +33,7 @@ from torch import Tensor, nn
 from ddprun.config import Forward, StepStage
 from ddprun.engine import build, seeding
 from ddprun.engine.data import MicroBatch, StepBatches
+from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, audit_parameters, begin_stage, end_stage
 from ddprun.engine.state import report_checkpoints, take_checkpoint
@@ -71,10 +75,12 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
         run.synchronizer.finish(reconcile=False)  # nothing may be under way when the process groups go
     else:
         end_stage(run)
+        if stage.evaluate is not None and state.evaluations.step != state.step:
+            evaluate_held_out(run, at_end=True)
     runtime.recorder.write_between_steps(stage.index, state.step)
     state.synchronizer = None
     state.cursor.tick(in_stage=True)
-    return {
+    entry = {
         "steps": state.step - state.cursor.first_step,
         "seconds": state.cursor.seconds,
         "sync": run.settings.sync.plain(),
@@ -82,6 +88,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
         "loss": state.loss,
         "interrupted": interrupted,
     }
+    return entry | ({} if stage.evaluate is None else summary_of_evaluations(run))
 
 
 def run_steps(run: StageRun, step_function: StepFunction) -> bool:
@@ -89,7 +96,9 @@ def run_steps(run: StageRun, step_function: StepFunction) -> bool:
     state, reporter = run.session.state, run.session.reporter
     recorder, watchdog = run.session.runtime.recorder, run.session.runtime.ranks.watchdog
     batches_of_steps = run.batches()
-    while True:
+    if run.evaluation_is_due:
+        evaluate_held_out(run)  # a resumed run was interrupted before it
+    while not run.stopped_early:
         pause_before_step(run)
         number = state.step + 1
         step = number - state.cursor.first_step
@@ -100,7 +109,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> bool:
         batches = next(batches_of_steps, None)
         if batches is None:
             recorder.cancel()
-            return end_of_steps(run)
+            break
         step_function(run, batches, step)
         watchdog.turn(b"sync")
         synchronized = synchronize(run, step)
@@ -110,9 +119,10 @@ def run_steps(run: StageRun, step_function: StepFunction) -> bool:
             case "interrupted":
                 return True
             case "stop alone":
-                return end_of_steps(run)
+                break
             case "continue":
                 pass
+    return end_of_steps(run)
 
 
 # One step.
@@ -207,12 +217,12 @@ def forward_step(update: Update | None, run: StageRun, batches: StepBatches, ste
     if any(param.grad is not None for param in model.parameters()):
         optimizer_step(run, step, from_backward=False)
     else:
-        follow_schedule(run)
+        follow_up(run)
     recorder.lap("optimizer_us")
 
 
 def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> bool:
-    """Clip, step, follow the schedule; whether the step was taken.
+    """Clip, step, and what follows an update; whether the step was taken.
 
     Only gradients `from_backward` may have been scaled.
     """
@@ -220,11 +230,9 @@ def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> b
     precision, optimizer, model = runtime.precision, runtime.optimizer, runtime.model
     if from_backward:
         precision.check_gradients(optimizer)
-    if settings.clip_value is not None:
-        torch.nn.utils.clip_grad_value_(model.parameters(), settings.clip_value)
-    if settings.clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
-    with warmed_up(optimizer, step - 1, settings.warmup_steps):
+    norm = clip_gradients(run)
+    with warmed_up(optimizer, run.warmed_up_for(step), settings.warmup_steps):
+        runtime.recorder.note_update([float(group["lr"]) for group in optimizer.param_groups], norm)
         if from_backward:
             applied = precision.step(optimizer)
         else:  # in half precision a score overflows sooner than a loss that is scaled
@@ -233,7 +241,7 @@ def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> b
             if applied:
                 optimizer.step()
     if applied:
-        follow_schedule(run)
+        follow_up(run)
     else:
         run.session.reporter.events.warning(
             "step_skipped",
@@ -245,10 +253,14 @@ def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> b
     return applied
 
 
-def follow_schedule(run: StageRun) -> None:
-    """The learning rate schedule's next step."""
-    if run.session.state.schedule is not None:
-        run.session.state.schedule.step()
+def follow_up(run: StageRun) -> None:
+    """What follows an update of the weights: the schedule's next step, and the weights' average (`ema`)."""
+    runtime, state = run.session.runtime, run.session.state
+    if state.schedule is not None:
+        state.schedule.step()
+    if runtime.ema is not None:
+        equal = run.settings.gradients == "all" and state.replicas.parameters == "common"
+        runtime.ema.update(apart=not equal)
 
 
 def weight(session: Session, micro: MicroBatch, total: float) -> float:
@@ -267,11 +279,30 @@ def mean_loss(session: Session, loss: Tensor, samples: int) -> Tensor:
     return loss / samples if session.runtime.objective.summed and samples else loss
 
 
+def clip_gradients(run: StageRun) -> Tensor | None:
+    """Clip the gradients; gives their 2-norm before that, shape (): where `clip_norm` needs it anyway, and in
+    every n-th step (`timings.grad_norm_every`), since it reads all gradients once more.
+    """
+    settings, number = run.settings, run.session.runtime.recorder.current.number
+    params = list(run.session.runtime.model.parameters())
+    norm = None
+    if run.measures_norm(number) and (settings.clip_norm is None or settings.clip_value is not None):
+        gradients = [param.grad for param in params if param.grad is not None]
+        if not any(one.is_sparse for one in gradients):  # which have no norm in torch
+            norm = torch.nn.utils.get_total_norm(gradients)
+    if settings.clip_value is not None:
+        torch.nn.utils.clip_grad_value_(params, settings.clip_value)
+    if settings.clip_norm is not None:
+        total = torch.nn.utils.clip_grad_norm_(params, settings.clip_norm)
+        norm = total if settings.clip_value is None else norm
+    return norm
+
+
 @contextmanager
 def warmed_up(optimizer: torch.optim.Optimizer, index: int, warmup_steps: int) -> Iterator[None]:
     """Inside, learning rates are (index + 1) / warmup_steps of what the schedule says, for the first steps.
 
-    The schedule runs from the stage's first step on all the same, and never sees the lowered rates.
+    The schedule runs from its first step on all the same, and never sees the lowered rates.
     """
     if index >= warmup_steps:
         yield
@@ -315,6 +346,7 @@ def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
         synchronised=synchronized,
     )
     pauses = _profiler_turns(run) or _time_slice_is_over(run) or session.checkpoint_is_due
+    pauses = pauses or run.evaluation_is_due
     if pauses or any(one.checkpoint or one.compare_clocks for one in known):
         known += runtime.recorder.drain()
     return known
@@ -338,6 +370,8 @@ def between_steps(
     if any(one.stop for one in known):
         session.learn(runtime.recorder.drain())  # a checkpoint holds what was added up since
         return "interrupted"
+    if run.evaluation_is_due:
+        evaluate_held_out(run)  # first: a checkpoint holds its outcome
     if requested or session.checkpoint_is_due:
         take_checkpoint(session, requested=requested)
     report_checkpoints(session)
@@ -361,7 +395,15 @@ def end_of_steps(run: StageRun) -> bool:
     return runtime.finite.at_end([int(one) for one in lost], on_nan, session.state.step) or any(stops)
 
 
-# Before a step: what belongs to no step's time.
+# What belongs to no step's time.
+
+
+def evaluate_held_out(run: StageRun, *, at_end: bool = False) -> None:
+    """Measure the held-out data; all ranks have just learned all that there is to know."""
+    started = time.monotonic()
+    _finish_pending(run, b"evaluate")
+    evaluate_in_stage(run, at_end=at_end)
+    run.skip(time.monotonic() - started)
 
 
 def pause_before_step(run: StageRun) -> None:

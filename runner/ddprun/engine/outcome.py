@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ddprun import BAD_INPUT, FAILED, __version__, screen
 from ddprun.checkpoint import folder
-from ddprun.config import PipelineError
+from ddprun.config import BEST_FILE, PipelineError
 from ddprun.config.secrets import Secrets
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
@@ -111,7 +111,7 @@ def summarize(session: Session, status: Status) -> dict[str, Any]:
     def mean_s(*parts: str) -> float:
         return sum(total.parts_us[part] for total in totals for part in parts) / len(totals) / 1e6
 
-    stages = state.cursor.entries
+    stages, kept = state.cursor.entries, state.evaluations.kept
     train_s = sum(stage["seconds"] for stage in stages if stage["kind"] in ("train", "forward"))
     return {
         "v": VERSION,
@@ -120,6 +120,7 @@ def summarize(session: Session, status: Status) -> dict[str, Any]:
         "samples": sum(total.samples for total in totals),
         "loss": state.loss,
         "metrics": state.metrics or {},
+        **({} if kept is None else {"best": {**asdict(kept), "file": BEST_FILE}}),
         "nonfinite": None if runtime.finite.found is None else asdict(runtime.finite.found),
         "seconds": state.cursor.run_seconds,
         "seconds_in_steps": mean_s("step_us"),

@@ -58,6 +58,8 @@ def resume(session: Session) -> None:
     if state.cursor.mid_stage:
         new_rates = schedule_changed(runtime.loaded, before, cursor["next"])
         state.mid_stage = {**saved, "new_rates": new_rates, "checkpoint": found}
+    else:
+        session.schedule_steps = (saved["schedule"] or {}).get("last_epoch", 0)
     for note in notes:
         reporter.note(note)
     reporter.events.info(
@@ -106,7 +108,8 @@ def _reopen(session: Session, before: Mapping[str, Any], cursor: dict[str, Any])
     if isinstance(stage, StepStage) and not any(isinstance(s, AverageStage | BroadcastStage) for s in since):
         had = before["stages"][last].get(stage.name) or {}  # `changes` reports another kind of stage
         entry, epochs = cursor["entries"][last], had.get("epochs")
-        longer = stage.steps is not None and stage.steps > entry["steps"]
+        had_steps = had.get("steps") if entry.get("stopped_early") else entry["steps"]
+        longer = stage.steps is not None and stage.steps > (had_steps or 0)
         if longer or (stage.epochs is not None and stage.epochs > (epochs or 0)):
             cursor["next"], cursor["seconds"] = last, entry["seconds"]
             cursor["entries"] = cursor["entries"][:last]
@@ -298,6 +301,10 @@ def _for_another_world(
         }
     if "optimizer" not in shared:
         state["optimizer"] = mean_state([one["optimizer"] for one in own])
+    if state["ema"] is not None and "ema" not in shared:
+        averages = [one["ema"]["tensors"] for one in own]
+        merged = {name: mean_of([one[name] for one in averages]) for name in averages[0]}
+        state["ema"] = {**state["ema"], "tensors": merged, "apart": False}
     state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
     state["sync_of_ranks"] = [one["sync"] for one in own if one["sync"]] or [{}]
     state["replicas"] = ["common", "common", None, state["replicas"][3]]

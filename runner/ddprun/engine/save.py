@@ -19,7 +19,7 @@ from ddprun.checkpoint.folder import sync_folder
 from ddprun.config import Save
 from ddprun.engine.outcome import LostError
 from ddprun.engine.session import Session
-from ddprun.engine.stage_run import make_buffers_equal
+from ddprun.engine.stage_run import make_buffers_equal, weights_to_read
 from ddprun.engine.weights import plain_name
 from ddprun.run_files import as_path
 
@@ -42,33 +42,50 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
         PipelineError: the file cannot be written there.
         LostError: the disk is full, or fails.
     """
-    runtime, reporter = session.runtime, session.reporter
+    reporter = session.reporter
     make_buffers_equal(session, stage)
+    with weights_to_read(session):
+        target = _save(session, stage)
+    reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
+    reporter.note(f"{stage.name}: {target}")
+    return {"file": str(target)}
+
+
+def _save(session: Session, stage: Save) -> Path:
+    runtime, reporter = session.runtime, session.reporter
     target = runtime.run_dir / as_path(runtime.loaded.filled(f"{stage.path}.to", stage.to))
     if runtime.ranks.rank == 0:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with _replacing(target) as unfinished:
-                kept = _Kept(runtime.model, only_trainable=stage.only == "trainable")
-                save_model(kept, str(unfinished), {"format": "pt", "ddprun": __version__})
-                order_metadata(unfinished)
-            pipeline, usual = pipeline_path(target), target.with_suffix(".yaml")
-            with _replacing(pipeline) as unfinished:
-                unfinished.write_text(MADE + runtime.loaded.resolved(), encoding="utf-8")
+            pipeline = write_weights(session, target, only_trainable=stage.only == "trainable")
+            usual = target.with_suffix(".yaml")
             if pipeline != usual:
                 note = f"{usual} was not written by save and is kept; the pipeline is in {pipeline}"
                 reporter.note(f"{stage.name}: {note}")
-        except SafetensorError as error:
-            raise LostError(f"{stage.path}: cannot write {target}: {error}") from None
         except OSError as error:
             problem = f"cannot write {target}: {error.strerror or error}"
             if error.errno in _DISK:
                 raise LostError(f"{stage.path}: {problem}") from None
             raise runtime.loaded.error(f"{stage.path}.to", problem) from None
     runtime.exchange.control.barrier("rank 0's file")
-    reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
-    reporter.note(f"{stage.name}: {target}")
-    return {"file": str(target)}
+    return target
+
+
+def write_weights(session: Session, target: Path, *, only_trainable: bool = False) -> Path:
+    """Write the model as it is and its pipeline, each whole or not at all; gives the pipeline's file. Raises
+    OSError.
+    """
+    with _replacing(target) as unfinished:
+        try:
+            kept = _Kept(session.runtime.model, only_trainable=only_trainable)
+            save_model(kept, str(unfinished), {"format": "pt", "ddprun": __version__})
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error)) from None
+        order_metadata(unfinished)
+    pipeline = pipeline_path(target)
+    with _replacing(pipeline) as unfinished:
+        unfinished.write_text(MADE + session.runtime.loaded.resolved(), encoding="utf-8")
+    return pipeline
 
 
 class _Kept(nn.Module):

@@ -18,6 +18,7 @@ from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import Loaded, Stage
 from ddprun.engine.build import Feeds, HeldOut, Stacks
 from ddprun.engine.data import Feed
+from ddprun.engine.ema import WeightAverage
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
 from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective, Precision
@@ -61,6 +62,7 @@ class Runtime:
     frozen: FrozenParameters
     optimizer: Optimizer
     optimizer_settings: dict[int, list[dict[str, Any]]]  # of each parameter group, by stage
+    ema: WeightAverage | None  # None: the pipeline does not ask for it
     precision: Precision
     objective: Objective
     feeds: Feeds
@@ -136,6 +138,35 @@ class Cursor:
             setattr(self, name, value)
 
 
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluation so far."""
+
+    metric: str
+    value: float
+    step: int  # of the run, after which it was measured
+
+
+@dataclass(slots=True)
+class Evaluations:
+    """What evaluations inside stages have come to; the same on all ranks."""
+
+    step: int = -1  # of the run, after which the last one was
+    kept: Best | None = None  # whose weights `keep_best` has written
+    best: Best | None = None  # of the stage that runs, by what `stop` goes by
+    since: int = 0  # evaluations of that stage since then
+
+    def begin_stage(self) -> None:
+        """A stage begins: what is kept stays."""
+        self.best, self.since = None, 0
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Evaluations:
+        """From what `asdict` gives."""
+        kept, best = (Best(**state[name]) if state[name] else None for name in ("kept", "best"))
+        return cls(state["step"], kept, best, state["since"])
+
+
 @dataclass(slots=True)
 class RunState:
     """What changes during the run. A checkpoint holds all of it (`engine/state.py`), but for what belongs to
@@ -144,7 +175,8 @@ class RunState:
 
     step: int = 0  # optimizer steps done
     loss: float | None = None  # mean over ranks in the newest step whose loss is known
-    metrics: dict[str, float] | None = None  # of the last evaluate stage
+    metrics: dict[str, float] | None = None  # of the last evaluation
+    evaluations: Evaluations = field(default_factory=Evaluations)  # those inside stages
     cursor: Cursor = field(default_factory=Cursor)
     replicas: ReplicaConsistency = field(default_factory=ReplicaConsistency)
     outer_momentum: dict[str, Tensor] = field(default_factory=dict)  # DiLoCo's, by parameter name
@@ -162,6 +194,7 @@ class Session:
     runtime: Runtime
     state: RunState
     reporter: Reporter
+    schedule_steps: int = 0  # that a schedule over the run had taken when it was resumed between stages
     clocks_measured_s: float = 0.0  # when that was done last, on this process's monotonic clock
 
     def learn(self, known: Sequence[GlobalStep]) -> None:

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 from ddprun.config import Loaded
 from ddprun.engine import build, seeding
 from ddprun.engine.data import Feed
+from ddprun.engine.ema import WeightAverage
 from ddprun.engine.interrupts import StopRequest
 from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective, Precision, find_buffer_use, freeze_layout
@@ -66,6 +67,7 @@ def open_session(
     data = build.build_data(loaded)
     own_held_out = build.held_out_of_stages(loaded)
     check_trackers(loaded)
+    build.check_metrics(loaded, device)
     objective = Objective(loaded, build.build_loss(loaded, device), build.build_weight(loaded))
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = {
@@ -134,6 +136,7 @@ def open_session(
         frozen=FrozenParameters(model, exchanger, reporter.frozen_differ),
         optimizer=optimizer,
         optimizer_settings=optimizer_settings,
+        ema=None if pipeline.ema is None else WeightAverage(model, pipeline.ema),
         precision=precision,
         objective=objective,
         feeds=feeds,

@@ -3,20 +3,29 @@ what makes ranks equal outside of a sync policy, and audits whether they are.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ddprun.config import AverageStage, BroadcastStage, Evaluate, Save, StepStage, TrainSettings
-from ddprun.engine import build
+from ddprun.config import (
+    AverageStage,
+    BroadcastStage,
+    Evaluate,
+    RunSchedule,
+    Save,
+    StepStage,
+    TrainSettings,
+)
+from ddprun.engine import build, seeding
 from ddprun.engine.data import StepBatches, weighed
 from ddprun.engine.resume import agreed
 from ddprun.engine.session import Session
-from ddprun.engine.state import restore_stage
+from ddprun.engine.state import replay, restore_stage
 from ddprun.sync.audit import DriftError, audit
 from ddprun.sync.exchanger import average_state
 from ddprun.sync.plan import Effect
@@ -69,6 +78,11 @@ class StageRun:
             )
         return math.fsum(counts[rank] for rank in ranks) * runtime.ranks.size / len(ranks)
 
+    def measures_norm(self, number: int) -> bool:
+        """Whether the gradients' norm is measured in this step of the run."""
+        every = self.session.runtime.loaded.pipeline.timings.grad_norm_every
+        return every > 0 and number % every == 0
+
     def measures_fidelity(self, step: int) -> bool:
         """Whether a step's gradients are compared with the exact mean; `step` counts from 1 in the run."""
         every = self.session.runtime.loaded.pipeline.timings.fidelity_every
@@ -83,6 +97,23 @@ class StageRun:
         """Whether all ranks exchange something in this step of the stage."""
         buffers = self.session.runtime.buffers
         return self.settings.plan.synchronizes(step) or buffers.plan.synchronizes(step) or self.audits(step)
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether the held-out data is measured now, between two steps; that of the stage's end comes
+        after it.
+        """
+        state, wanted = self.session.state, self.stage.evaluate
+        step = state.step - state.cursor.first_step
+        if wanted is None or not step or step == self.steps or step % wanted.every:
+            return False
+        return state.evaluations.step != state.step
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether evaluations have not become better for so long that the stage ends."""
+        stop = self.stage.stop
+        return stop is not None and self.session.state.evaluations.since >= stop.patience
 
     @property
     def never_synchronizes(self) -> bool:
@@ -108,6 +139,13 @@ class StageRun:
             self.mutate(self.session.runtime.model)
             self.session.state.replicas.mutated(step)
 
+    def warmed_up_for(self, step: int) -> int:
+        """Steps of the warm-up that come before a step of the stage: of the run, where the schedule is."""
+        schedule = self.session.state.schedule
+        if isinstance(self.settings.schedule, RunSchedule) and schedule is not None:
+            return int(schedule.last_epoch)
+        return step - 1
+
     def skip(self, seconds: float) -> None:
         """Time that does not count as the stage's."""
         self.session.state.cursor.seconds -= seconds
@@ -124,21 +162,27 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         if settings.epochs is not None:
             feed.start_epoch()
         cursor.begin(stage.index, state.step, feed.epoch)
+        state.evaluations.begin_stage()
     steps = settings.steps
     if settings.epochs is not None:
         left = feed.steps_left(settings.accumulate, _epochs_left(session, stage, settings.epochs))
         steps = None if left is None else state.step - cursor.first_step + left
     same_length = cursor.steps == steps
     cursor.steps = steps
-    # A schedule of an earlier stage has changed the optimizer's settings; its state stays.
-    for group, own in zip(
-        runtime.optimizer.param_groups, runtime.optimizer_settings[stage.index], strict=True
-    ):
-        group.pop("initial_lr", None)
-        group.update(own)
-    state.schedule = build.build_schedule(
-        loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, steps
-    )
+    over_run = isinstance(settings.schedule, RunSchedule)
+    if state.schedule is None or not over_run:
+        # A schedule of an earlier stage has changed the optimizer's settings; its state stays.
+        for group, own in zip(
+            runtime.optimizer.param_groups, runtime.optimizer_settings[stage.index], strict=True
+        ):
+            group.pop("initial_lr", None)
+            group.update(own)
+        length = steps_of_run(session) if over_run else steps
+        state.schedule = build.build_schedule(
+            loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, length
+        )
+        if over_run and state.schedule is not None and saved is None:
+            replay(state.schedule, session.schedule_steps)
     mutate = None
     if settings.mutate is not None:
         mutate = build.build_function(loaded, f"{stage.path}.mutate", settings.mutate)
@@ -187,6 +231,21 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     return run
 
 
+def steps_of_run(session: Session) -> int | None:
+    """Steps of all stages that update the weights; None where nobody can know."""
+    pipeline, total = session.runtime.loaded.pipeline, 0
+    for stage in pipeline.step_stages():
+        settings = stage.effective(pipeline)
+        steps, epochs = settings.steps, settings.epochs
+        if epochs is not None:
+            per_epoch = session.runtime.feeds.of(stage.index).steps_per_epoch(settings.accumulate)
+            steps = None if per_epoch is None else epochs * per_epoch
+        if steps is None:
+            return None
+        total += steps if settings.updates else 0
+    return total
+
+
 def end_stage(run: StageRun) -> None:
     """Make the ranks equal again, unless the next stage wants them as they are."""
     session, stage, state = run.session, run.stage, run.session.state
@@ -207,6 +266,8 @@ def end_stage(run: StageRun) -> None:
     elif reconcile and effect == "nothing":
         session.runtime.frozen.post()
         session.runtime.frozen.make_equal()
+    if reconcile:
+        _make_averages_equal(session)
     if effect == "common" and session.runtime.loaded.pipeline.audit.every:
         audit_parameters(session, f"at the end of {stage.path}", state.step, at_end=True)
 
@@ -237,16 +298,76 @@ def make_parameters_equal(session: Session, source: int | None = None) -> None:
     """Every rank's parameters become those of rank `source`, or their mean, exactly: there is no common base,
     and no hook is used.
     """
-    frozen, exchanger = session.runtime.frozen, session.runtime.exchanger
-    buckets = ParameterBuckets(frozen.trained, exchanger.cap_bytes)
+    frozen = session.runtime.frozen
+    _exchange_as_is(session, frozen.trained, source)
+    frozen.post()
+    frozen.make_equal(source)
+    session.state.replicas.parameters = "common"
+    _make_averages_equal(session, source)
+
+
+def _make_averages_equal(session: Session, source: int | None = None) -> None:
+    """The same for the weights' averages (`ema`), if there are any and ranks have different ones."""
+    ema = session.runtime.ema
+    if ema is not None and ema.apart:
+        _exchange_as_is(session, ema.tensors, source)
+        ema.apart = False
+
+
+def _exchange_as_is(session: Session, named: Mapping[str, Tensor], source: int | None = None) -> None:
+    """Overwrite tensors by their mean over ranks, or by those of rank `source`."""
+    exchanger = session.runtime.exchanger
+    buckets = ParameterBuckets(named, exchanger.cap_bytes)
     with torch.no_grad():
         if source is None:
             exchanger.average(buckets, "parameters")
         else:
             exchanger.broadcast(buckets, "parameters", source)
-    frozen.post()
-    frozen.make_equal(source)
-    session.state.replicas.parameters = "common"
+
+
+@contextmanager
+def weights_to_read(session: Session) -> Iterator[None]:
+    """Inside, the model has the weights that are measured and saved: the average (`ema`), if there is one,
+    and the mean over ranks of what differs between them. Then each rank has its own again, bit for bit.
+    """
+    trained, replicas, ema = session.runtime.frozen.trained, session.state.replicas, session.runtime.ema
+    apart = replicas.parameters != "common" or (ema is not None and ema.apart)
+    if ema is None and not apart:
+        yield
+        return
+    own = {name: param.detach().clone() for name, param in trained.items()}
+    if ema is not None:
+        ema.copy_to_model()
+    if apart:
+        _exchange_as_is(session, trained)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, param in trained.items():
+                param.copy_(own[name])
+
+
+@contextmanager
+def model_to_measure(session: Session) -> Iterator[None]:
+    """Inside, the model is the one that an evaluate stage would see now: weights as in `weights_to_read`,
+    equal buffers, in evaluation mode. Then all of that is on each rank as it was, and nothing has been drawn
+    at random. An exchange of the sync policy that is under way goes on: this uses another queue.
+    """
+    runtime = session.runtime
+    modes = [(module, module.training) for module in runtime.model.modules()]
+    with (
+        seeding.generators_kept(runtime.device),
+        runtime.buffers.equal_meanwhile(),
+        weights_to_read(session),
+    ):
+        runtime.model.eval()
+        try:
+            yield
+        finally:
+            runtime.model.train(modes[0][1])
+            for module, mode in modes:
+                module.training = mode
 
 
 def make_buffers_equal(session: Session, stage: Evaluate | Save) -> None:

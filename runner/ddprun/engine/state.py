@@ -21,6 +21,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun import __version__
 from ddprun.checkpoint.codec import DamagedError, EncodedState, UnstorableError, encode
@@ -29,7 +30,7 @@ from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import Loaded
 from ddprun.engine import seeding
 from ddprun.engine.nonfinite import FiniteCheck, Nonfinite
-from ddprun.engine.session import Session
+from ddprun.engine.session import Evaluations, Session
 from ddprun.host.rank_files import keep_checkpoint
 from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import Finding
@@ -59,6 +60,7 @@ def state_of(session: Session) -> dict[str, Any]:
         # What modules have besides these (`get_extra_state`).
         "extra": {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")},
         "optimizer": runtime.optimizer.state_dict(),
+        "ema": None if runtime.ema is None else runtime.ema.state_dict(),
         "precision": runtime.precision.state_dict(),
         "feed": runtime.feed.state_dict(),
         "stage_feeds": runtime.feeds.state_dict(),
@@ -67,6 +69,7 @@ def state_of(session: Session) -> dict[str, Any]:
         "replicas": state.replicas.state_list(),
         "outer_momentum": dict(state.outer_momentum),
         "buffers_seen": runtime.buffers.state_dict(),
+        "evaluations": asdict(state.evaluations),
         "telemetry": runtime.recorder.state_dict(),
         "reported": {
             "loss": state.loss,
@@ -82,10 +85,15 @@ def state_of(session: Session) -> dict[str, Any]:
 
 def shared_keys(session: Session) -> frozenset[str]:
     """What is the same on all ranks at this moment."""
-    replicas = session.state.replicas
+    replicas, ema = session.state.replicas, session.runtime.ema
     if replicas.parameters != "common":
         return frozenset()
-    return frozenset(["parameters", "optimizer"] if replicas.optimizer == "common" else ["parameters"])
+    found = ["parameters"]
+    if replicas.optimizer == "common":
+        found.append("optimizer")
+    if ema is not None and not ema.apart:
+        found.append("ema")
+    return frozenset(found)
 
 
 # Checking what a checkpoint holds, which may be anything, before anything is restored from it.
@@ -116,6 +124,25 @@ class _Feed(BaseModel, strict=True):
     samples: _Count
 
 
+class _Best(BaseModel, strict=True):
+    metric: str
+    value: float
+    step: _Count
+
+
+class _Evaluations(BaseModel, strict=True):
+    step: int
+    kept: _Best | None
+    best: _Best | None
+    since: _Count
+
+
+class _Ema(BaseModel, strict=True):
+    tensors: dict[str, Any]
+    updates: _Count
+    apart: bool
+
+
 class _Reported(BaseModel, strict=True):
     loss: float | None
     metrics: dict[str, float | None] | None
@@ -134,6 +161,7 @@ class _State(BaseModel, strict=True):
     buffers: dict[str, Any]
     extra: dict[str, Any]
     optimizer: dict[str, Any]
+    ema: _Ema | None
     precision: dict[str, Any]
     feed: _Feed
     stage_feeds: dict[str, _Feed]
@@ -142,6 +170,7 @@ class _State(BaseModel, strict=True):
     replicas: list[Any]
     outer_momentum: dict[str, Any]
     buffers_seen: dict[str, Any]
+    evaluations: _Evaluations
     telemetry: dict[str, Any]
     reported: _Reported
     generators: dict[str, Any]
@@ -215,6 +244,15 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         run_state.farthest_apart = reported["farthest_apart"]
         session.reporter.apart_reported = reported["apart_reported"]
 
+    def load_evaluations(evaluations: Mapping[str, Any]) -> None:
+        run_state.evaluations = Evaluations.of(evaluations)
+
+    def load_ema(saved: Mapping[str, Any] | None) -> None:
+        if runtime.ema is not None:
+            if saved is not None:
+                _copy(runtime.ema.tensors, "average", saved["tensors"])
+            runtime.ema.load_state_dict(saved)
+
     state = {**state, "parameters": {**state["frozen"], **state["parameters"]}}
     run_state.step = state["step"]
     run_state.outer_momentum.clear()
@@ -223,6 +261,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         "buffers": partial(_copy, dict(model.named_buffers()), "buffer"),
         "extra": lambda extra: extra and model.load_state_dict(extra, strict=False),
         "optimizer": partial(_load_optimizer, runtime.optimizer),
+        "ema": load_ema,
         "position": run_state.cursor.load_state_dict,
         "precision": runtime.precision.load_state_dict,
         "feed": runtime.feed.load_state_dict,
@@ -231,6 +270,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         "replicas": run_state.replicas.load_state_list,
         "outer_momentum": run_state.outer_momentum.update,
         "buffers_seen": runtime.buffers.load_state_dict,
+        "evaluations": load_evaluations,
         "telemetry": runtime.recorder.load_state_dict,
         "reported": load_reported,
         "generators": partial(seeding.restore_generators, device=runtime.device),
@@ -260,13 +300,18 @@ def restore_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool
         # The schedule, when it was built, has set the learning rates of a first step.
         with reading("optimizer"):
             _load_optimizer(session.runtime.optimizer, state["optimizer"])
-    elif schedule is not None:  # follow the new schedule from the stage's start to here
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
-            for _ in range((state["schedule"] or {}).get("last_epoch", 0)):
-                schedule.step()
+    elif schedule is not None:  # follow the new schedule from its start to here
+        replay(schedule, (state["schedule"] or {}).get("last_epoch", 0))
     with reading("generators"):
         seeding.restore_generators(state["generators"], session.runtime.device)
+
+
+def replay(schedule: LRScheduler, steps: int) -> None:
+    """Take so many steps of a schedule that has just been built."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
+        for _ in range(steps):
+            schedule.step()
 
 
 def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Buffers (BatchNorm's running statistics and the like): what changes, what is read, when it is sent."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -182,6 +183,19 @@ class BufferSync:
             self._send(wanted)
             self._seen = self._copied()
         return tuple(wanted)
+
+    @contextmanager
+    def equal_meanwhile(self) -> Iterator[None]:
+        """Inside, buffers are as before an evaluate stage; then each rank has its own again, bit for bit."""
+        own, seen = self._copied(), self._seen
+        self.before_reading()
+        try:
+            yield
+        finally:
+            self._seen = seen
+            with torch.no_grad():
+                for name, buffer in self._named.items():
+                    buffer.copy_(own[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Values that all ranks had in common last."""

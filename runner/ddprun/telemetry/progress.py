@@ -5,7 +5,7 @@ Engine's reporter passes on what all ranks know (`recorder.GlobalStep`), and sho
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import ASCII, ROUNDED
@@ -150,6 +150,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{summary['steps']:,} ({summary['steps_per_s']:.1f} a second)"),
         ("mean loss, last step", "-" if summary["loss"] is None else f"{summary['loss']:.4f}"),
         *((f"held-out {name}", f"{value:.4f}") for name, value in metrics.items()),
+        *_best_rows(summary.get("best"), summary.get("stages", ())),
         ("sent by all ranks", size(summary["wire_bytes"])),
         ("communication", f"{summary['communication_s']:.2f} s on the wire or in hooks"),
         ("  of it exposed", f"{exposed_s:.2f} s ({exposed_s / step_s:.0%} of step time)"),
@@ -162,6 +163,18 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         *_audit_rows(summary["audit"]),
         ("run folder", str(summary["run_dir"])),
     ]
+
+
+def _best_rows(
+    best: Mapping[str, Any] | None, stages: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """What is kept of the best evaluation, and which stages have ended early."""
+    if best is not None:
+        where = f"{best['value']:.4f} after step {best['step']:,}, in {best['file']}"
+        yield f"best {best['metric']}", where
+    for stage in stages:
+        if stage.get("stopped_early"):
+            yield "stopped early", f"stages[{stage['index']}], after {stage['steps']:,} steps"
 
 
 def _stragglers(episodes: Sequence[Mapping[str, Any]]) -> str:

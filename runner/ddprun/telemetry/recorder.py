@@ -269,6 +269,20 @@ class StepRecorder:
         self._buffer.samples.append(samples)
         self._buffer.counts.append(samples if counts is None else counts)
 
+    @property
+    def records_step(self) -> bool:
+        """Whether the running step has a record, in a file or for trackers."""
+        return self.current.number % self._every == 0 or self.observe is not None
+
+    def note_update(self, lr: Sequence[float], grad_norm: Tensor | None) -> None:
+        """Note the learning rate of each parameter group, and the norm of all gradients, shape ().
+
+        On a device the norm is read some steps later, as losses are.
+        """
+        if self.records_step:
+            self.current.lr = lr
+            self.current.grad_norm = None if grad_norm is None else self._clock.on_host(grad_norm.float())
+
     def lap(self, part: str) -> None:
         """End a part of the step (one of `PARTS`); what follows belongs to the next."""
         assert self._step is not None, "no step is running"

@@ -74,6 +74,8 @@ class Step:
     sync: Traffic | None = None
     synchronised: bool = True
     requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
+    lr: Sequence[float] | None = None  # of each parameter group, if the optimizer has stepped
+    grad_norm: Any = None  # of all gradients before clipping, from `Clock.on_host`; None: not measured
 
 
 @dataclass(slots=True)
@@ -227,6 +229,10 @@ def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
         for step in steps
     ]
     loss_sums, counts, samples = _losses(buffer, clock)
+    measured = [step for step in steps if step.grad_norm is not None]
+    norms = clock.numbers([step.grad_norm for step in measured])
+    for step, norm in zip(measured, norms, strict=True):
+        step.grad_norm = norm
     clock.rebase(buffer.marks[-1])
     return ResolvedSteps(
         steps=steps,
@@ -423,6 +429,8 @@ def step_records(
             "samples": resolved.samples[row],
             "loss": resolved.loss(row),
             "mean_loss": mean_losses[row],
+            "lr": step.lr,
+            "grad_norm": step.grad_norm,
             "start_us": times[first],
             "data_us": data,
             "forward_us": forward,

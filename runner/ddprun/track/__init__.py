@@ -51,7 +51,7 @@ class Tracker(Plugin):
         """A step has ended, and its record is complete."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """An evaluate stage has measured these finite values after so many steps."""
+        """An evaluation has measured these finite values after so many steps."""
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """The run has ended: flush. `summary` is as in `summary.json`, or `{"status": "failed"}`."""
@@ -86,6 +86,9 @@ def curves(step: StepInfo) -> dict[str, float]:
     found["loss/rank_0"] = record["loss"]
     if record["mean_loss"] is not None:
         found["loss/mean"] = record["mean_loss"]
+    found |= {f"lr/group_{index}": lr for index, lr in enumerate(record["lr"] or ())}
+    if record["grad_norm"] is not None:
+        found["grad_norm"] = record["grad_norm"]
     found["communication/bytes"] = float(sum(step.sent.values()))
     return finite_only(found)
 

@@ -46,6 +46,8 @@ class Prometheus(Tracker):
         self._parts = counter("ddprun_step_part_seconds", parts, ["part"])
         self._bytes = counter("ddprun_comm_bytes", "Bytes that rank 0 sent.", ["kind", "hook"])
         self._loss = gauge("ddprun_loss", "Mean loss over all ranks.")
+        self._lr = gauge("ddprun_learning_rate", "Learning rate by parameter group.", ["group"])
+        self._grad_norm = gauge("ddprun_gradient_norm", "Norm of rank 0's gradients before clipping.")
         self._measured = gauge("ddprun_evaluation", "What was measured last.", ["metric"])
         about = {"pipeline": run.name, "run": run.folder.name}
         Info("ddprun_run", "The run.", registry=registry).info(about)
@@ -67,6 +69,10 @@ class Prometheus(Tracker):
             self._bytes.labels(kind, hook).inc(count)
         if record["mean_loss"] is not None:
             self._loss.set(record["mean_loss"])
+        for group, lr in enumerate(record["lr"] or ()):
+            self._lr.labels(str(group)).set(lr)
+        if record["grad_norm"] is not None:
+            self._grad_norm.set(record["grad_norm"])
         if time.monotonic() - self._written_s >= _WRITE_EVERY_S:
             self._write()
 

@@ -1,0 +1,138 @@
+"""Metrics that accumulate over the held-out data: objects with `update(output, target)` and `compute()`.
+
+Each rank updates its own with its samples. At the end ranks gather their states, and each merges them in rank
+order and computes the same: so the value depends neither on the batch size nor on the number of ranks.
+
+A metric of torchmetrics says how its states are merged (`add_state`); any other class has
+`merge_state(others)`, as those of torcheval do.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from ddprun.checkpoint.codec import UnstorableError, decode, encode
+from ddprun.engine.objective import Outcome
+from ddprun_hooks.comm.control import Control
+
+Refuse = Callable[[str, str | None], Exception]
+"""Makes an error of what is wrong and what is allowed."""
+
+_LENGTH_BYTES = 8
+
+
+class Accumulating:
+    """A metric of one evaluation, newly made."""
+
+    def __init__(self, make: Callable[[], Any], refuse: Refuse, device: torch.device) -> None:
+        self._make, self._refuse, self._device = make, refuse, device
+        self._metric = self._made()
+        self._updated = False
+
+    def _made(self) -> Any:
+        made = self._make()
+        if _parts(made) is None and not hasattr(made, "merge_state"):
+            raise self._refuse(
+                f"{type(made).__name__} has update and compute, but no merge_state",
+                "ranks merge what each has accumulated: give it merge_state(others), where others are "
+                "objects of its class",
+            )
+        return made.to(self._device) if hasattr(made, "to") else made
+
+    def update(self, outcome: Outcome) -> None:
+        """Add a batch, all of whose samples count."""
+        self._metric.update(outcome.output, outcome.target)
+        self._updated = True
+
+    def compute(self, control: Control) -> float:
+        """The value over the samples of all ranks, the same on each; called by all of them. One rank at least
+        has been given a batch.
+        """
+        metric = self._metric
+        if control.size > 1:
+            own = self._own_bytes() if self._updated else b""
+            states = [_from_bytes(data, self._device) for data in _gathered(control, own) if data]
+            metric = self._merged(states)
+        for part in _parts(metric) or ():
+            part._to_sync = False  # it would gather by itself, over another process group
+        value = metric.compute()
+        if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
+            given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise self._refuse(f"compute gives {given}", "one number is wanted, as with average: macro")
+        # Ranks decide by it: what one computes otherwise must not lead it elsewhere.
+        return float(control.all_gather([float(value)], "a metric")[0, 0])
+
+    def _state(self) -> dict[str, Any]:
+        parts = _parts(self._metric)
+        if parts is not None:
+            states = ({name: getattr(part, name) for name in part._reductions} for part in parts)
+            return {str(index): state for index, state in enumerate(states)}
+        own = self._metric
+        return {"state": dict(own.state_dict() if hasattr(own, "state_dict") else vars(own))}
+
+    def _own_bytes(self) -> bytes:
+        """This rank's state as bytes."""
+        try:
+            return _to_bytes(self._state())
+        except UnstorableError as error:
+            raise self._refuse(
+                f"a rank's state cannot be sent: {error}",
+                "a state is made of tensors, numbers, text, lists and mappings",
+            ) from None
+
+    def _merged(self, states: Sequence[Mapping[str, Any]]) -> Any:
+        """A metric with what ranks have accumulated, of their states in rank order."""
+        first, *others = (self._made() for _ in states)
+        parts = _parts(first)
+        if parts is None:
+            for made, state in zip((first, *others), states, strict=True):
+                if hasattr(made, "load_state_dict"):
+                    made.load_state_dict(state["state"])
+                else:
+                    vars(made).update(state["state"])
+            first.merge_state(others)
+            return first
+        for index, part in enumerate(parts):
+            part._update_count = len(states)
+            for name, reduce in part._reductions.items():
+                of_ranks = [state[str(index)][name] for state in states]
+                joined: Any = [one for rank in of_ranks for one in rank]
+                if not isinstance(of_ranks[0], list):
+                    joined = torch.stack(of_ranks)
+                elif not joined:
+                    reduce = None
+                setattr(part, name, joined if reduce is None else reduce(joined))
+        return first
+
+
+def _parts(metric: Any) -> list[Any] | None:
+    """A metric of torchmetrics and those inside it, each with states of its own; None for another class."""
+    if not hasattr(metric, "_reductions"):
+        return None
+    return [part for part in metric.modules() if hasattr(part, "_reductions")]
+
+
+def _to_bytes(state: Mapping[str, Any]) -> bytes:
+    """State as bytes, without pickling."""
+    encoded = encode(state)
+    tree = json.dumps(encoded.tree).encode()
+    return len(tree).to_bytes(_LENGTH_BYTES, "little") + tree + save(encoded.tensors)
+
+
+def _from_bytes(data: bytes, device: torch.device) -> dict[str, Any]:
+    end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    tensors = {name: tensor.to(device) for name, tensor in load(data[end:]).items()}
+    return decode(json.loads(data[_LENGTH_BYTES:end]), tensors)
+
+
+def _gathered(control: Control, data: bytes) -> list[bytes]:
+    """Every rank's bytes, as many as there are, in rank order."""
+    what = "states of a metric"
+    lengths = [int(length) for length in control.all_gather([len(data)], what)[:, 0].tolist()]
+    padded = bytearray(data.ljust(-(-max(lengths) // 8) * 8, b"\0"))  # as numbers, copied bit for bit
+    rows = control.post(torch.frombuffer(padded, dtype=torch.float64), what).wait()
+    return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]

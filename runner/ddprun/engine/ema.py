@@ -1,0 +1,64 @@
+"""The exponential moving average of the weights (`ema`): evaluated and saved in their place."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from ddprun.sync.exchanger import has_mean
+
+
+class WeightAverage:
+    """The average of the parameters that are trained, as torch's `AveragedModel` makes it: it begins with the
+    weights after the first update, and is `decay` times itself plus 1 - `decay` times the weights after each
+    other. Half-precision weights have an average in fp32.
+
+    Where ranks train apart each averages its own weights. The average of the ranks' mean is the mean of their
+    averages, so these are exchanged only where they are read, or where a stage makes ranks equal.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._params = {n: p for n, p in model.named_parameters() if p.requires_grad and has_mean(p)}
+        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self.updates = 0
+        self.apart = False  # the ranks' averages differ
+        self.tensors: dict[str, Tensor] = {}  # by parameter name, in its shape
+        self._begin()
+
+    def _begin(self) -> None:
+        for name, param in self._params.items():
+            wide = torch.promote_types(param.dtype, torch.float32)
+            self.tensors[name] = param.detach().to(wide, copy=True)
+
+    def update(self, *, apart: bool) -> None:
+        """The optimizer has taken a step; `apart`: the ranks' weights may differ."""
+        averages = list(self.tensors.values())
+        weights: Any = [
+            param.detach().to(own.dtype) for param, own in zip(self._params.values(), averages, strict=True)
+        ]
+        with torch.no_grad():
+            if self.updates:
+                self._average(averages, weights, self.updates)
+            else:
+                torch._foreach_copy_(averages, weights)
+        self.updates += 1
+        self.apart = self.apart or apart
+
+    def copy_to_model(self) -> None:
+        """Overwrite the model's weights."""
+        with torch.no_grad():
+            for name, own in self.tensors.items():
+                self._params[name].copy_(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it; its tensors, not copies."""
+        return {"tensors": dict(self.tensors), "updates": self.updates, "apart": self.apart}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Bring it back; without one, begin with the model's weights as they are now."""
+        if state is None:
+            self._begin()
+            return
+        self.updates, self.apart = state["updates"], state["apart"]

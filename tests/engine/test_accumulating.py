@@ -1,0 +1,162 @@
+"""Metrics that accumulate: one number, whatever the batch size and the number of ranks."""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddprun.config import PipelineError, load
+from ddprun.engine.accumulating import Accumulating
+from ddprun.engine.evaluate import measure
+from tests.engine.test_session import open_here
+from tests.ranks import as_processes
+
+MODULE = """
+import torch
+
+
+class MacroF1:
+    def __init__(self, classes):
+        self.classes, self.counts = classes, torch.zeros(3, classes, dtype=torch.int64)
+
+    def update(self, output, target):
+        found = output.argmax(1)
+        for row, which in enumerate((target[found == target], found, target)):
+            self.counts[row] += torch.bincount(which, minlength=self.classes)
+
+    def merge_state(self, others):
+        for other in others:
+            self.counts += other.counts
+
+    def compute(self):
+        right, found, wanted = self.counts.double()
+        return (2 * right / (found + wanted).clamp(min=1)).mean()
+
+
+class Largest:
+    \"\"\"Keeps every score, in a list.\"\"\"
+
+    def __init__(self):
+        self.scores = []
+
+    def update(self, output, target):
+        self.scores.append(output.max().item())
+
+    def merge_state(self, others):
+        for other in others:
+            self.scores += other.scores
+
+    def compute(self):
+        return max(self.scores)
+
+
+class Vector(Largest):
+    def compute(self):
+        return torch.zeros(3)
+
+
+class NoMerge:
+    def update(self, output, target):
+        pass
+
+    def compute(self):
+        return 1.0
+"""
+PIPELINE = """
+model: {mlp: {inputs: 64, hidden: [16], outputs: 10}}
+data: DATA
+optimizer: {sgd: {lr: 0.1}}
+stages:
+  - train: {steps: 3}
+  - evaluate: {metrics: [METRICS]}
+"""
+OWN = "{mine.MacroF1: {classes: 10}}, mine.Largest"
+TORCHMETRICS = (
+    "{torchmetrics.classification.MulticlassF1Score: {num_classes: 10}}, "
+    "{torchmetrics.classification.MulticlassAUROC: {num_classes: 10}}"
+)
+SIZES = (4, 32, 180)
+needs_torchmetrics = pytest.mark.skipif(
+    importlib.util.find_spec("torchmetrics") is None, reason="pip install torchmetrics"
+)
+
+
+def prepare(folder: Path, metrics: str, data: str = "digits") -> None:
+    (folder / "mine.py").write_text(MODULE)
+    (folder / "p.yaml").write_text(PIPELINE.replace("METRICS", metrics).replace("DATA", data))
+
+
+def measured(folder: Path, sizes: tuple[int, ...]) -> list[dict[str, float]]:
+    """What a session measures of the untrained model, with each batch size."""
+    os.chdir(folder)
+    session = open_here(folder, "run")
+    session.runtime.model.eval()
+    found = []
+    for size in sizes:
+        loaded = session.runtime.loaded = load(folder / "p.yaml", [f"loader.batch_size={size}"])
+        stage: Any = loaded.pipeline.stages[-1]
+        values, samples = measure(session, stage.metrics, f"{stage.path}.metrics")
+        found.append(values | {"samples": samples})
+    return found
+
+
+@pytest.mark.parametrize("metrics", [OWN, pytest.param(TORCHMETRICS, marks=needs_torchmetrics)])
+def test_batch_size_and_ranks_change_nothing(tmp_path: Path, metrics: str) -> None:
+    """1, 2 and 4 ranks, which hold unevenly many samples; batches of 4, of 32, and one of all."""
+    prepare(tmp_path, metrics)
+    found = [
+        values
+        for ranks in (1, 2, 4)
+        for of_rank in as_processes(ranks, measured, tmp_path, SIZES)
+        for values in of_rank
+    ]
+    names = [name for name in found[0] if name not in ("loss", "samples")]
+    assert len(names) == 2
+    for name in names:
+        assert len({values[name] for values in found}) == 1, (name, {values[name] for values in found})
+    assert found[0]["samples"] == 359
+
+
+def test_a_rank_without_samples_adds_nothing(tmp_path: Path) -> None:
+    """Two held-out samples on three ranks."""
+    data = "{synthetic: {samples: 24, held_out: 2}}"
+    prepare(tmp_path, OWN, data)
+    (alone,) = as_processes(1, measured, tmp_path, (1,))
+    for of_rank in as_processes(3, measured, tmp_path, (1,)):
+        assert of_rank[0]["samples"] == 2
+        assert of_rank[0]["MacroF1"] == alone[0]["MacroF1"]
+        assert of_rank[0]["Largest"] == alone[0]["Largest"]
+
+
+def refused(folder: Path) -> str:
+    try:
+        measured(folder, (32,))
+    except PipelineError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ("mine.NoMerge", "NoMerge has update and compute, but no merge_state; ranks merge what each has"),
+        ("mine.Vector", "compute gives shape (3,); one number is wanted, as with average: macro"),
+        ("{mine.MacroF1: {labels: 10}}", "labels"),
+        ("torch.nn.Linear", '"torch.nn.Linear" lacks update or compute; a metric is a function of'),
+    ],
+)
+def test_what_is_no_such_metric_is_refused(tmp_path: Path, metric: str, words: str) -> None:
+    """At its place in the file, and before the run trains if that can be seen then."""
+    prepare(tmp_path, metric)
+    (said,) = as_processes(1, refused, tmp_path)
+    assert "stages[1].evaluate.metrics[0]" in said
+    assert words in said
+
+
+def test_accumulating_is_told_by_its_parts() -> None:
+    """Of torchmetrics the states say how they merge; any other class has to."""
+    with pytest.raises(ValueError, match="merge_state"):
+        Accumulating(lambda: object(), lambda text, more: ValueError(text), torch.device("cpu"))

@@ -1,0 +1,232 @@
+"""One schedule for the run, the learning rates and norms that are recorded, and the weights' average."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.checkpoint.runs import MODULE, final
+from tests.engine.running import events, lines, run_pipeline, summary
+from tests.ranks import ddprun
+
+BASE = """
+model: {mlp: {inputs: 64, hidden: [16], outputs: 10}}
+data: digits
+loader: {batch_size: 8}
+"""
+
+
+def rates(run_dir: Path) -> list[float]:
+    """Rank 0's, of each step."""
+    return [line["lr"][0] for line in lines(run_dir, "steps") if line["rank"] == 0 and line["lr"]]
+
+
+STAGES = """
+optimizer: {sgd: {lr: 0.1}}
+schedule: {CosineAnnealingLR: {eta_min: 0.01}OVER}
+warmup_steps: 3
+stages:
+  - train: {steps: 8}
+  - forward: {steps: 2}
+  - train: {epochs: 1}
+  - evaluate
+  - train: {steps: 6, sync: {local_sgd: {every: 4}}}
+"""
+
+
+def cosine(step: int, of: int) -> float:
+    return 0.01 + 0.09 * (1 + math.cos(math.pi * step / of)) / 2
+
+
+def test_one_cosine_spans_the_stages(tmp_path: Path) -> None:
+    """And one warm-up; a forward stage without an update takes no part. Without `over` each has its own."""
+    over = run_pipeline(tmp_path, BASE + STAGES.replace("OVER", ", over: run"), 2, "over")
+    epoch = -(-1438 // 16)
+    total = 8 + epoch + 6
+    expected = [cosine(step, total) * min(1, (step + 1) / 3) for step in range(total)]
+    assert rates(over) == pytest.approx(expected, rel=1e-9)
+    assert summary(over)["steps"] == total + 2
+    apart = run_pipeline(tmp_path, BASE + STAGES.replace("OVER", ""), 2, "apart")
+    expected = [
+        cosine(step, length) * min(1, (step + 1) / 3) for length in (8, epoch, 6) for step in range(length)
+    ]
+    assert rates(apart) == pytest.approx(expected, rel=1e-9)
+
+
+KILLED = """
+model: {mlp: {inputs: 64, hidden: [16], outputs: 10}}
+data: {train: samples.Samples, evaluate: samples.Samples}
+loader: {batch_size: 2}
+optimizer: {adamw: {lr: 0.01}}
+schedule: {CosineAnnealingLR: {}, over: run}
+warmup_steps: 2
+ema: 0.9
+sync: {local_sgd: {every: 4}}
+checkpoint: {every: 3, keep: 2}
+stages:
+  - train: {steps: 7}
+  - train: {steps: 12, evaluate: {every: 4}, keep_best: {metric: loss}}
+  - save
+"""
+
+
+def launch(folder: Path, kill: str = "", text: str = KILLED, ranks: int = 2) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "samples.py").write_text(MODULE)
+    (folder / "p.yaml").write_text(text)
+    (folder / "kill").unlink(missing_ok=True)
+    if kill:
+        (folder / "kill").write_text(kill)
+    done = ddprun("p.yaml", "--run-dir=run", "--or-resume", f"--nproc-per-node={ranks}", cwd=folder)
+    assert done.code == (1 if kill else 0), done.stderr
+    return folder / "run"
+
+
+def test_schedule_and_average_survive_a_kill(tmp_path: Path) -> None:
+    """In the second stage, between two averages of local SGD: the same bits, and the same rates. A stage that
+    is added goes on from where the schedule was.
+    """
+    whole = launch(tmp_path / "whole")
+    launch(tmp_path / "broken", kill=f"1 {2 * 14 + 1}")
+    broken = launch(tmp_path / "broken")
+    assert final(broken) == final(whole)
+    for name in ("model.safetensors", "best.safetensors"):
+        assert (broken / name).read_bytes() == (whole / name).read_bytes()
+    assert rates(broken) == rates(whole)
+    longer = KILLED + "  - train: {steps: 5}\n"
+    launch(tmp_path / "whole", text=longer)
+    expected = [0.01 * (1 + math.cos(math.pi * step / 24)) / 2 for step in range(19, 24)]
+    assert rates(whole)[19:] == pytest.approx(expected, rel=1e-9)
+
+
+def test_another_number_of_ranks_goes_on_with_the_mean_of_the_averages(tmp_path: Path) -> None:
+    """Which is the average that the ranks would have saved."""
+    launch(tmp_path, kill=f"1 {2 * 14 + 1}", ranks=3)
+    run_dir = launch(tmp_path, ranks=2)
+    assert summary(run_dir)["status"] == "done"
+    assert all(tensor.isfinite().all() for tensor in load_file(run_dir / "model.safetensors").values())
+
+
+OWN = """
+import torch
+from pathlib import Path
+
+
+class Weights(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+        self.frozen = torch.nn.Linear(3, 3).requires_grad_(False)
+        self.norm = torch.nn.BatchNorm1d(64, affine=False)
+
+    def forward(self, x):
+        return self.layer(self.norm(x.flatten(1)))
+"""
+AVERAGED = """
+model: own.Weights
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.5}}
+PRECISION
+stages:
+"""
+
+
+def test_it_is_torchs_average_of_what_is_trained(tmp_path: Path) -> None:
+    """Saved bit for bit as `AveragedModel` has it, from the weights after each step; buffers are the model's.
+    Training goes on with its own weights.
+    """
+    (tmp_path / "own.py").write_text(OWN)
+    stages = "".join(f"  - train: {{steps: 1}}\n  - save: {{to: {n}.safetensors}}\n" for n in range(5))
+    text = AVERAGED.replace("PRECISION", "")
+    plain = run_pipeline(tmp_path, text + stages, 2, "plain")
+    averaged = run_pipeline(tmp_path, "ema: 0.8\n" + text + stages, 2, "averaged")
+    saved = [load_file(plain / f"{n}.safetensors") for n in range(5)]
+    model = nn.ParameterDict({"weight": saved[0]["layer.weight"], "bias": saved[0]["layer.bias"]})
+    average: Any = get_ema_multi_avg_fn  # which has no types
+    theirs = AveragedModel(model, multi_avg_fn=average(0.8))
+    expected: Any = theirs.module
+    for n, weights in enumerate(saved):
+        with torch.no_grad():
+            model["weight"].copy_(weights["layer.weight"])
+            model["bias"].copy_(weights["layer.bias"])
+        theirs.update_parameters(model)
+        ours = load_file(averaged / f"{n}.safetensors")
+        assert torch.equal(ours["layer.weight"], expected["weight"])
+        assert torch.equal(ours["layer.bias"], expected["bias"])
+        assert n == 0 or not torch.equal(ours["layer.weight"], weights["layer.weight"])
+        for name in set(ours) - {"layer.weight", "layer.bias"}:
+            assert torch.equal(ours[name], weights[name]), name
+
+
+@pytest.mark.parametrize(
+    ("sync", "ranks"), [("every_step", 2), ("{local_sgd: {every: 1}}", 2), ("{average: {every: 1}}", 3)]
+)
+def test_where_ranks_are_apart_the_mean_of_their_averages_is_read(
+    tmp_path: Path, sync: str, ranks: int
+) -> None:
+    """Policies that are plain SGD give one average, in the middle of a stage and at its end."""
+    stage = "  - train: {steps: 7, sync: SYNC, evaluate: {every: 3}}\n  - save\n  - evaluate\n"
+    text = "ema: 0.8\n" + BASE + "optimizer: {sgd: {lr: 0.5}}\nstages:\n"
+    plain = run_pipeline(tmp_path, text + stage.replace("SYNC", "every_step"), ranks, "plain")
+    ours = run_pipeline(tmp_path, text + stage.replace("SYNC", sync), ranks, "ours")
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        assert torch.allclose(load_file(ours / "model.safetensors")[name], tensor, atol=1e-6), name
+    found = [
+        [event["loss"] for event in events(run_dir) if event["event"] == "evaluated"]
+        for run_dir in (plain, ours)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[1][-1] == found[1][-2], "the stage's last evaluation is that of the stage that follows"
+
+
+def test_half_precision_weights_have_an_average_in_fp32(tmp_path: Path) -> None:
+    """In bf16 an average of decay 0.999 would never move."""
+    (tmp_path / "own.py").write_text(OWN)
+    text = AVERAGED.replace("PRECISION", "precision: pure_bf16")
+    stage = "  - train: {steps: 3}\n  - save\n"
+    run_dir = run_pipeline(tmp_path, "ema: 0.999\n" + text + stage, 1)
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    kept = load_file(newest / "shared.safetensors")
+    assert kept["ema/tensors/layer.weight"].dtype == torch.float32
+    assert kept["parameters/layer.weight"].dtype == torch.bfloat16
+    assert load_file(run_dir / "model.safetensors")["layer.weight"].dtype == torch.bfloat16
+    assert "ema/tensors/frozen.weight" not in kept
+
+
+@pytest.mark.parametrize("clip", ["null", "0.05"])
+def test_the_gradient_norm_is_that_before_clipping(tmp_path: Path, clip: str) -> None:
+    """By hand, from what plain SGD did to the weights in the first step; the same on all ranks, and only in
+    recorded steps.
+    """
+    text = (
+        BASE
+        + f"optimizer: {{sgd: {{lr: 0.25}}}}\nclip_norm: {clip}\ntimings: {{every: 2, grad_norm_every: 1}}\nstages:\n"
+    )
+    # A step at a rate of 0 leaves the initial weights.
+    stages = (
+        "  - train: {steps: 1, optimizer: {sgd: {lr: 0.0}}}\n  - save: {to: before.safetensors}\n"
+        "  - train: {steps: 1, clip_norm: null}\n  - save: {to: after.safetensors}\n"
+        "  - train: {steps: 4}\n"
+    )
+    run_dir = run_pipeline(tmp_path, text + stages, 2)
+    before, after = (load_file(run_dir / f"{name}.safetensors") for name in ("before", "after"))
+    moved = torch.cat([(before[name] - after[name]).flatten().double() for name in before])
+    found = lines(run_dir, "steps")
+    assert [line["step"] for line in found] == [2, 4, 6] * 2
+    assert found[0]["grad_norm"] == pytest.approx(moved.norm().item() / 0.25, rel=1e-4)
+    assert [line["grad_norm"] for line in found[:3]] == [line["grad_norm"] for line in found[3:]]
+    assert all(line["lr"] == [0.25] for line in found)
+    if clip != "null":
+        assert all(line["grad_norm"] > 0.06 for line in found if line["step"] > 2), "before clipping"
+
+
+def test_a_step_without_an_update_has_neither(tmp_path: Path) -> None:
+    """A forward stage that measures."""
+    run_dir = run_pipeline(tmp_path, BASE + "optimizer: sgd\nstages: [{forward: {steps: 2}}]\n", 1)
+    assert [(line["lr"], line["grad_norm"]) for line in lines(run_dir, "steps")] == [(None, None)] * 2
