@@ -204,10 +204,8 @@ def test_the_gradient_norm_is_that_before_clipping(tmp_path: Path, clip: str) ->
     """By hand, from what plain SGD did to the weights in the first step; the same on all ranks, and only in
     recorded steps.
     """
-    text = (
-        BASE
-        + f"optimizer: {{sgd: {{lr: 0.25}}}}\nclip_norm: {clip}\ntimings: {{every: 2, grad_norm_every: 1}}\nstages:\n"
-    )
+    timings = "timings: {every: 2, grad_norm_every: 1}"
+    text = BASE + f"optimizer: {{sgd: {{lr: 0.25}}}}\nclip_norm: {clip}\n{timings}\nstages:\n"
     # A step at a rate of 0 leaves the initial weights.
     stages = (
         "  - train: {steps: 1, optimizer: {sgd: {lr: 0.0}}}\n  - save: {to: before.safetensors}\n"
