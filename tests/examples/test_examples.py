@@ -3,6 +3,7 @@
 The packages are not among ddprun's own extras; docs/your-own.md says how to run these tests.
 """
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file, load_model
 
 from tests.engine.running import lines, summary
-from tests.ranks import Finished, Running, ddprun
+from tests.ranks import Finished, Running
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PACKAGES = {
@@ -28,7 +29,27 @@ PACKAGES = {
     "lora": ("transformers", "datasets", "peft"),
     "stream": ("transformers", "datasets"),
 }
-WORDS = "the a cat dog bird sat ran flew on over under mat house tree and then it was late".split()
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "bird",
+    "sat",
+    "ran",
+    "flew",
+    "on",
+    "over",
+    "under",
+    "mat",
+    "house",
+    "tree",
+    "and",
+    "then",
+    "it",
+    "was",
+    "late",
+]
 
 # Packages that warn of themselves are none of our business.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -88,7 +109,22 @@ def write_text(folder: Path) -> None:
     """What gpt2.yaml and lora.yaml train on; an empty line has no token to predict."""
     (folder / "text").mkdir()
     (folder / "text" / "train.txt").write_text("\n".join(sentences(300, 0)) + "\n")
-    (folder / "text" / "held-out.txt").write_text("\n".join([*sentences(20, 1), "", *sentences(21, 2)]) + "\n")
+    (folder / "text" / "held-out.txt").write_text(
+        "\n".join([*sentences(20, 1), "", *sentences(21, 2)]) + "\n"
+    )
+
+
+def perplexity(model: Any, tokenizer: Any, folder: Path) -> float:
+    """Of all tokens of the held-out lines, as Hugging Face computes the loss: line by line, without padding."""
+    total, count = 0.0, 0
+    model.eval()
+    for line in (folder / "text" / "held-out.txt").read_text().splitlines():
+        ids = torch.tensor([tokenizer(line, truncation=True, max_length=128)["input_ids"]])
+        if ids.shape[1] > 1:
+            with torch.no_grad():
+                total += model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+            count += ids.shape[1] - 1
+    return math.exp(total / count)
 
 
 SHORT = ("stages[0].train.steps=24", "warmup_steps=2")
@@ -115,19 +151,10 @@ def test_gpt2_learns_and_its_weights_are_those_of_hugging_face(gpt2: Path) -> No
             vocab_size=384, n_positions=128, n_embd=128, n_layer=4, n_head=4, pad_token_id=0, eos_token_id=1
         )
     )
-    assert load_model(model, gpt2 / "run" / "model.safetensors") == (set(), [])
+    load_model(model, gpt2 / "run" / "model.safetensors")
     assert model.lm_head.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
-    model.eval()
-    tokenizer = transformers.ByT5Tokenizer()
-    total, count = 0.0, 0
-    for line in (gpt2 / "text" / "held-out.txt").read_text().splitlines():
-        ids = torch.tensor([tokenizer(line, truncation=True, max_length=128)["input_ids"]])
-        if ids.shape[1] > 1:
-            with torch.no_grad():
-                total += model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
-            count += ids.shape[1] - 1
     found = summary(gpt2 / "run")["stages"][1]["metrics"]["perplexity"]
-    assert found == pytest.approx(math.exp(total / count), rel=1e-5)
+    assert found == pytest.approx(perplexity(model, transformers.ByT5Tokenizer(), gpt2), rel=1e-5)
 
 
 def test_gpt2_s_perplexity_does_not_depend_on_the_batch_size(gpt2: Path) -> None:
@@ -148,8 +175,9 @@ def test_gpt2_resumed_after_sigkill_has_the_same_bits(gpt2: Path) -> None:
     with start(gpt2, "gpt2", *SHORT, "checkpoint.every=4", run_dir="killed") as running:
         while not list(checkpoints.glob("step-*")) and time.monotonic() < end:
             time.sleep(0.02)
-        for process in (*running.ranks(), running.process.pid):
-            os.kill(process, signal.SIGKILL)
+        for process in [running.process.pid, *running.ranks()]:
+            with contextlib.suppress(ProcessLookupError):  # ranks end with their launcher
+                os.kill(process, signal.SIGKILL)
     assert not (gpt2 / "killed" / "model.safetensors").exists()
     done = Example("resume", "killed", folder=gpt2).wait_and_leave(170)
     assert done.code == 0, done.stderr
@@ -175,7 +203,7 @@ def test_images(tmp_path: Path) -> None:
                 pixels = torch.randint(0, 100, (70 + number, 80, 3), generator=draw, dtype=torch.uint8)
                 pixels[..., 2 - place] += 120
                 Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
-    found = run(tmp_path, "images", "stages[0].train.epochs=5")
+    found = run(tmp_path, "images", "stages[0].train.epochs=8")
     assert falls(found, 0.8)
     assert summary(found)["stages"][1]["metrics"]["accuracy"] > 0.7
 
@@ -235,7 +263,6 @@ def test_lora(tmp_path: Path) -> None:
     assert adapters
     assert all("lora_" in name for name in adapters)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    before = {name: value.clone() for name, value in base.state_dict().items()}
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=["c_attn"], fan_in_fan_out=True
     )
@@ -245,18 +272,9 @@ def test_lora(tmp_path: Path) -> None:
     assert not any("lora_" in name for name in problems.missing_keys)
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     assert trained == set(adapters)
-    assert before
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
-    model.eval()
-    total, count = 0.0, 0
-    for line in (tmp_path / "text" / "held-out.txt").read_text().splitlines():
-        ids = torch.tensor([tokenizer(line, truncation=True, max_length=128)["input_ids"]])
-        if ids.shape[1] > 1:
-            with torch.no_grad():
-                total += model(input_ids=ids.long(), labels=ids.long()).loss.item() * (ids.shape[1] - 1)
-            count += ids.shape[1] - 1
-    perplexity = summary(found)["stages"][1]["metrics"]["perplexity"]
-    assert perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+    measured = summary(found)["stages"][1]["metrics"]["perplexity"]
+    assert measured == pytest.approx(perplexity(model, tokenizer, tmp_path), rel=1e-5)
 
 
 def test_stream(tmp_path: Path) -> None:
