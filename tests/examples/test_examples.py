@@ -1,4 +1,4 @@
-"""The files of `examples/` run as they are, on two ranks, with the packages that they name and data written here.
+"""The files of `examples/` run on two ranks, with the packages that they name and data written here.
 
 The packages are not among ddprun's own extras; docs/your-own.md says how to run these tests.
 """
@@ -29,27 +29,7 @@ PACKAGES = {
     "lora": ("transformers", "datasets", "peft"),
     "stream": ("transformers", "datasets"),
 }
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "bird",
-    "sat",
-    "ran",
-    "flew",
-    "on",
-    "over",
-    "under",
-    "mat",
-    "house",
-    "tree",
-    "and",
-    "then",
-    "it",
-    "was",
-    "late",
-]
+TEXT = "the a cat dog bird sat ran flew on over under mat house tree and then it was late"
 
 # Packages that warn of themselves are none of our business.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -102,7 +82,7 @@ def falls(run_dir: Path, to: float) -> bool:
 def sentences(count: int, seed: int) -> list[str]:
     """Of 1 to 20 words."""
     draw = random.Random(seed)
-    return [" ".join(draw.choices(WORDS, k=draw.randint(1, 20))) for _ in range(count)]
+    return [" ".join(draw.choices(TEXT.split(), k=draw.randint(1, 20))) for _ in range(count)]
 
 
 def write_text(folder: Path) -> None:
@@ -115,7 +95,7 @@ def write_text(folder: Path) -> None:
 
 
 def perplexity(model: Any, tokenizer: Any, folder: Path) -> float:
-    """Of all tokens of the held-out lines, as Hugging Face computes the loss: line by line, without padding."""
+    """Of all tokens of the held-out lines, by Hugging Face's loss of each line, without padding."""
     total, count = 0.0, 0
     model.eval()
     for line in (folder / "text" / "held-out.txt").read_text().splitlines():
