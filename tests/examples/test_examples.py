@@ -211,23 +211,26 @@ def test_volumes(tmp_path: Path) -> None:
     assert summary(found)["stages"][1]["metrics"]["loss"] < losses(found)[0]
 
 
-def write_base(folder: Path) -> None:
+def write_base(folder: Path, transformers: Any) -> None:
     """A small GPT-2 and a tokenizer of its kind, as `hf download` leaves them."""
-    import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizers, end = importlib.import_module("tokenizers"), "<|endoftext|>"
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[end],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     tokenizer.train([str(folder / "text" / "train.txt")], trainer)
-    end = "<|endoftext|>"
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=end, eos_token=end, unk_token=end
     ).save_pretrained(folder / "base")
     torch.manual_seed(0)
+    size, ends = tokenizer.get_vocab_size(), tokenizer.token_to_id(end)
     config = transformers.GPT2Config(
-        vocab_size=len(tokenizer.get_vocab()), n_positions=128, n_embd=64, n_layer=2, n_head=2
+        vocab_size=size, n_positions=128, n_embd=64, n_layer=2, n_head=2, bos_token_id=ends, eos_token_id=ends
     )
     transformers.GPT2LMHeadModel(config).save_pretrained(folder / "base")
 
@@ -236,7 +239,7 @@ def test_lora(tmp_path: Path) -> None:
     """Only adapters are trained and saved; peft takes them, and gets the perplexity that `evaluate` gave."""
     transformers, _, peft = packages("lora")
     write_text(tmp_path)
-    write_base(tmp_path)
+    write_base(tmp_path, transformers)
     found = run(tmp_path, "lora", "stages[0].train.steps=40", "optimizer.adamw.lr=0.02")
     assert falls(found, 0.97)
     adapters = load_file(found / "adapters.safetensors")
