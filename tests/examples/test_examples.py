@@ -30,6 +30,7 @@ PACKAGES = {
     "stream": ("transformers", "datasets"),
 }
 TEXT = "the a cat dog bird sat ran flew on over under mat house tree and then it was late"
+KINDS = ("terrible", "wonderful")
 
 # Packages that warn of themselves are none of our business.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -169,46 +170,56 @@ def test_gpt2_resumed_after_sigkill_has_the_same_bits(gpt2: Path) -> None:
     assert summary(gpt2 / "killed")["metrics"] == summary(gpt2 / "run")["metrics"]
 
 
-def test_images(tmp_path: Path) -> None:
-    """Three classes that differ by their colour."""
-    packages("images")
+def write_images(folder: Path) -> None:
+    """Three classes that differ by their colour, of several sizes."""
     from PIL import Image
 
     draw = torch.Generator().manual_seed(0)
     for part, count in (("train", 24), ("held-out", 7)):
         for place, name in enumerate(("blue", "green", "red")):
-            folder = tmp_path / "images" / part / name
-            folder.mkdir(parents=True)
+            of_class = folder / "images" / part / name
+            of_class.mkdir(parents=True)
             for number in range(count):
                 pixels = torch.randint(0, 100, (70 + number, 80, 3), generator=draw, dtype=torch.uint8)
                 pixels[..., 2 - place] += 120
-                Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
+                Image.fromarray(pixels.numpy()).save(of_class / f"{number}.png")
+
+
+def test_images(tmp_path: Path) -> None:
+    """Almost every held-out image gets its class."""
+    packages("images")
+    write_images(tmp_path)
     found = run(tmp_path, "images", "stages[0].train.epochs=8")
     assert falls(found, 0.8)
     assert summary(found)["stages"][1]["metrics"]["accuracy"] > 0.7
 
 
-def test_volumes(tmp_path: Path) -> None:
-    """A bright ball in noise."""
-    _, nibabel = packages("volumes")
+def write_volumes(folder: Path, nibabel: Any) -> None:
+    """Balls in noise: eight to train on, and two that are held out."""
     import numpy as np
 
     cases: dict[str, list[dict[str, str]]] = {"training": [], "validation": []}
     draw = np.random.default_rng(0)
     grid = np.stack(np.meshgrid(*[np.arange(30)] * 3, indexing="ij"))
-    (tmp_path / "task").mkdir()
+    (folder / "task").mkdir()
     for number in range(10):
         centre = draw.uniform(9, 21, 3)[:, None, None, None]
         label = (np.linalg.norm(grid - centre, axis=0) < 7).astype(np.uint8)
         volume = (label + draw.normal(0, 0.2, label.shape)).astype(np.float32)
         names = {"image": f"image-{number}.nii.gz", "label": f"label-{number}.nii.gz"}
         for name, values in zip(names.values(), (volume, label), strict=True):
-            nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), tmp_path / "task" / name)
+            nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), folder / "task" / name)
         cases["training" if number < 8 else "validation"].append(names)
-    (tmp_path / "task" / "dataset.json").write_text(json.dumps(cases))
+    (folder / "task" / "dataset.json").write_text(json.dumps(cases))
+
+
+def test_volumes(tmp_path: Path) -> None:
+    """The loss falls, on held-out volumes as well."""
+    _, nibabel = packages("volumes")
+    write_volumes(tmp_path, nibabel)
     found = run(tmp_path, "volumes", "stages[0].train.epochs=8")
     assert falls(found, 0.75)
-    assert summary(found)["stages"][1]["metrics"]["loss"] < losses(found)[0]
+    assert summary(found)["stages"][1]["metrics"]["loss"] < 0.75 * losses(found)[0]
 
 
 def write_base(folder: Path, transformers: Any) -> None:
@@ -260,17 +271,21 @@ def test_lora(tmp_path: Path) -> None:
     assert measured == pytest.approx(perplexity(model, tokenizer, tmp_path), rel=1e-5)
 
 
-def test_stream(tmp_path: Path) -> None:
-    """Texts of two kinds in two files, which are read on from one to the other."""
-    packages("stream")
-    (tmp_path / "reviews").mkdir()
+def write_reviews(folder: Path) -> None:
+    """Texts of two kinds, in two files to train on and one that is held out."""
+    (folder / "reviews").mkdir()
     draw = random.Random(0)
-    for name in ("train-0", "train-1", "held-out"):
-        with (tmp_path / "reviews" / f"{name}.jsonl").open("w") as file:
-            for text in sentences(130 if "train" in name else 41, draw.randrange(100)):
+    for name, count in (("train-0", 130), ("train-1", 130), ("held-out", 41)):
+        with (folder / "reviews" / f"{name}.jsonl").open("w") as file:
+            for text in sentences(count, draw.randrange(100)):
                 label = draw.randrange(2)
-                end = ("what a waste", "loved it")[label]
-                file.write(json.dumps({"text": f"{text} {end}", "label": label}) + "\n")
+                file.write(json.dumps({"text": f"{KINDS[label]}: {text}", "label": label}) + "\n")
+
+
+def test_stream(tmp_path: Path) -> None:
+    """Files are read one after the other, and again from the start; each held-out text counts once."""
+    packages("stream")
+    write_reviews(tmp_path)
     found = run(tmp_path, "stream", "stages[0].train.steps=50")
     assert falls(found, 0.8)
     assert summary(found)["stages"][1]["samples"] == 41
