@@ -413,7 +413,9 @@ class TrainSettings:
     schedule: Choice | None
     warmup_steps: int
     mutate: Choice | None
-    data: Choice
+    data: Choice | None
+    """None: what the pipeline's `data` gives for training."""
+
     update: Choice | None
     """None in a train stage, which updates by gradients, and in a forward stage that updates nothing."""
 
@@ -517,7 +519,7 @@ class StepStage(Stage):
             steps=self.steps,
             epochs=self.epochs,
             mutate=self.mutate,
-            data=self.data or pipeline.train_data(),
+            data=self.data,
             update=self.update if isinstance(self, Forward) else None,
             backward=trains,
             **settings,

@@ -141,9 +141,7 @@ def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
         with nullcontext() if last or replica is None else replica.ddp.no_sync():
             with precision.computing():
                 loss = runtime.objective(model, content).loss
-            share = weight(run.session, micro, batches.total)
-            # A mean over no target at all is not a number.
-            weighted = loss * share if micro.counts else loss.nan_to_num() * 0.0
+            weighted = loss * weight(run.session, micro, batches.total)
             if scale is not None:
                 weighted = weighted * scale
             recorder.lap("forward_us")
@@ -193,7 +191,8 @@ def forward_step(update: Update | None, run: StageRun, batches: StepBatches, ste
         """The loss of the weights as they are, on this step's batch; all scores for an update draw alike."""
         with torch.no_grad(), draws(), precision.computing():
             losses.append(runtime.objective(model, content).loss)
-        return losses[-1] * share if micro.counts else losses[-1].nan_to_num() * 0.0
+        # Of no target at all the mean is not a number.
+        return losses[-1] * share if micro.counts else torch.zeros_like(losses[-1])
 
     if update is None:
         score()
