@@ -128,9 +128,7 @@ def test_gpt2_learns_and_its_weights_are_those_of_hugging_face(gpt2: Path) -> No
     transformers, _ = packages("gpt2")
     assert falls(gpt2 / "run", 0.7)
     model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=384, n_positions=128, n_embd=128, n_layer=4, n_head=4, pad_token_id=0, eos_token_id=1
-        )
+        transformers.GPT2Config(vocab_size=384, n_positions=128, n_embd=128, n_layer=4, n_head=4)
     )
     load_model(model, gpt2 / "run" / "model.safetensors")
     assert model.lm_head.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
