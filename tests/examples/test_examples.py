@@ -1,0 +1,290 @@
+"""The files of `examples/` run on two ranks, with the packages that they name and data written here.
+
+The packages are not among ddprun's own extras; docs/your-own.md says how to run these tests.
+"""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+
+from tests.engine.running import lines, summary
+from tests.ranks import Finished, Running
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PACKAGES = {
+    "gpt2": ("transformers", "datasets"),
+    "images": ("torchvision",),
+    "volumes": ("monai", "nibabel"),
+    "lora": ("transformers", "datasets", "peft"),
+    "stream": ("transformers", "datasets"),
+}
+TEXT = "the a cat dog bird sat ran flew on over under mat house tree and then it was late"
+KINDS = ("terrible", "wonderful")
+
+# Packages that warn of themselves are none of our business.
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def packages(name: str) -> list[Any]:
+    """What an example names, imported; skips the test if something is not installed."""
+    missing = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"pip install {' '.join(missing)} to try examples/{name}.yaml")
+    return [importlib.import_module(package) for package in PACKAGES[name]]
+
+
+def run(folder: Path, name: str, *overrides: str, run_dir: str = "run", timeout_s: float = 170) -> Path:
+    """Run an example to its end in `folder`; gives the run's folder."""
+    done = start(folder, name, *overrides, run_dir=run_dir).wait_and_leave(timeout_s)
+    assert done.code == 0, done.stderr
+    return folder / run_dir
+
+
+class Example(Running):
+    """An example that runs offline, with caches in its own folder."""
+
+    def __init__(self, *arguments: str, folder: Path) -> None:
+        environment = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+        super().__init__(*arguments, cwd=folder, environment=environment)
+
+    def wait_and_leave(self, timeout_s: float) -> Finished:
+        with self:
+            return self.wait(timeout_s)
+
+
+def start(folder: Path, name: str, *overrides: str, run_dir: str) -> Example:
+    (folder / f"{name}.yaml").write_text((EXAMPLES / f"{name}.yaml").read_text())
+    changes = [word for override in overrides for word in ("--set", override)]
+    return Example(f"{name}.yaml", f"--run-dir={run_dir}", *changes, folder=folder)
+
+
+def losses(run_dir: Path) -> list[float]:
+    """The mean loss of each step of a stage in which ranks synchronise at each, or of each rank's step."""
+    return [line.get("mean_loss") or line["loss"] for line in lines(run_dir, "steps") if line["rank"] == 0]
+
+
+def falls(run_dir: Path, to: float) -> bool:
+    """Whether the mean of the last five steps' losses is below that share of the first five's."""
+    found = losses(run_dir)
+    return sum(found[-5:]) < to * sum(found[:5])
+
+
+def sentences(count: int, seed: int) -> list[str]:
+    """Of 1 to 20 words."""
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(TEXT.split(), k=draw.randint(1, 20))) for _ in range(count)]
+
+
+def write_text(folder: Path) -> None:
+    """What gpt2.yaml and lora.yaml train on; an empty line has no token to predict."""
+    (folder / "text").mkdir()
+    (folder / "text" / "train.txt").write_text("\n".join(sentences(300, 0)) + "\n")
+    (folder / "text" / "held-out.txt").write_text(
+        "\n".join([*sentences(20, 1), "", *sentences(21, 2)]) + "\n"
+    )
+
+
+def perplexity(model: Any, tokenizer: Any, folder: Path) -> float:
+    """Of all tokens of the held-out lines, by Hugging Face's loss of each line, without padding."""
+    total, count = 0.0, 0
+    model.eval()
+    for line in (folder / "text" / "held-out.txt").read_text().splitlines():
+        ids = torch.tensor([tokenizer(line, truncation=True, max_length=128)["input_ids"]])
+        if ids.shape[1] > 1:
+            with torch.no_grad():
+                total += model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+            count += ids.shape[1] - 1
+    return math.exp(total / count)
+
+
+SHORT = ("stages[0].train.steps=24", "warmup_steps=2")
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which gpt2.yaml has run, for fewer steps."""
+    packages("gpt2")
+    folder = tmp_path_factory.mktemp("gpt2")
+    write_text(folder)
+    run(folder, "gpt2", *SHORT)
+    return folder
+
+
+def test_gpt2_learns_and_its_weights_are_those_of_hugging_face(gpt2: Path) -> None:
+    """The saved file loads into the model of transformers, whose own perplexity over all tokens is the one
+    that `evaluate` gives.
+    """
+    transformers, _ = packages("gpt2")
+    assert falls(gpt2 / "run", 0.7)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=384, n_positions=128, n_embd=128, n_layer=4, n_head=4)
+    )
+    load_model(model, gpt2 / "run" / "model.safetensors")
+    assert model.lm_head.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
+    found = summary(gpt2 / "run")["stages"][1]["metrics"]["perplexity"]
+    assert found == pytest.approx(perplexity(model, transformers.ByT5Tokenizer(), gpt2), rel=1e-5)
+
+
+def test_gpt2_s_perplexity_does_not_depend_on_the_batch_size(gpt2: Path) -> None:
+    """Lines are padded to other lengths, and one of them has no token to predict."""
+    packages("gpt2")
+    found = [summary(gpt2 / "run")["stages"][1]["metrics"]["perplexity"]]
+    for size in (1, 5):
+        only = ("init=run/model.safetensors", "stages=[evaluate: {metrics: [perplexity]}]")
+        again = run(gpt2, "gpt2", *only, f"loader.batch_size={size}", run_dir=f"by-{size}")
+        found.append(summary(again)["stages"][0]["metrics"]["perplexity"])
+    assert found[1:] == pytest.approx(found[:1] * 2, rel=1e-6)
+
+
+def test_gpt2_resumed_after_sigkill_has_the_same_bits(gpt2: Path) -> None:
+    """All processes are killed in the middle of the stage."""
+    packages("gpt2")
+    checkpoints, end = gpt2 / "killed" / "checkpoints", time.monotonic() + 120
+    with start(gpt2, "gpt2", *SHORT, "checkpoint.every=4", run_dir="killed") as running:
+        while not list(checkpoints.glob("step-*")) and time.monotonic() < end:
+            time.sleep(0.02)
+        for process in [running.process.pid, *running.ranks()]:
+            with contextlib.suppress(ProcessLookupError):  # ranks end with their launcher
+                os.kill(process, signal.SIGKILL)
+    assert not (gpt2 / "killed" / "model.safetensors").exists()
+    done = Example("resume", "killed", folder=gpt2).wait_and_leave(170)
+    assert done.code == 0, done.stderr
+    assert "resuming after step " in done.stderr
+    whole, again = (load_file(gpt2 / name / "model.safetensors") for name in ("run", "killed"))
+    assert whole.keys() == again.keys()
+    for name, value in whole.items():
+        assert torch.equal(value, again[name]), name
+    assert summary(gpt2 / "killed")["metrics"] == summary(gpt2 / "run")["metrics"]
+
+
+def write_images(folder: Path) -> None:
+    """Three classes that differ by their colour, of several sizes."""
+    from PIL import Image
+
+    draw = torch.Generator().manual_seed(0)
+    for part, count in (("train", 24), ("held-out", 7)):
+        for place, name in enumerate(("blue", "green", "red")):
+            of_class = folder / "images" / part / name
+            of_class.mkdir(parents=True)
+            for number in range(count):
+                pixels = torch.randint(0, 100, (70 + number, 80, 3), generator=draw, dtype=torch.uint8)
+                pixels[..., 2 - place] += 120
+                Image.fromarray(pixels.numpy()).save(of_class / f"{number}.png")
+
+
+def test_images(tmp_path: Path) -> None:
+    """Almost every held-out image gets its class."""
+    packages("images")
+    write_images(tmp_path)
+    found = run(tmp_path, "images", "stages[0].train.epochs=8")
+    assert falls(found, 0.8)
+    assert summary(found)["stages"][1]["metrics"]["accuracy"] > 0.7
+
+
+def write_volumes(folder: Path, nibabel: Any) -> None:
+    """Balls in noise: eight to train on, and two that are held out."""
+    import numpy as np
+
+    cases: dict[str, list[dict[str, str]]] = {"training": [], "validation": []}
+    draw = np.random.default_rng(0)
+    grid = np.stack(np.meshgrid(*[np.arange(30)] * 3, indexing="ij"))
+    (folder / "task").mkdir()
+    for number in range(10):
+        centre = draw.uniform(9, 21, 3)[:, None, None, None]
+        label = (np.linalg.norm(grid - centre, axis=0) < 7).astype(np.uint8)
+        volume = (label + draw.normal(0, 0.2, label.shape)).astype(np.float32)
+        names = {"image": f"image-{number}.nii.gz", "label": f"label-{number}.nii.gz"}
+        for name, values in zip(names.values(), (volume, label), strict=True):
+            nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), folder / "task" / name)
+        cases["training" if number < 8 else "validation"].append(names)
+    (folder / "task" / "dataset.json").write_text(json.dumps(cases))
+
+
+def test_volumes(tmp_path: Path) -> None:
+    """The loss falls, on held-out volumes as well."""
+    _, nibabel = packages("volumes")
+    write_volumes(tmp_path, nibabel)
+    found = run(tmp_path, "volumes", "stages[0].train.epochs=8")
+    assert falls(found, 0.75)
+    assert summary(found)["stages"][1]["metrics"]["loss"] < 0.75 * losses(found)[0]
+
+
+def write_base(folder: Path, transformers: Any) -> None:
+    """A small GPT-2 and a tokenizer of its kind, as `hf download` leaves them."""
+    tokenizers, end = importlib.import_module("tokenizers"), "<|endoftext|>"
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[end],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(folder / "text" / "train.txt")], trainer)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=end, eos_token=end, unk_token=end
+    ).save_pretrained(folder / "base")
+    torch.manual_seed(0)
+    size, ends = tokenizer.get_vocab_size(), tokenizer.token_to_id(end)
+    config = transformers.GPT2Config(
+        vocab_size=size, n_positions=128, n_embd=64, n_layer=2, n_head=2, bos_token_id=ends, eos_token_id=ends
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder / "base")
+
+
+def test_lora(tmp_path: Path) -> None:
+    """Only adapters are trained and saved; peft takes them, and gets the perplexity that `evaluate` gave."""
+    transformers, _, peft = packages("lora")
+    write_text(tmp_path)
+    write_base(tmp_path, transformers)
+    found = run(tmp_path, "lora", "stages[0].train.steps=40", "optimizer.adamw.lr=0.02")
+    assert falls(found, 0.97)
+    adapters = load_file(found / "adapters.safetensors")
+    assert adapters
+    assert all("lora_" in name for name in adapters)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=["c_attn"], fan_in_fan_out=True
+    )
+    model = peft.get_peft_model(base, config)
+    problems = model.load_state_dict(adapters, strict=False)
+    assert not problems.unexpected_keys
+    assert not any("lora_" in name for name in problems.missing_keys)
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert trained == set(adapters)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
+    measured = summary(found)["stages"][1]["metrics"]["perplexity"]
+    assert measured == pytest.approx(perplexity(model, tokenizer, tmp_path), rel=1e-5)
+
+
+def write_reviews(folder: Path) -> None:
+    """Texts of two kinds, in two files to train on and one that is held out."""
+    (folder / "reviews").mkdir()
+    draw = random.Random(0)
+    for name, count in (("train-0", 130), ("train-1", 130), ("held-out", 41)):
+        with (folder / "reviews" / f"{name}.jsonl").open("w") as file:
+            for text in sentences(count, draw.randrange(100)):
+                label = draw.randrange(2)
+                file.write(json.dumps({"text": f"{KINDS[label]}: {text}", "label": label}) + "\n")
+
+
+def test_stream(tmp_path: Path) -> None:
+    """Files are read one after the other, and again from the start; each held-out text counts once."""
+    packages("stream")
+    write_reviews(tmp_path)
+    found = run(tmp_path, "stream", "stages[0].train.steps=50")
+    assert falls(found, 0.8)
+    assert summary(found)["stages"][1]["samples"] == 41
+    assert summary(found)["stages"][1]["metrics"]["loss"] < 0.6
