@@ -11,6 +11,8 @@ from ddprun.host.import_path import make_folder_importable
 from tests.ranks import ddprun_here
 
 MODULE = """
+import functools
+
 import torch
 from torch.utils.data import Dataset
 
@@ -37,6 +39,20 @@ class Data(Dataset):
 
 def function(size):
     return size + 1
+
+
+def taking_more(init):
+    @functools.wraps(init)
+    def wrapped(self, *arguments, labels=2, **options):
+        init(self, *arguments, **options)
+        self.labels = labels
+    return wrapped
+
+
+class Config:
+    @taking_more
+    def __init__(self, width=1):
+        self.width = width
 """
 PIPELINE = """
 model: {mlp: {inputs: 2, outputs: 2}}
@@ -80,6 +96,12 @@ def test_objects_are_made_innermost_first_once_and_under_the_seed(folder: Path) 
         again.draw,
     )
     assert len({step.draw, step.inner.draw, data.draw}) == 3
+
+
+def test_a_class_may_take_more_than_what_its_init_wraps(folder: Path) -> None:
+    """As configurations of transformers do, whose `__init__` shows another's signature."""
+    config = made(folder, "{config: {parts.Config: {width: 3, labels: 5}}}").options["config"]
+    assert (config.width, config.labels) == (3, 5)
 
 
 def test_a_reference_is_passed_on_as_it_is(folder: Path) -> None:

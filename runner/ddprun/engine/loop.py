@@ -283,17 +283,17 @@ def clip_gradients(run: StageRun) -> Tensor | None:
     """Clip the gradients; gives their 2-norm before that, shape (): where `clip_norm` needs it anyway, and in
     every n-th step (`timings.grad_norm_every`), since it reads all gradients once more.
     """
-    settings, number = run.settings, run.session.runtime.recorder.current.number
-    params = list(run.session.runtime.model.parameters())
+    settings, model = run.settings, run.session.runtime.model
+    measured = run.measures_norm(run.session.state.step + 1)
     norm = None
-    if run.measures_norm(number) and (settings.clip_norm is None or settings.clip_value is not None):
-        gradients = [param.grad for param in params if param.grad is not None]
+    if measured and (settings.clip_norm is None or settings.clip_value is not None):
+        gradients = [param.grad for param in model.parameters() if param.grad is not None]
         if not any(one.is_sparse for one in gradients):  # which have no norm in torch
             norm = torch.nn.utils.get_total_norm(gradients)
     if settings.clip_value is not None:
-        torch.nn.utils.clip_grad_value_(params, settings.clip_value)
+        torch.nn.utils.clip_grad_value_(model.parameters(), settings.clip_value)
     if settings.clip_norm is not None:
-        total = torch.nn.utils.clip_grad_norm_(params, settings.clip_norm)
+        total = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         norm = total if settings.clip_value is None else norm
     return norm
 
