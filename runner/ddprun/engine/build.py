@@ -170,7 +170,7 @@ class _Chosen:
             problem = f'"{self.name}" is of type {type(target).__name__}, which cannot be called'
             raise self.refused(problem, f"write the name of {wanted}")
         try:
-            # A class may wrap its `__init__` to take more than that shows, as configurations of transformers do.
+            # A class may wrap its `__init__` to take more than that shows, as transformers does.
             signature = inspect.signature(target, follow_wrapped=not inspect.isclass(target))
         except (TypeError, ValueError):
             pass  # written in C: the call itself will say
