@@ -21,7 +21,7 @@ from ddprun_hooks.config.messages import problem as problem
 class Options(BaseModel):
     """Base of every part of a pipeline: strict, frozen, nothing unknown, finite numbers only."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Keys that are likely looked for here and stand elsewhere, and what to do about each."""

@@ -31,7 +31,7 @@ HookSpec = str | Mapping[str, Mapping[str, Any] | None]
 class HookOptions(BaseModel):
     """Options of one built-in hook. The docstring of a subclass is what `ddprun catalog` prints."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
     role: ClassVar[Role]
     implementation: ClassVar[str]

@@ -5,10 +5,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 LAUNCHER = "DDPRUN_LAUNCHER"
 """Environment variable of ranks: their launcher's process id. What a rank starts will not see it."""
@@ -63,12 +65,14 @@ def handle(number: int, handler: Handler | signal.Handlers) -> None:
         signal.signal(number, handler)
 
 
-def in_background(call: Callable[[], _T]) -> Future[_T]:
+def in_background(call: Callable[[], _T]) -> "Future[_T]":
     """Call on a daemon thread.
 
     Whoever waits for the result may set a limit. In the main thread handlers of signals run meanwhile: if it
     made the call itself, they would wait until torch's C++ code, which waits for other hosts, comes back.
     """
+    from concurrent.futures import Future  # it imports logging, and every command imports this file
+
     future: Future[_T] = Future()
 
     def run() -> None:
