@@ -1,120 +1,186 @@
-"""What ddprun costs a step: its engine against a DDP loop written by hand, on two ranks of this machine.
+"""What ddprun costs a step: against a DDP loop written by hand, Accelerate and Lightning, on two ranks.
 
-    python benchmarks/overhead.py [--rounds 5]
+    python -m benchmarks.overhead [--seconds 120] [--model small]
 
-Both train the same model on the same digits without hooks, ddprun with every bucket and step recorded.
-Rounds are interleaved and the hand-written loop runs twice in each, once as its own control. Prints medians
-of steps per second and ratios to the first hand-written one.
+All train the same model on the same digits without hooks (`loops.py`), ddprun with every bucket and step
+recorded. All are started; then one works at a time while the others are stopped (SIGSTOP), for about a second
+each, in an order drawn anew for each round. So all of them meet whatever else the machine does, and nobody's
+start counts. The loop by hand is there twice, as its own control. Accelerate and Lightning take part if they
+are installed. Printed are steps per second as a ratio to the loop by hand, with its 95 % interval.
 """
 
 import argparse
+import importlib.util
 import json
-import statistics
-import subprocess
+import os
+import random
+import signal
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-MODELS = {"small": [64], "medium": [512, 512], "large": [2048, 2048]}
-STEPS = {"small": 1500, "medium": 500, "large": 60}
+import numpy as np
+import psutil
+from benchmarks.loops import BATCH, LR, MOST
+
+from ddprun.compare.compare import ratio_of
+
+MODELS = {"small": [64], "medium": [512, 512], "wide": [1280, 1280], "large": [2048, 2048]}
+BY_HAND, AGAIN, OURS = "by hand", "by hand again", "ddprun"
+OTHERS = {"Accelerate": "accelerate", "Lightning": "lightning"}
 
 PIPELINE = """
 model:
   mlp: {{inputs: 64, hidden: {hidden}, outputs: 10}}
 data: digits
-loader: {{batch_size: 32, drop_last: true}}
-optimizer: {{sgd: {{lr: 0.01}}}}
+loader: {{batch_size: {batch}, drop_last: true}}
+optimizer: {{sgd: {{lr: {lr}}}}}
 stages:
   - train: {{steps: {steps}}}
 """
 
-PLAIN = """
-import json, os, sys, time
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
-from ddprun.zoo.data import digits
-
-hidden, steps = json.loads(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo")
-widths = [64, *hidden, 10]
-layers = [nn.Flatten()]
-for index, (fan_in, fan_out) in enumerate(zip(widths, widths[1:])):
-    layers += [nn.ReLU()] * (index > 0) + [nn.Linear(fan_in, fan_out)]
-model = nn.Sequential(*layers)
-ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-data = digits(held_out=0.2, split_seed=0, folder=Path()).train
-sampler = DistributedSampler(data, drop_last=True)
-loader = DataLoader(data, batch_size=32, sampler=sampler, drop_last=True)
-done, epoch, started = 0, 0, None
-while done < steps:
-    sampler.set_epoch(epoch)
-    for inputs, labels in loader:
-        nn.functional.cross_entropy(ddp(inputs), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        done += 1
-        if done == 3:
-            dist.barrier()
-            started = time.monotonic()
-        if done == steps:
-            break
-    epoch += 1
-if dist.get_rank() == 0:
-    print((steps - 3) / (time.monotonic() - started))
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)  # torch's threads may abort an interpreter that is being taken down
-"""
+_STARTS_WITHIN_S = 180.0
+_STEPS_FIRST = 10
+_NOT_COUNTED = 0.2  # of a slice, at its beginning: caches fill, and the clock of the processor settles
 
 
-def plain(folder: Path, name: str) -> float:
-    """Steps per second of the hand-written loop."""
-    (folder / "plain.py").write_text(PLAIN)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "plain.py"]
-    command = [*torchrun, json.dumps(MODELS[name]), str(STEPS[name])]
-    done = _run(command, folder)
-    return float(done.stdout.split()[-1])
+@dataclass
+class Loop:
+    """One that trains, in a folder of its own."""
+
+    name: str
+    folder: Path
+    hidden: Sequence[int]
+    slices: list[tuple[float, float]] = field(default_factory=list)  # when it worked, monotonic seconds
+
+    def start(self) -> None:
+        """Start it, and stop it once it trains."""
+        self.folder.mkdir()
+        ranks = ["--nproc-per-node", "2"]
+        if self.name == OURS:
+            text = PIPELINE.format(hidden=list(self.hidden), batch=BATCH, lr=LR, steps=MOST)
+            (self.folder / "p.yaml").write_text(text)
+            command = [sys.executable, "-m", "ddprun", "p.yaml", *ranks, "--run-dir", "run"]
+        else:
+            module = OTHERS.get(self.name, "hand")
+            arguments = [module, json.dumps(self.hidden), str(self.folder / "times")]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks]
+            command = [*torchrun, "-m", "benchmarks.loops", *arguments]
+        root = Path(__file__).resolve().parents[1]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(root), *sys.path]),
+        }
+        with (self.folder / "log").open("wb") as log:
+            self.process = psutil.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log)
+        until = time.monotonic() + _STARTS_WITHIN_S
+        while len(self.ends()) < _STEPS_FIRST:
+            if self.process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"{self.name} does not train:\n{(self.folder / 'log').read_text()}")
+            time.sleep(0.2)
+        self.signal(signal.SIGSTOP)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all its processes: ranks first to stop, last to go on."""
+        tree = [self.process, *self.process.children(recursive=True)]
+        for one in reversed(tree) if number == signal.SIGSTOP else tree:
+            one.send_signal(number)
+
+    def work(self, seconds: float) -> None:
+        """Let it train for so long."""
+        self.signal(signal.SIGCONT)
+        begin = time.monotonic()
+        time.sleep(seconds)
+        self.slices.append((begin, time.monotonic()))
+        self.signal(signal.SIGSTOP)
+
+    def end(self) -> None:
+        """End it; ddprun writes the rest of its records."""
+        tree = [self.process, *self.process.children(recursive=True)]
+        self.signal(signal.SIGCONT)
+        self.process.send_signal(signal.SIGINT if self.name == OURS else signal.SIGTERM)
+        _, alive = psutil.wait_procs(tree, timeout=30)
+        for one in alive:
+            one.kill()
+
+    def ends(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """When its steps ended, monotonic seconds; rank 0's."""
+        if self.name != OURS:
+            file = self.folder / "times"
+            times = np.fromfile(file) if file.exists() else np.zeros(0)
+            return times[times > 0]
+        file = self.folder / "run" / "steps" / "rank-00000.jsonl"
+        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+        steps = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return np.array([(step["start_us"] + step["step_us"]) / 1e6 for step in steps])
+
+    def step_times(self) -> list[float]:
+        """Seconds of a step in each slice."""
+        ends, found = self.ends(), []
+        for begin, until in self.slices:
+            begin += _NOT_COUNTED * (until - begin)
+            inside = ends[(ends >= begin) & (ends <= until)]
+            found.append(float(inside[-1] - inside[0]) / (len(inside) - 1))
+        return found
 
 
-def ours(folder: Path, name: str) -> float:
-    """Steps per second of ddprun, from its own step records and without the first three steps."""
-    (folder / "p.yaml").write_text(PIPELINE.format(hidden=MODELS[name], steps=STEPS[name]))
-    command = [sys.executable, "-m", "ddprun", "p.yaml", "--nproc-per-node", "2"]
-    done = _run(command, folder)
-    file = folder / done.stdout.strip() / "steps" / "rank-00000.jsonl"
-    steps = [json.loads(line) for line in file.read_text().splitlines()]
-    end = steps[-1]["start_us"] + steps[-1]["step_us"]
-    return 1e6 * (len(steps) - 3) / float(end - steps[3]["start_us"])
+@contextmanager
+def started(hidden: Sequence[int]) -> Iterator[list[Loop]]:
+    """All that are installed, stopped."""
+    names = [
+        BY_HAND,
+        AGAIN,
+        OURS,
+        *(name for name, module in OTHERS.items() if importlib.util.find_spec(module)),
+    ]
+    with tempfile.TemporaryDirectory() as scratch:
+        loops = [Loop(name, Path(scratch) / name.replace(" ", "-"), hidden) for name in names]
+        running: list[Loop] = []
+        try:
+            for loop in loops:
+                running.append(loop)
+                loop.start()
+            yield loops
+        finally:
+            for loop in running:
+                loop.end()
 
 
-def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
-    return done
+def measure(model: str, seconds: float) -> None:
+    """Print a model's row."""
+    with started(MODELS[model]) as loops:
+        first = loops[0].ends()
+        step_s = float(first[-1] - first[0]) / (len(first) - 1)
+        slice_s = max(1.0, 15 * step_s)
+        for number in range(max(3, round(seconds / slice_s / len(loops)))):
+            for loop in random.Random(number).sample(loops, len(loops)):
+                loop.work(slice_s)
+        for loop in loops:
+            loop.signal(signal.SIGCONT)
+        time.sleep(1.0)  # ddprun writes the records of its last steps
+        times = {loop.name: loop.step_times() for loop in loops}
+    base = times[BY_HAND]
+    cells = []
+    for name, own in times.items():
+        one = ratio_of(list(zip(base, own, strict=True)))
+        shown = "1" if name == BY_HAND else f"{one.mean:.3f} ({one.low:.3f} to {one.high:.3f})"
+        cells.append(f"{name} {shown}")
+    print(f"{model}: {1000 * float(np.median(base)):.2f} ms a step by hand", *cells, sep="\n  ", flush=True)
 
 
 def main() -> None:
-    """Run the comparison and print a table."""
+    """Measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    print(f"{'model':8} {'by hand':>12} {'by hand again':>20} {'ddprun':>20}")
-    for name in MODELS:
-        rates: dict[str, list[float]] = {"by hand": [], "again": [], "ddprun": []}
-        with tempfile.TemporaryDirectory() as scratch:
-            for _ in range(rounds):
-                rates["by hand"].append(plain(Path(scratch), name))
-                rates["ddprun"].append(ours(Path(scratch), name))
-                rates["again"].append(plain(Path(scratch), name))
-        base, again, engine = (statistics.median(rates[key]) for key in ("by hand", "again", "ddprun"))
-        ratios = f"{again:10.1f}/s ({again / base:.2f}) {engine:10.1f}/s ({engine / base:.2f})"
-        print(f"{name:8} {base:10.1f}/s {ratios}")
+    parser.add_argument("--seconds", type=float, default=120, help="for each model")
+    parser.add_argument("--model", choices=list(MODELS), help="one of them only")
+    asked = parser.parse_args()
+    for model in [asked.model] if asked.model else MODELS:
+        measure(model, asked.seconds)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,128 @@
+"""DDP training loops as their users write them; `overhead.py` runs them in turns with ddprun.
+
+    torchrun --nproc-per-node 2 -m benchmarks.loops hand '[64]' TIMES
+
+The model is an MLP with these hidden layers on the digits of `ddprun.zoo`. Rank 0 writes when each step ended
+into TIMES, seconds of the monotonic clock; the loop never ends by itself.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from ddprun.zoo.data import digits
+
+MOST = 2_000_000  # steps
+BATCH, LR = 32, 0.01
+
+
+class Times:
+    """When steps ended, in a file that whoever ends this process can read."""
+
+    def __init__(self, file: str) -> None:
+        self._times = np.memmap(file, np.float64, "w+", shape=(MOST,))
+        self._steps = 0
+
+    def note(self) -> None:
+        """A step ends now."""
+        self._times[self._steps] = time.monotonic()
+        self._steps += 1
+
+
+def mlp(hidden: list[int]) -> nn.Sequential:
+    """The layers that the built-in `mlp` makes."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for index, (fan_in, fan_out) in enumerate(pairwise((64, *hidden, 10))):
+        layers += [nn.ReLU()] * (index > 0) + [nn.Linear(fan_in, fan_out)]
+    return nn.Sequential(*layers)
+
+
+def hand(hidden: list[int], times: Times) -> None:
+    """A plain loop around DDP."""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(mlp(hidden), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    data = digits(held_out=0.2, split_seed=0, folder=Path()).train
+    sampler: DistributedSampler[Any] = DistributedSampler(data, drop_last=True)
+    loader = DataLoader(data, BATCH, sampler=sampler, drop_last=True)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for epoch in count():
+            sampler.set_epoch(epoch)
+            yield from loader
+
+    for inputs, labels in batches():
+        nn.functional.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        times.note()
+
+
+def accelerate(hidden: list[int], times: Times) -> None:
+    """Hugging Face Accelerate."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    net = mlp(hidden)
+    data = digits(held_out=0.2, split_seed=0, folder=Path()).train
+    model, optimizer, loader = accelerator.prepare(
+        net,
+        torch.optim.SGD(net.parameters(), LR),
+        DataLoader(data, BATCH, shuffle=True, drop_last=True),
+    )
+    while True:
+        for inputs, labels in loader:
+            accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+            times.note()
+
+
+def lightning(hidden: list[int], times: Times) -> None:
+    """Lightning's Trainer, without logger, progress bar and checkpoints."""
+    import lightning as pl
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(hidden)
+
+        def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), LR)
+
+    class Note(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, *_: object) -> None:
+            times.note()
+
+    data = digits(held_out=0.2, split_seed=0, folder=Path()).train
+    trainer = pl.Trainer(
+        max_epochs=-1,
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        callbacks=[Note()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), DataLoader(data, BATCH, shuffle=True, drop_last=True))
+
+
+if __name__ == "__main__":
+    loop, layers, file = sys.argv[1:]
+    {"hand": hand, "accelerate": accelerate, "lightning": lightning}[loop](json.loads(layers), Times(file))
