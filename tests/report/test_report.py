@@ -1,6 +1,7 @@
 """The page about one run or several."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -295,6 +296,32 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     assert first[0]["buckets"][1]["all_ready_us"] - first[0]["buckets"][1]["ready_us"] == 3000
 
 
+@pytest.mark.parametrize(
+    ("values", "cells"),
+    [
+        ([2.956, 19.2252, 6.97], ["2.956", "19.225", "6.970"]),
+        ([81.2371, None, 4.08], ["81.24", "-", "4.08"]),
+        ([0.05044, 10.95], ["0.050", "10.950"]),
+        ([3.0, 12.0], ["3", "12"]),
+        ([5.0, 1e-9], ["5", "1e-09"]),
+        ([1234.56, math.nan], ["1,235", "nan"]),
+        (["done", 7], ["done", "7"]),
+    ],
+)
+def test_numbers_of_a_column_have_as_many_decimals(values: list[Any], cells: list[str]) -> None:
+    """So that a reader compares them by their place."""
+    assert html.alike(values) == cells
+
+
+def test_quantities_are_aligned_right() -> None:
+    """With units and intervals, too; a column of nothing is none."""
+    rows = [
+        ["a", 7, "19%", "288 kB", "1.12 (1.00 to 1.26)", "7.9 ± 1.2", None, "none: all-reduce"],
+        ["b", None, "-", "0 B", "-", "8.9 ± 1.5", None, "3 of 4"],
+    ]
+    assert html.Table([""] * 8, rows).numeric == [False, *[True] * 5, False, False]
+
+
 def test_a_long_run_is_thinned_and_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Curves reach from the first step to the last, in few points; what is sent is drawn from all steps."""
     monkeypatch.setattr("ddprun.report.digest._BUCKET_LINES", 2000)
@@ -393,7 +420,8 @@ stages:
         "held-out accuracy",
         "cosine",
         "running_mean",
-        "Started 1 time",
+        "Started once",
+        "local_sgd: {every: 3",
     ):
         assert word.lower() in told.lower(), word
 

@@ -307,9 +307,10 @@ def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
     yield "mean loss, last step", summary.get("loss")
     for name, curve in digest.held_out.items():
         yield f"held-out {name}", curve.means[-1]
-    if best := summary.get("best"):
-        kept = f"after step {best['step']:,}, in {best['file']}"
-        yield f"best {best['metric']}", f"{shown(best['value'])} {kept}"
+    best = summary.get("best")
+    if isinstance(best, Mapping):
+        step, file = shown(best.get("step")), best.get("file")
+        yield f"best {best.get('metric')}", f"{shown(best.get('value'))} after step {step}, in {file}"
     if digest.recorded:
         yield "exposed communication", f"{digest.times.exposed:.0%} of step time"
     if "wire_bytes" in summary:
