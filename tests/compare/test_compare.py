@@ -324,7 +324,7 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     )
     assert done.code == 0, done.stderr
     table = json.loads(done.stdout)
-    assert [row["variant"] for row in table] == ["hooks=[]", "hooks=[] once more", 'hooks=["noop"]']
+    assert [row["variant"] for row in table] == ["hooks=[]", "hooks=[] once more", "hooks=[noop]"]
     assert [row["turns"] for row in table] == [10, 10, 10], "the first of each seed warms up"
     assert [row["seeds"] for row in table] == [2, 2, 2]
     assert table[1]["learning"] == "learns the same"

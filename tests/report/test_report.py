@@ -229,7 +229,7 @@ def test_a_comparison_has_one_scale_and_one_speed(tmp_path: Path) -> None:
     areas = [chart for chart in over_steps(charts_in(text)) if "stackgroup" in chart["data"][0]]
     assert len(areas) == 2
     assert areas[0]["layout"]["yaxis"]["range"] == areas[1]["layout"]["yaxis"]["range"]
-    assert "steps per second 100 33.33" in told
+    assert "steps per second 100.00 33.33" in told
 
 
 def test_steps_that_are_not_timed_count_in_curves_only(tmp_path: Path) -> None:
@@ -346,6 +346,8 @@ def test_runs_stand_side_by_side_under_names_that_tell_them_apart(tmp_path: Path
     assert "x/one" in told
     assert "y/one" in told
     assert odd in told
+    assert told.count("Nothing went wrong.") == 1  # said once of all runs
+    assert told.count("stage kind steps") == 2
     assert "<b>" not in text.partition("<script>")[0]
     loss = charts_in(text)["chart-0"]["choices"][""]
     assert {trace["name"] for trace in loss["data"] if "name" in trace} == {"x/one", "y/one"}

@@ -243,14 +243,21 @@ def named(digests: Sequence[Digest]) -> Runs:
 def _each(
     blocks: Callable[[Digest], Iterator[Block]], has_any: Callable[[Digest], Any] = lambda _: True
 ) -> Callable[[Runs], Iterator[Block]]:
-    """A section that says the same of each run; none if `has_any` holds for no run."""
+    """A section with the same blocks for each run, or once if all have the same text; none if `has_any`
+    holds for no run.
+    """
 
     def section(runs: Runs) -> Iterator[Block]:
-        if any(has_any(digest) for _, digest in runs):
-            for name, digest in runs:
-                if len(runs) > 1:
-                    yield Text(name, "heading")
-                yield from blocks(digest)
+        if not any(has_any(digest) for _, digest in runs):
+            return
+        found = [(name, list(blocks(digest))) for name, digest in runs]
+        first = found[0][1]
+        if all(isinstance(block, Text) for block in first) and all(one == first for _, one in found):
+            found = [("All runs", first)]
+        for name, of_run in found:
+            if len(runs) > 1:
+                yield Text(name, "heading")
+            yield from of_run
 
     return section
 
