@@ -352,7 +352,10 @@ def _call(name: str, positional: Sequence[Any], named: Mapping[str, Any] | None 
 def _type_and_shape(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    return type(value).__name__
+    name = type(value).__name__
+    if isinstance(value, list | tuple) and value:
+        return f"{name} of {len(value)}, first {_type_and_shape(value[0])}"
+    return name
 
 
 def freeze_layout(
