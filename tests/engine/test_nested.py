@@ -196,7 +196,7 @@ def test_what_is_trusted_may_be_made(folder: Path, monkeypatch: pytest.MonkeyPat
         (
             "{parts.opened: {path: no/such}}",
             [
-                'p.yaml:4:20: data."parts.Data".a."parts.opened": while calling "parts.opened"',
+                'p.yaml:4:34: data."parts.Data".a."parts.opened": while calling "parts.opened"',
                 "a relative path is looked up in the current folder, CWD; "
                 '"{here}/no/such" is in the folder of the pipeline',
             ],
@@ -204,14 +204,14 @@ def test_what_is_trusted_may_be_made(folder: Path, monkeypatch: pytest.MonkeyPat
         (
             "{parts.typed: {dtype: torch.float32}}",
             [
-                'p.yaml:4:20: data."parts.Data".a."parts.typed": while calling "parts.typed"',
+                'p.yaml:4:33: data."parts.Data".a."parts.typed": while calling "parts.typed"',
                 'dtype: "torch.float32" is passed on as a string; '
                 "{ref: torch.float32} passes the object itself",
             ],
         ),
         (
             "{broken.part: {}}",
-            ['p.yaml:4:20: data."parts.Data".a."broken.part": while importing "broken.part"'],
+            ['p.yaml:4:33: data."parts.Data".a."broken.part": while importing "broken.part"'],
         ),
     ],
     ids=["path", "string", "import"],

@@ -11,7 +11,7 @@ KNOWN = GlobalStep([120], [1.9484], [1.9493, 1.9475], stop=False, checkpoint=Fal
 @pytest.mark.parametrize(
     ("first", "done", "known", "line"),
     [
-        (0, 4, None, "train: step 4/50, rank 0's loss 2.5000, 12.0 steps/s"),
+        (0, 5, None, "train: step 5/50, rank 0's loss 2.5000, 12.0 steps/s"),
         (0, 120, KNOWN, "train: step 120/50, mean loss 1.9484 (rank 0: 1.9493), 12.0 steps/s"),
         (
             100,
