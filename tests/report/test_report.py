@@ -315,7 +315,7 @@ def test_numbers_of_a_column_have_as_many_decimals(values: list[Any], cells: lis
 
 def test_quantities_are_aligned_right() -> None:
     """With units and intervals, too; a column of nothing is none."""
-    rows = [
+    rows: list[list[Any]] = [
         ["a", 7, "19%", "288 kB", "1.12 (1.00 to 1.26)", "7.9 ± 1.2", None, "none: all-reduce"],
         ["b", None, "-", "0 B", "-", "8.9 ± 1.5", None, "3 of 4"],
     ]
