@@ -221,14 +221,14 @@ def test_the_table_has_four_forms(tmp_path: Path) -> None:
 
 def test_all_combinations_are_named() -> None:
     """The twin stands behind the first, nothing sent at the end."""
-    keys = [("hooks", ["[]", '["fp16"]']), ("seed", ["0", "1"])]
+    keys = [("hooks", ["[]", "[fp16]"]), ("seed", ["0", "1"])]
     found = variants([Path("a.yaml")], ["accumulate=2"], keys, noop=True, twin=True)
     assert [variant.name for variant in found] == [
         "hooks=[], seed=0",
         "hooks=[], seed=0 once more",
         "hooks=[], seed=1",
-        'hooks=["fp16"], seed=0',
-        'hooks=["fp16"], seed=1',
+        "hooks=[fp16], seed=0",
+        "hooks=[fp16], seed=1",
         "nothing sent (noop)",
     ]
     assert found[2].overrides == ("accumulate=2", "hooks=[]", "seed=1")
@@ -324,7 +324,7 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     )
     assert done.code == 0, done.stderr
     table = json.loads(done.stdout)
-    assert [row["variant"] for row in table] == ["hooks=[]", "hooks=[] once more", 'hooks=["noop"]']
+    assert [row["variant"] for row in table] == ["hooks=[]", "hooks=[] once more", "hooks=[noop]"]
     assert [row["turns"] for row in table] == [10, 10, 10], "the first of each seed warms up"
     assert [row["seeds"] for row in table] == [2, 2, 2]
     assert table[1]["learning"] == "learns the same"

@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from ddprun.config import PipelineError, load
 from ddprun.engine import build, seeding
+from ddprun.engine.objective import Objective
 from ddprun.host.import_path import make_folder_importable
 from tests.ranks import ddprun_here
 
@@ -49,6 +52,16 @@ def taking_more(init):
     return wrapped
 
 
+def opened(path):
+    with open(path):
+        return path
+
+
+def typed(dtype):
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("no dtype")
+
+
 class Config:
     @taking_more
     def __init__(self, width=1):
@@ -67,6 +80,7 @@ stages: [train: {steps: 1}]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("nested")
     (found / "parts.py").write_text(MODULE)
+    (found / "broken.py").write_text("raise OSError('no such library')\n")
     make_folder_importable(found)
     return found
 
@@ -174,3 +188,65 @@ def test_what_is_trusted_may_be_made(folder: Path, monkeypatch: pytest.MonkeyPat
     """Of torch the plain places, and types of tensors."""
     monkeypatch.setenv("DDPRUN_TRUSTED", "./parts,torch")
     made(folder, "{a: {torch.nn.Linear: {in_features: 2, out_features: 3, dtype: {ref: torch.float64}}}}")
+
+
+@pytest.mark.parametrize(
+    ("option", "notes"),
+    [
+        (
+            "{parts.opened: {path: no/such}}",
+            [
+                'p.yaml:4:34: data."parts.Data".a."parts.opened": while calling "parts.opened"',
+                "a relative path is looked up in the current folder, CWD; "
+                '"{here}/no/such" is in the folder of the pipeline',
+            ],
+        ),
+        (
+            "{parts.typed: {dtype: torch.float32}}",
+            [
+                'p.yaml:4:33: data."parts.Data".a."parts.typed": while calling "parts.typed"',
+                'dtype: "torch.float32" is passed on as a string; '
+                "{ref: torch.float32} passes the object itself",
+            ],
+        ),
+        (
+            "{broken.part: {}}",
+            ['p.yaml:4:33: data."parts.Data".a."broken.part": while importing "broken.part"'],
+        ),
+    ],
+    ids=["path", "string", "import"],
+)
+def test_what_fails_has_notes_of_its_place_and_what_may_be_wrong(
+    folder: Path, option: str, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below its traceback, which says nothing of the file."""
+    monkeypatch.chdir(folder.parent)
+    with pytest.raises((OSError, ValueError)) as raised:
+        made(folder, f"{{a: {option}}}")
+    expected = [f"{folder}/{notes[0]}", *notes[1:]]
+    assert raised.value.__notes__ == [note.replace("CWD", str(folder.parent)) for note in expected]
+
+
+@pytest.mark.parametrize(
+    ("loss", "notes"),
+    [
+        (
+            "model",
+            [
+                "the model was called as model(float32 (4, 2), int64 (4,))",
+                "write batch: {inputs: …} if its arguments are others",
+            ],
+        ),
+        ("cross_entropy", ["the loss was called as loss(float32 (4, 3), int64 (4,))"]),
+    ],
+)
+def test_a_model_or_loss_that_fails_has_a_note_of_how_it_was_called(
+    folder: Path, loss: str, notes: list[str]
+) -> None:
+    """With types and shapes."""
+    (folder / "q.yaml").write_text(f"{PIPELINE.replace('OPTIONS', '{}')}loss: {loss}\n")
+    loaded = load(folder / "q.yaml")
+    objective = Objective(loaded, build.build_loss(loaded, torch.device("cpu")))
+    with pytest.raises((IndexError, TypeError)) as raised:
+        objective(nn.Linear(2, 3), (torch.zeros(4, 2), torch.full((4,), 5)))
+    assert raised.value.__notes__ == notes

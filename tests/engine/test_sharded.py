@@ -122,7 +122,8 @@ def test_data_that_is_sharded_twice_is_told(tmp_path: Path, kind: str) -> None:
     lines = said.partition("data: rank 1")[2].splitlines()[:2]
     assert lines[0].endswith("; if it shards itself, 1 of 2 samples are never used")
     assert lines[1].startswith(
-        "  write loader: {sharded: true} then; if it draws at random, use the seeded torch"
+        "  write loader: {sharded: true} then; if it draws at random, use torch, NumPy or random, "
+        "which are seeded"
     )
     assert all(len(line) <= 110 for line in lines)
     assert summary(folder)["samples"] == 30

@@ -1,6 +1,7 @@
 """The page about one run or several."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -228,7 +229,7 @@ def test_a_comparison_has_one_scale_and_one_speed(tmp_path: Path) -> None:
     areas = [chart for chart in over_steps(charts_in(text)) if "stackgroup" in chart["data"][0]]
     assert len(areas) == 2
     assert areas[0]["layout"]["yaxis"]["range"] == areas[1]["layout"]["yaxis"]["range"]
-    assert "steps per second 100 33.33" in told
+    assert "steps per second 100.0 33.3" in told
 
 
 def test_steps_that_are_not_timed_count_in_curves_only(tmp_path: Path) -> None:
@@ -295,6 +296,32 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     assert first[0]["buckets"][1]["all_ready_us"] - first[0]["buckets"][1]["ready_us"] == 3000
 
 
+@pytest.mark.parametrize(
+    ("values", "cells"),
+    [
+        ([2.956, 19.2252, 6.97], ["2.96", "19.23", "6.97"]),
+        ([81.2371, None, 4.08], ["81.24", "-", "4.08"]),
+        ([0.05044, 10.95], ["0.050", "10.950"]),
+        ([3.0, 12.0], ["3", "12"]),
+        ([5.0, 1e-9], ["5", "1e-09"]),
+        ([1234.56, math.nan], ["1,235", "nan"]),
+        (["done", 7], ["done", "7"]),
+    ],
+)
+def test_numbers_of_a_column_have_as_many_decimals(values: list[Any], cells: list[str]) -> None:
+    """So that a reader compares them by their place."""
+    assert html.alike(values) == cells
+
+
+def test_quantities_are_aligned_right() -> None:
+    """With units and intervals, too; a column of nothing is none."""
+    rows: list[list[Any]] = [
+        ["a", 7, "19%", "288 kB", "1.12 (1.00 to 1.26)", "7.9 ± 1.2", None, "none: all-reduce"],
+        ["b", None, "-", "0 B", "-", "8.9 ± 1.5", None, "3 of 4"],
+    ]
+    assert html.Table([""] * 8, rows).numeric == [False, *[True] * 5, False, False]
+
+
 def test_a_long_run_is_thinned_and_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Curves reach from the first step to the last, in few points; what is sent is drawn from all steps."""
     monkeypatch.setattr("ddprun.report.digest._BUCKET_LINES", 2000)
@@ -319,6 +346,8 @@ def test_runs_stand_side_by_side_under_names_that_tell_them_apart(tmp_path: Path
     assert "x/one" in told
     assert "y/one" in told
     assert odd in told
+    assert told.count("Nothing went wrong.") == 1  # said once of all runs
+    assert told.count("stage kind steps") == 2
     assert "<b>" not in text.partition("<script>")[0]
     loss = charts_in(text)["chart-0"]["choices"][""]
     assert {trace["name"] for trace in loss["data"] if "name" in trace} == {"x/one", "y/one"}
@@ -393,7 +422,8 @@ stages:
         "held-out accuracy",
         "cosine",
         "running_mean",
-        "Started 1 time",
+        "Started once",
+        "local_sgd: {every: 3",
     ):
         assert word.lower() in told.lower(), word
 

@@ -1,6 +1,5 @@
 """`ddprun compare`."""
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -77,12 +76,10 @@ def compare(
     from ddprun.compare import learning
     from ddprun.config import load
     from ddprun.config.overrides import alternatives
+    from ddprun.config.resolved import flow
     from ddprun.report import html
 
-    keys = [
-        (key, [json.dumps(value, ensure_ascii=False) for value in values])
-        for key, values in alternatives(vary, "--vary")
-    ]
+    keys = [(key, list(map(flow, values))) for key, values in alternatives(vary, "--vary")]
     everywhere = [*overrides, *([f"timings.fidelity_every={turn}"] if fidelity else [])]
     found = comparing.variants(pipelines, everywhere, keys, noop=noop, twin=control)
     chosen = [comparing.fitted(one, steps) for one in found]

@@ -78,7 +78,7 @@ def _of_model(kind: str, name: str, model: type[BaseModel]) -> Entry:
     options = [
         {
             "name": key,
-            "type": docs.type_words(item),
+            "type": docs.type_words(item, schema.get("$defs", {})),
             "required": key in schema.get("required", ()),
             "default": item.get("default"),
             "description": texts.get(key, ""),

@@ -1,7 +1,7 @@
 """Checks across keys: what has no effect, or breaks, together with the rest of the file."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,9 +255,9 @@ def _sampler_and_shuffle(pipeline: Pipeline) -> Iterator[CrossCheck]:
         yield CrossCheck(("loader", "shuffle"), text, "remove one of the two")
 
 
-@_reads("loss", "stages", "weight_by")
+@_reads("batch", "loss", "stages", "weight_by")
 def _metrics_with_loss(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    loss = pipeline.loss
+    loss, warned = pipeline.loss, False
     for path, metric in _metrics(pipeline):
         if metric.source != "built-in":
             continue
@@ -266,10 +266,13 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[CrossCheck]:
         if own and metric.name == "accuracy":
             text = f"{clash}: what the model returns besides its loss is not known"
             yield CrossCheck(path, text, "write a dotted function of (output, batch), or name a loss")
-        elif own and pipeline.weight_by is None:
+        elif own and pipeline.weight_by is None and not warned:
             text = f'{clash} without "weight_by": it is of the mean over samples, not over targets'
-            hint = "write weight_by: {targets: {of: labels, shift: 1}}, as the model counts"
+            inputs = pipeline.batch.inputs
+            key = inputs.get("labels", "labels") if isinstance(inputs, Mapping) else "labels"
+            hint = f"write weight_by: {{targets: {{of: {key}, shift: 1}}}}, as the model counts"
             yield CrossCheck(path, text, hint, "warning")
+            warned = True  # once, however many evaluations there are
         elif own:
             continue
         elif metric.name == "perplexity" and loss.name not in ("CrossEntropyLoss", "NLLLoss"):

@@ -8,8 +8,9 @@ import ast
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
@@ -64,12 +65,15 @@ _DEFINITIONS = {
 """Types that functions of ours read, where `a` and their name do not say it."""
 
 
-def type_words(schema: dict[str, Any]) -> str:
+def type_words(schema: dict[str, Any], definitions: Mapping[str, Any] = MappingProxyType({})) -> str:
     """A JSON Schema of one option in words: `a whole number, at least 1`."""
+    if "$ref" in schema:
+        keys = definitions.get(schema["$ref"].rpartition("/")[2], {}).get("properties", ())
+        return f"{{{', '.join(keys)}}}" if keys else "anything"
     if "definition" in schema:
         return _DEFINITIONS.get(schema["definition"], f"a {schema['definition']}")
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(type_words(item) for item in schema["anyOf"]))
+        return " or ".join(dict.fromkeys(type_words(item, definitions) for item in schema["anyOf"]))
     if "enum" in schema:
         return " or ".join(str(item) for item in schema["enum"])
     if "const" in schema:
@@ -78,7 +82,7 @@ def type_words(schema: dict[str, Any]) -> str:
         count = schema.get("minItems") if schema.get("minItems") == schema.get("maxItems") else None
         if "prefixItems" in schema:
             return f"a list of {count} values"
-        items = type_words(schema["items"]) if "items" in schema else "anything"
+        items = type_words(schema["items"], definitions) if "items" in schema else "anything"
         return f"a list of {count} (each {items})" if count else f"a list (each {items})"
     names = {
         "integer": "a whole number",

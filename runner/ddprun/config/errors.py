@@ -31,6 +31,13 @@ _REASONS: dict[KeyPath, str] = {
 }
 """Of a bound, why it is one."""
 
+_FORMS_OF_MAPPINGS: dict[str | int, str] = {
+    "evaluate": "write {every: …, metrics: […]}",
+    "keep_best": "write {metric: …}",
+    "stop": "write {metric: …, patience: …}",
+}
+"""What to write for keys of a stage that are taken for lists or names."""
+
 WORDED = frozenset(
     {
         *(OWN, *WANTED, *BOUNDS),
@@ -157,7 +164,8 @@ def _sentence(
             return f"is longer than {context['max_length']} characters", None, None
     text, allowed, near = worded(item, got)
     if wanted := WANTED.get(kind) or context.get("wanted"):
-        allowed = _hint(wanted, node, value) or allowed
+        form = _FORMS_OF_MAPPINGS.get(path[-1]) if path and wanted == "a mapping" else None
+        allowed = form or _hint(wanted, node, value) or allowed
     return text, _REASONS.get(path[-2:]) if kind in BOUNDS else allowed, near
 
 

@@ -45,7 +45,11 @@ class Accumulating:
 
     def update(self, outcome: Outcome) -> None:
         """Add a batch, all of whose samples count."""
-        self._metric.update(outcome.output, outcome.target)
+        try:
+            self._metric.update(outcome.output, outcome.target)
+        except Exception as error:
+            error.add_note(f"in the metric {type(self._metric).__name__}")
+            raise
         self._updated = True
 
     def compute(self, control: Control) -> float:

@@ -3,7 +3,9 @@
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -162,6 +164,9 @@ class _Chosen:
         except DottedNameError as error:
             where = f"names are looked up among installed packages, then in {self.loaded.folder}"
             raise self.refused(str(error), where) from None
+        except Exception as error:  # of the module itself
+            error.add_note(self._at(f'while importing "{self.name}"'))
+            raise
 
     def callable(self, *positional: Any, wanted: str = "a function") -> Callable[..., Any]:
         """The same with its options, which must fit its signature next to positional arguments."""
@@ -183,8 +188,32 @@ class _Chosen:
         return functools.partial(target, **self.options)
 
     def call(self) -> Any:
-        """What a dotted class or function makes."""
-        return self.callable(wanted="a class or a function")()
+        """What a dotted class or function makes. What it raises gets a note of its place in the file."""
+        make = self.callable(wanted="a class or a function")
+        try:
+            return make()
+        except Exception as error:
+            error.add_note(self._at(f'while calling "{self.name}"'))
+            for note in self._hints(error):
+                error.add_note(note)
+            raise
+
+    def _hints(self, error: Exception) -> Iterator[str]:
+        """What may be wrong with the options, as far as an error of the call shows."""
+        name = error.filename if isinstance(error, FileNotFoundError) else None
+        if isinstance(name, str) and not os.path.isabs(name):
+            yield (
+                f"a relative path is looked up in the current folder, {os.getcwd()}; "
+                f'"{{here}}/{name}" is in the folder of the pipeline'
+            )
+        for key, value in self.options.items():
+            module, _, attribute = value.rpartition(".") if isinstance(value, str) else ("", "", "")
+            if hasattr(sys.modules.get(module), attribute):
+                yield f'{key}: "{value}" is passed on as a string; {{ref: {value}}} passes the object itself'
+
+    def _at(self, text: str) -> str:
+        """A text behind its place in the file."""
+        return self.loaded.fault(self.key, text).headline
 
     def over_dataset(self, dataset: Any) -> Callable[[], Any]:
         """What makes an object over a data set: its argument `dataset`, or else the first, unless the options

@@ -369,7 +369,8 @@ class Feed:
             self._warned = True
             self.warn(
                 "read again, it begins with other samples; if it reads one source, the first ones are lost\n"
-                "  write loader: {workers: 0} then; if it draws at random, use seeded torch, NumPy or random"
+                "  write loader: {workers: 0} then; if it draws at random, use torch, NumPy or random, "
+                "which are seeded"
             )
         return chain([first], loaded)
 

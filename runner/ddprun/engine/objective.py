@@ -160,10 +160,20 @@ class Objective:
     def __call__(self, model: nn.Module, content: Any) -> Outcome:
         """Forward and loss; raises a PipelineError if batches, model and loss do not fit together."""
         positional, named, target = self._parts(content)
-        output = model(*positional, **named)
+        try:
+            output = model(*positional, **named)
+        except Exception as error:
+            error.add_note(f"the model was called as {_call('model', positional, named)}")
+            if self._loss is None and self._batch.inputs is None and positional:
+                error.add_note("write batch: {inputs: …} if its arguments are others")
+            raise
         if self._loss is None:
             return Outcome(self._own_loss(output), output, content, content)
-        loss = self._loss(output, target)
+        try:
+            loss = self._loss(output, target)
+        except Exception as error:
+            error.add_note(f"the loss was called as {_call('loss', (output, target))}")
+            raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise self._refused("loss", f"gives {shape}", "one number is wanted: the mean over the batch")
@@ -330,6 +340,22 @@ def find_buffer_use(
                 return objective(model, content).loss
 
         return probe(model, forward)
+
+
+def _call(name: str, positional: Sequence[Any], named: Mapping[str, Any] | None = None) -> str:
+    """A call with the types and shapes of its arguments: `model(float32 (8, 4), mask=bool (8, 4))`."""
+    given = [_type_and_shape(value) for value in positional]
+    given += [f"{key}={_type_and_shape(value)}" for key, value in (named or {}).items()]
+    return f"{name}({', '.join(given)})"
+
+
+def _type_and_shape(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    name = type(value).__name__
+    if isinstance(value, list | tuple) and value:
+        return f"{name} of {len(value)}, first {_type_and_shape(value[0])}"
+    return name
 
 
 def freeze_layout(

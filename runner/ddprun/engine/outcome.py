@@ -269,6 +269,15 @@ def note_failure(run_dir: Path | None, rank: int, text: str) -> None:
 
 
 def _headline(error: BaseException, secrets: Secrets) -> str:
+    """The error in a line, and what it was raised from in the first place."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    text = _in_a_line(error, secrets)
+    return text if first is error else f"{text} (caused by {_in_a_line(first, secrets)})"
+
+
+def _in_a_line(error: BaseException, secrets: Secrets) -> str:
     text = secrets.redact(str(error)).strip().splitlines()  # before a secret of several lines is cut
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 

@@ -51,7 +51,7 @@ class Reporter:
         self._newest: GlobalStep | None = None
         self._shown = self._overflows = 0
         self._straggler = None
-        self.screen.begin(name, steps)
+        self.screen.begin(name, steps, first)
 
     def end_stage(self) -> None:
         """The stage is over."""

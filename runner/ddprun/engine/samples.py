@@ -154,5 +154,6 @@ def differing(odd: Sequence[int], ranks: int, how: str | None) -> str:
     some = ", ".join(map(str, odd[:4])) + (", …" if len(odd) > 4 else "")
     return (
         f"rank {some} and rank 0 read different first samples; if it shards itself, {lost}\n"
-        "  write loader: {sharded: true} then; if it draws at random, use the seeded torch, NumPy or random"
+        "  write loader: {sharded: true} then; if it draws at random, use torch, NumPy or random, which are "
+        "seeded"
     )

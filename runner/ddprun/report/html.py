@@ -4,11 +4,10 @@ This module gathers what is on the page: sections of texts, tables and charts, t
 plotly.js. How it looks is in the folder `page`: the template, the style sheet, and the script that draws.
 """
 
-import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -20,6 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ddprun import __version__
+from ddprun.config.resolved import flow
 from ddprun.report.digest import PART_NAMES, Curve, Digest, difference, sentences, stragglers, where
 from ddprun.report.runs import event_name
 from ddprun.telemetry.steps import PARTS
@@ -47,6 +47,9 @@ _LABEL = 18  # characters of a line beside a bar
 _CURVE_ROWS = 20
 _AS_THEY_ARE = ("parameters", "buffers", "optimizer")  # what is sent without hooks
 _NO_STEPS = "No step records."
+_EMPTY = (None, "", "-")
+_MOST_DECIMALS = 7
+_QUANTITY = re.compile(r"[+-]?[\d.,]+( ± [\d.,]+)?( ?%| [kMGT]?B)?( \([^()]+ to [^()]+\))?")
 
 Chart = dict[str, Any]  # as plotly.js takes it
 Runs = Sequence[tuple[str, Digest]]  # each with the name under which the page shows it
@@ -94,7 +97,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under their heads; columns of numbers are aligned right."""
+    """Rows under their heads; columns of numbers are aligned right, with as many decimals in each cell."""
 
     kind: ClassVar[str] = "table"
     heads: Sequence[str]
@@ -104,9 +107,17 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """For each column, whether all its cells are numbers."""
-        columns = zip_longest(*self.rows) if self.rows else [[""]] * len(self.heads)
-        return [all(cell is None or isinstance(cell, int | float) for cell in column) for column in columns]
+        """For each column, whether all its cells are numbers, some of them with a unit or an interval."""
+        columns = list(zip_longest(*self.rows)) or [()] * len(self.heads)
+        return [
+            any(cell not in _EMPTY for cell in column) and all(map(_is_quantity, column))
+            for column in columns
+        ]
+
+    @property
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows as a reader wants them."""
+        return list(zip(*map(alike, zip_longest(*self.rows)), strict=True))
 
 
 @dataclass(slots=True)
@@ -154,7 +165,7 @@ def page(runs: Runs, comparison: Comparison | None = None) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"shown": shown, "code": _code}
+    environment.filters["code"] = _code
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template("report.html").render(
         title="ddprun: " + (", ".join(name for name, _ in runs) if len(runs) < 3 else f"{len(runs)} runs"),
@@ -194,6 +205,24 @@ def shown(value: Any) -> str:
     return str(value)
 
 
+def alike(values: Iterable[Any]) -> list[str]:
+    """Values of one quantity as a reader wants them: with as many decimals as the largest needs for four
+    digits and the smallest for two. Each as it is, if that would be more than seven.
+    """
+    values = list(values)
+    sizes = [abs(value) for value in values if isinstance(value, float) and value and math.isfinite(value)]
+    if all(size.is_integer() for size in sizes):
+        return [shown(value) for value in values]
+    digits = max(3 - math.floor(math.log10(max(sizes))), 1 - math.floor(math.log10(min(sizes))), 0)
+    if digits > _MOST_DECIMALS:
+        return list(map(shown, values))
+    return [f"{value:,.{digits}f}" if isinstance(value, float) else shown(value) for value in values]
+
+
+def _is_quantity(cell: Any) -> bool:
+    return cell in _EMPTY or isinstance(cell, int | float) or bool(_QUANTITY.fullmatch(str(cell)))
+
+
 def _code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
@@ -214,14 +243,21 @@ def named(digests: Sequence[Digest]) -> Runs:
 def _each(
     blocks: Callable[[Digest], Iterator[Block]], has_any: Callable[[Digest], Any] = lambda _: True
 ) -> Callable[[Runs], Iterator[Block]]:
-    """A section that says the same of each run; none if `has_any` holds for no run."""
+    """A section with the same blocks for each run, or once if all have the same text; none if `has_any`
+    holds for no run.
+    """
 
     def section(runs: Runs) -> Iterator[Block]:
-        if any(has_any(digest) for _, digest in runs):
-            for name, digest in runs:
-                if len(runs) > 1:
-                    yield Text(name, "heading")
-                yield from blocks(digest)
+        if not any(has_any(digest) for _, digest in runs):
+            return
+        found = [(name, list(blocks(digest))) for name, digest in runs]
+        first = found[0][1]
+        if all(isinstance(block, Text) for block in first) and all(one == first for _, one in found):
+            found = [("All runs", first)]
+        for name, of_run in found:
+            if len(runs) > 1:
+                yield Text(name, "heading")
+            yield from of_run
 
     return section
 
@@ -259,7 +295,7 @@ def _over_steps(
 def _facts(runs: Runs) -> Iterator[Block]:
     columns = [dict(_facts_of(digest)) for _, digest in runs]
     keys = dict.fromkeys(key for column in columns for key in column)
-    rows = [[key, *(shown(column.get(key)) for column in columns)] for key in keys]
+    rows = [[key, *alike(column.get(key) for column in columns)] for key in keys]
     yield Table(["", *(name for name, _ in runs)], rows)
 
 
@@ -278,6 +314,10 @@ def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
     yield "mean loss, last step", summary.get("loss")
     for name, curve in digest.held_out.items():
         yield f"held-out {name}", curve.means[-1]
+    best = summary.get("best")
+    if isinstance(best, Mapping):
+        step, file = shown(best.get("step")), best.get("file")
+        yield f"best {best.get('metric')}", f"{shown(best.get('value'))} after step {step}, in {file}"
     if digest.recorded:
         yield "exposed communication", f"{digest.times.exposed:.0%} of step time"
     if "wire_bytes" in summary:
@@ -285,7 +325,12 @@ def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
     yield "seconds", summary.get("seconds")
     for name, version in (summary.get("versions") or {}).items():
         yield name, version
-    yield "started", started.get("time")
+    yield "started", _moment(started.get("time"))
+
+
+def _moment(time: Any) -> Any:
+    """A time of an event, without fractions of a second: `2026-11-23 23:30:38 UTC`."""
+    return re.sub(r"^([\d-]+)T([\d:]+)(\.\d+)?Z$", r"\1 \2 UTC", time) if isinstance(time, str) else time
 
 
 def _loss(runs: Runs) -> Iterator[Block]:
@@ -482,7 +527,7 @@ def _stages(digest: Digest) -> Iterator[Block]:
     for index, stage in enumerate((digest.run.summary or {}).get("stages", ())):
         event, times = begun.get(index, {}), timed.get(index)
         sync = event.get("sync")
-        sync = sync if sync is None or isinstance(sync, str) else json.dumps(sync)
+        sync = sync if sync is None else flow(sync)
         about = [stage.get(key) for key in ("kind", "steps", "seconds")]
         about += [times.mean_parts_us["step_us"] / 1000, f"{times.exposed:.0%}"] if times else [None, None]
         rows.append([index, *about, sync, ", ".join(event.get("hooks", ())) or None])
@@ -492,17 +537,19 @@ def _stages(digest: Digest) -> Iterator[Block]:
 
 def _buffers(digest: Digest) -> Iterator[Block]:
     verdict = (digest.run.first("buffers") or {}).get("verdict")
-    yield Text(str(verdict or "The pipeline file says when buffers are sent."))
+    text = str(verdict or "the pipeline file says when buffers are sent")
+    yield Text(f"{text[:1].upper()}{text[1:].rstrip('.')}.")
 
 
 def _faults(digest: Digest) -> Iterator[Block]:
     found = [event for event in digest.run.events if event["event"] in _FAULTS]
-    yield Text(f"Started {count(len(digest.run.all('started')), 'time')}.")
+    starts = len(digest.run.all("started"))
+    yield Text("Started once." if starts == 1 else f"Started {count(starts, 'time')}.")
     if not found:
         yield Text("Nothing went wrong.")
         return
     rows = [
-        [event.get("time"), event_name(event["event"]), event.get("step"), _details(event)]
+        [_moment(event.get("time")), event_name(event["event"]), event.get("step"), _details(event)]
         for event in found[-_MOST_FAULTS:]
     ]
     left_out = f"The last {_MOST_FAULTS} of {len(found)}." if len(found) > _MOST_FAULTS else ""

@@ -29,8 +29,8 @@ class Screen:
     def note(self, text: str) -> None:
         """Say something once."""
 
-    def begin(self, stage: str, steps: int | None) -> None:
-        """A stage begins; `steps` is None where nobody can know."""
+    def begin(self, stage: str, steps: int | None, first: int) -> None:
+        """A stage begins after `first` steps of the run; `steps` is None where nobody can know."""
 
     def step(self, done: int, known: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
         """`done` steps of the stage are finished; `known`: the newest that all ranks know, if anything.
@@ -55,14 +55,14 @@ class Plain(Screen):
         self._console = Console(stderr=True, highlight=False, color_system=None, width=100, soft_wrap=True)
         self._stage = ""
         self._steps: int | None = None
-        self._next_step = 0
+        self._first = self._next_step = 0
         self._next_time = 0.0
 
     def note(self, text: str) -> None:
         self._console.print(self._redact(text), markup=False)
 
-    def begin(self, stage: str, steps: int | None) -> None:
-        self._stage, self._steps = stage, steps
+    def begin(self, stage: str, steps: int | None, first: int) -> None:
+        self._stage, self._steps, self._first = stage, steps, first
         self._next_step = 0 if steps is None else max(1, steps // _LINES_PER_STAGE)
         self._next_time = time.monotonic() + _LINE_EVERY_S
 
@@ -73,7 +73,12 @@ class Plain(Screen):
             return
         self._next_time = time.monotonic() + _LINE_EVERY_S
         of = "" if self._steps is None else f"/{self._steps}"
-        self.note(f"{self._stage}: step {done}{of}, {progress_text(known, own_loss, steps_per_s)}")
+        self.note(f"{self._stage}: step {done}{of}{self._tail(done, known, own_loss, steps_per_s)}")
+
+    def _tail(self, done: int, known: GlobalStep | None, own_loss: float, steps_per_s: float) -> str:
+        """What follows the stage's step: the run's, if it is another one, and how the stage goes."""
+        of_run = f" ({self._first + done} of the run)" if self._first else ""
+        return f"{of_run}, {progress_text(known, self._first + done, own_loss, steps_per_s)}"
 
     def closing(self, summary: Mapping[str, Any]) -> None:
         table = Table(show_header=False, box=self._box)
@@ -94,7 +99,8 @@ class Bar(Plain):
         self._console = Console(stderr=True, highlight=False)
         self._progress: Progress | None = None
 
-    def begin(self, stage: str, steps: int | None) -> None:
+    def begin(self, stage: str, steps: int | None, first: int) -> None:
+        self._first = first
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -113,7 +119,7 @@ class Bar(Plain):
         if done != self._progress.tasks[0].total and now < self._next_time:
             return
         self._next_time = now + _REDRAW_EVERY_S
-        tail = progress_text(known, own_loss, steps_per_s)
+        tail = self._tail(done, known, own_loss, steps_per_s).lstrip(" ,")
         self._progress.update(self._task, completed=done, tail=tail)
         self._progress.refresh()
 
@@ -131,13 +137,16 @@ def screen_for(rank: int, redact: Callable[[str], str]) -> Screen:
     return Bar(redact) if is_terminal(sys.stderr) else Plain(redact)
 
 
-def progress_text(known: GlobalStep | None, own_loss: float, steps_per_s: float) -> str:
-    """Losses (rank 0's alone until ranks know more), speed, and who is late."""
+def progress_text(known: GlobalStep | None, step: int, own_loss: float, steps_per_s: float) -> str:
+    """Losses after a step of the run (rank 0's alone until ranks know more), speed, and who is late."""
     if known is None:
         return f"rank 0's loss {own_loss:.4f}, {steps_per_s:.1f} steps/s"
     late = "" if known.straggler is None else f"; {known.straggler.describe()}"
     losses = f"mean loss {known.mean_losses[-1]:.4f} (rank 0: {known.rank_losses[0]:.4f})"
-    return f"{losses}, {steps_per_s:.1f} steps/s{late}"
+    at = (
+        "" if known.steps[-1] >= step else f" at step {known.steps[-1]}"
+    )  # when ranks last exchanged anything
+    return f"{losses}{at}, {steps_per_s:.1f} steps/s{late}"
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
