@@ -19,11 +19,18 @@ class Bash:
     """An interactive bash in `folder`, with completion set up as the documentation says."""
 
     def __init__(self, folder: Path) -> None:
+        (folder / ".inputrc").touch()  # no settings but its own, whatever the machine's are
         self.pid, self.terminal = pty.fork()
         if self.pid == 0:
             os.chdir(folder)
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-            environment = {**os.environ, "PATH": path, "PS1": "> ", "TERM": "dumb", "INPUTRC": "/dev/null"}
+            environment = {
+                **os.environ,
+                "PATH": path,
+                "PS1": "> ",
+                "TERM": "dumb",
+                "INPUTRC": str(folder / ".inputrc"),
+            }
             os.execve(shutil.which("bash") or "bash", ["bash", "--norc", "--noprofile", "-i"], environment)
         self.type(
             "bind 'set enable-bracketed-paste off'; bind 'set show-all-if-ambiguous on'; "
