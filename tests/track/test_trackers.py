@@ -111,7 +111,7 @@ def test_one_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for step in range(100):
         it.step(StepInfo({"step": step}, {}))
     assert it.close({}) == ["hanging"]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15, "it hangs for 30 s"
     assert it.dropped["hanging"] > 90
     release.set()
 
