@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 _CLIENT = shutil.which("docker", path=f"/usr/bin:{os.environ.get('PATH', '')}")
@@ -21,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 BASE = "python:3.11-slim"
 NETWORK = "ddprun-test"
 _BUILD_S = 900
+_IN_MEMORY_BYTES = 12 << 30
+"""Memory that must be free for the engine's data (2.5 GB) to be in memory."""
 
 
 def _missing() -> str | None:
@@ -82,6 +85,10 @@ def engine() -> Iterator[Engine]:
     It changes no rule of this machine's firewall; so its networks reach nothing but each other.
     """
     folder = Path(tempfile.mkdtemp(prefix="ddprun-docker-"))
+    data = folder / "data"
+    data.mkdir()
+    if psutil.virtual_memory().available > _IN_MEMORY_BYTES:  # is gone at once, and no disk has written it
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=711", "tmpfs", data], timeout=30, check=False)
     try:
         with _running(folder) as it:
             yield it
@@ -90,7 +97,7 @@ def engine() -> Iterator[Engine]:
         for mount in reversed(mounts):
             if mount.startswith(f"{folder}/"):
                 subprocess.run(["umount", "--lazy", mount], timeout=30, check=False)
-        subprocess.run(["rm", "-rf", folder], timeout=300, check=True)  # two gigabytes in 100,000 files
+        subprocess.run(["rm", "-rf", folder], timeout=300, check=True)  # faster than Python's own
 
 
 @contextmanager
