@@ -15,15 +15,38 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
-# The folders whose files take longest. What waits most (an image that is built) comes before what computes.
-_SLOWEST_FIRST = ("cluster", "launch", "doctor", "checkpoint", "engine", "sync", "hooks", "compare", "track")
+# The files that take longest: those that mostly wait (for time-outs, for an image) in turns with those that
+# compute, so that both are under way all the time.
+_FIRST = (
+    "cluster/test_docker.py",
+    "launch/test_processes.py",
+    "launch/test_hosts.py",
+    "checkpoint/test_resume.py",
+    "launch/test_hangs.py",
+    "hooks/test_stacks.py",
+    "doctor/test_two_hosts.py",
+    "launch/test_slurm.py",
+    "launch/test_elastic.py",
+    "launch/test_signals.py",
+    "cluster/test_kubernetes.py",
+    "sync/test_equalities.py",
+    "launch/test_restarts.py",
+    "engine/test_stages.py",
+    "compare/test_compare.py",
+    "engine/test_session.py",
+    "sync/test_matrix.py",
+    "track/test_trackers.py",
+)
+_THEN = ("engine", "sync", "hooks")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several workers take a file at a time: the slowest folders' first."""
+    """Several workers take a file at a time: the slowest first, so that no long one is left at the end."""
 
     def place(item: pytest.Item) -> int:
         folder = item.path.parent.name
-        return _SLOWEST_FIRST.index(folder) if folder in _SLOWEST_FIRST else len(_SLOWEST_FIRST)
+        if (file := f"{folder}/{item.path.name}") in _FIRST:
+            return _FIRST.index(file)
+        return len(_FIRST) + (_THEN.index(folder) if folder in _THEN else len(_THEN))
 
     items.sort(key=place)

@@ -12,19 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+_CLIENT = shutil.which("docker", path=f"/usr/bin:{os.environ.get('PATH', '')}")
+"""The one that came with the engine, where there are several."""
 
 ROOT = Path(__file__).parents[1]
 BASE = "python:3.11-slim"
 NETWORK = "ddprun-test"
 _BUILD_S = 900
+_IN_MEMORY_BYTES = 12 << 30
+"""Memory that must be free for the engine's data (2.5 GB) to be in memory."""
 
 
 def _missing() -> str | None:
     if os.geteuid() != 0:
         return "a Docker engine needs root"
-    for tool in ("dockerd", "docker"):
-        if shutil.which(tool) is None:
+    for tool, found in (("dockerd", shutil.which("dockerd")), ("docker", _CLIENT)):
+        if found is None:
             return f"{tool} is not installed"
     return None
 
@@ -47,13 +53,13 @@ class Engine:
     @property
     def environment(self) -> dict[str, str]:
         """For whoever is to find it."""
-        return {**os.environ, "DOCKER_HOST": self.host, "DOCKER_BUILDKIT": "0"}
+        return {**os.environ, "DOCKER_HOST": self.host}
 
-    def call(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        """Run `docker`."""
+    def call(self, *arguments: str, timeout_s: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
+        """Run `docker`, with more variables."""
         return subprocess.run(
-            ["docker", *arguments],
-            env=self.environment,
+            [str(_CLIENT), *arguments],
+            env={**self.environment, **more},
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -79,6 +85,10 @@ def engine() -> Iterator[Engine]:
     It changes no rule of this machine's firewall; so its networks reach nothing but each other.
     """
     folder = Path(tempfile.mkdtemp(prefix="ddprun-docker-"))
+    data = folder / "data"
+    data.mkdir()
+    if psutil.virtual_memory().available > _IN_MEMORY_BYTES:  # is gone at once, and no disk has written it
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=711", "tmpfs", data], timeout=30, check=False)
     try:
         with _running(folder) as it:
             yield it
@@ -87,7 +97,7 @@ def engine() -> Iterator[Engine]:
         for mount in reversed(mounts):
             if mount.startswith(f"{folder}/"):
                 subprocess.run(["umount", "--lazy", mount], timeout=30, check=False)
-        shutil.rmtree(folder)
+        subprocess.run(["rm", "-rf", folder], timeout=300, check=True)  # faster than Python's own
 
 
 @contextmanager
@@ -129,9 +139,14 @@ def build(it: Engine) -> str:
     it.call("pull", "--quiet", BASE, timeout_s=120)
     if it.call("image", "inspect", BASE).returncode:
         _stand_in(it)
-    arguments = ["--network", "host", "--tag", "ddprun", str(ROOT)]
     # Torch from where pip finds it here.
-    it.ask("build", "--quiet", "--build-arg", "TORCH_INDEX=", *arguments, timeout_s=_BUILD_S)
+    options = ["--build-arg", "TORCH_INDEX=", "--network", "host", "--tag", "ddprun"]
+    command = ["build", "--quiet", *options, str(ROOT)]
+    # BuildKit writes the layers of the last stage alone; a newer client without its plugin has it not.
+    done = it.call(*command, timeout_s=_BUILD_S, DOCKER_BUILDKIT="1")
+    if done.returncode and "buildx" in done.stderr:
+        done = it.call(*command, timeout_s=_BUILD_S, DOCKER_BUILDKIT="0")
+    assert done.returncode == 0, done.stderr
     return "ddprun"
 
 
@@ -140,9 +155,10 @@ def _stand_in(it: Engine) -> None:
     if shutil.which("mmdebstrap") is None:
         pytest.skip(f"{BASE} cannot be pulled, and mmdebstrap is not installed")
     root = it.folder / "base"
-    include = "--include=python3,python3-pip,python3-venv,ca-certificates"
+    # Unpacked, not configured, in a fifth of the time: Python, what torch links, what a shell script calls.
+    include = "--include=python3,python3-venv,base-files,base-passwd,bash,dash,coreutils,grep,sed,libstdc++6"
     made = subprocess.run(
-        ["mmdebstrap", "--quiet", "--variant=minbase", include, "bookworm", str(root)],
+        ["mmdebstrap", "--quiet", "--variant=extract", include, "bookworm", str(root)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -150,8 +166,13 @@ def _stand_in(it: Engine) -> None:
     )
     if made.returncode:
         pytest.skip(f"{BASE} cannot be pulled, nor Debian installed: {made.stderr.strip()[-300:]}")
+    for name in ("base-passwd/passwd.master", "base-passwd/group.master", "base-files/profile"):
+        shutil.copy(root / "usr/share" / name, root / "etc" / Path(name).stem)
+    certificates = Path("/etc/ssl/certs/ca-certificates.crt")  # Debian's pip wants them there
+    if certificates.exists():
+        (root / "etc/ssl/certs").mkdir(parents=True, exist_ok=True)
+        shutil.copy(certificates, root / "etc/ssl/certs")
     settings = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-    settings["PIP_BREAK_SYSTEM_PACKAGES"] = "1"  # Debian's Python is Debian's
     for name, value in list(settings.items()):
         if value.startswith("/") and Path(value).exists():
             (root / value[1:]).parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -26,8 +27,10 @@ from tests.warm import WarmProcess, fork_server
 
 TIMEOUT_S = 60
 
-_EARLY = ("LD_", "LC_", "PYTHON", "OMP_")
-"""Variables that matter before a program has its first say."""
+
+def _is_early(variable: str) -> bool:
+    """Whether a variable matters before a program has its first say."""
+    return variable.startswith(("LD_", "LC_", "PYTHON", "OMP_")) and variable != "PYTHONPATH"
 
 
 # Below the ports that the kernel gives to outgoing connections, and others for each process of the tests: a
@@ -176,7 +179,7 @@ class Running:
         arguments: of the command line.
         cwd: where.
         module: what Python runs in place of the `ddprun` script: `-m` and so on; the process is a fresh one.
-        environment: more variables; with some of them the process is a fresh one.
+        environment: more variables; with those that Python or the loader reads the process is a fresh one.
         host: where it runs; None: on this machine.
         setup: a shell command that runs on that host before.
         prefix: a command that takes the process's command line, such as `nice`; the process is a fresh one.
@@ -198,7 +201,7 @@ class Running:
     ) -> None:
         words = [str(argument) for argument in arguments]
         variables = {**os.environ, "PYTHONWARNINGS": "default", "COLUMNS": "120", **(environment or {})}
-        if fresh or module or prefix or any(name.startswith(_EARLY) for name in environment or ()):
+        if fresh or module or prefix or any(map(_is_early, environment or ())):
             program = [sys.executable, *module] if module else [str(Path(sys.executable).parent / "ddprun")]
             self.process = subprocess.Popen(
                 [*(host.prefix(setup) if host else ()), *prefix, *program, *words],
@@ -239,6 +242,16 @@ class Running:
             ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
         )
         return [int(pid) for pid in listed.stdout.split()]
+
+
+def shared_memory_of(pids: Sequence[int]) -> list[Path]:
+    """What has the name of one of the processes in /dev/shm, without libfaketime's, which others may use."""
+    return [
+        path
+        for path in Path("/dev/shm").iterdir()
+        if not path.name.startswith(("faketime_", "sem.faketime_"))
+        and {str(pid) for pid in pids} & set(re.findall(r"\d+", path.name))
+    ]
 
 
 def is_running(pid: int) -> bool:

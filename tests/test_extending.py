@@ -146,7 +146,8 @@ def test_hook_policy_and_tracker_take_part_in_a_run(mylab: Mapping[str, str], fo
 
 def test_a_job_is_sent_and_followed(mylab: Mapping[str, str], folder: Path) -> None:
     """A dry run prints the command and makes nothing; the job's output and its end are shown."""
-    submit = ("submit", "p.yaml", "--to", "background", "--set=seed=3")
+    settings = ("--set=launch.nproc_per_node=2", "--set=seed=3")
+    submit = ("submit", "p.yaml", "--to", "background", *settings)
     dry = ddprun(*submit, "--dry-run", "--set=background.niceness=5", cwd=folder, environment=mylab)
     assert (dry.code, dry.stderr) == (0, "")
     command = shlex.split(dry.stdout)
@@ -158,7 +159,7 @@ def test_a_job_is_sent_and_followed(mylab: Mapping[str, str], folder: Path) -> N
     done = ddprun(*submit, "--follow", cwd=folder, environment=mylab)
     assert done.code == 0, done.stderr
     job = done.stdout.strip()
-    assert "4 ranks on cpu over gloo" in done.stderr
+    assert "2 ranks on cpu over gloo" in done.stderr
     assert f"ddprun: job {job}: ended with exit code 0" in done.stderr
     assert summary(folder / "runs" / "extended" / job)["status"] == "done"
 

@@ -2,8 +2,8 @@
 
 Such a process has its own process group, environment, working directory, streams and signal handlers, as if
 it had been executed, and so have the ranks that it starts: its own children, forked in place of
-torchelastic's `Popen`. What differs is how they came to be, so what happens in a process before `ddprun` has
-its first say (imports, locale, Python's own flags) is tested with fresh ones.
+torchelastic's `Popen`, and the runs of a comparison. What differs is how they came to be, so what happens in
+a process before `ddprun` has its first say (imports, locale, Python's own flags) is tested with fresh ones.
 """
 
 import atexit
@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import io
+import math
 import multiprocessing
 import os
 import signal
@@ -39,7 +40,14 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # Every optimizer of torch imports torch._dynamo when it is made: a second of each rank's time.
     context.set_forkserver_preload(
-        ["ddprun.engine.worker", "ddprun.launch.local", "tests.ranks", "torch._dynamo", "tests.frozen"]
+        [
+            "ddprun.engine.worker",
+            "ddprun.launch.local",
+            "ddprun.compare.compare",
+            "tests.ranks",
+            "torch._dynamo",
+            "tests.frozen",
+        ]
     )
     with mock.patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):  # as ddprun sets it, and once for all
         forkserver.ensure_running()
@@ -142,8 +150,8 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
-class _Rank:
-    """A forked rank, with what torchelastic asks of a `Popen`. It is a child of this process."""
+class _Child:
+    """A forked child of this process, with what torchelastic and a comparison ask of a `Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -156,13 +164,20 @@ class _Rank:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         end = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("rank", timeout)
+                raise subprocess.TimeoutExpired("ddprun", timeout)
             time.sleep(_TICK_S)
         return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def _start(
@@ -175,7 +190,10 @@ def _start(
     """What the fork server's child does: become `ddprun`."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    sys.path[:] = path = [entry for entry in sys.path if _is_installed(Path(entry))]
+    from ddprun.compare import compare
+
+    added = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:] = path = [*added, *(entry for entry in sys.path if _is_installed(Path(entry)))]
     known = frozenset(sys.modules)
     for number, stream in enumerate(streams, 1):
         os.dup2(stream.fileno(), number)
@@ -185,17 +203,30 @@ def _start(
             raise OSError(ctypes.get_errno(), "setns")
     os.chdir(cwd)
 
-    def popen(_: SubprocessHandler, command: Sequence[str], variables: Mapping[str, str]) -> _Rank:
+    def fork(command: Sequence[str], variables: Mapping[str, str], *redirected: int) -> _Child:
         gc.collect()  # what is garbage here is not to be closed there
         if pid := os.fork():
-            return _Rank(pid)
+            return _Child(pid)
+        for number, descriptor in enumerate(redirected):
+            os.dup2(descriptor, number)
         sys.path[:] = path
         for name in [name for name in sys.modules if name not in known and _is_users(name)]:
             del sys.modules[name]
         marker = command.index("ddprun")
         _become(command[marker + 1 :], variables)
 
-    setattr(SubprocessHandler, "_popen", popen)  # noqa: B010 (as an attribute it has another type)
+    def of_torchelastic(_: SubprocessHandler, command: Sequence[str], variables: Mapping[str, str]) -> _Child:
+        return fork(command, variables)
+
+    def of_a_comparison(
+        command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: Any
+    ) -> _Child:
+        with open(os.devnull, "rb") as nothing:
+            return fork(command, env, nothing.fileno(), stdout.fileno(), stdout.fileno())
+
+    # As attributes they have other types.
+    setattr(SubprocessHandler, "_popen", of_torchelastic)  # noqa: B010
+    setattr(compare, "Popen", of_a_comparison)  # noqa: B010
     _become(arguments, environment)
 
 

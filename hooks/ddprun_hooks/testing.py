@@ -324,7 +324,13 @@ def _free_groups() -> None:
             break
         time.sleep(1e-3)
     _lingering.extend(_held(_kept))
-    _kept.clear()
+    # Gloo's threads end within 10 ms each, so all at the same time.
+    freed = [[_kept.pop()] for _ in range(len(_kept))]
+    threads = [threading.Thread(target=group.clear) for group in freed]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     _lingering[:] = _held(_lingering)
 
 

@@ -16,7 +16,7 @@ from tests.ranks import Finished, Running, ddprun
 pytestmark = [needs_docker, pytest.mark.timeout(1200)]
 
 PIPELINE = """
-model: {{mlp: {{inputs: 64, hidden: [64], outputs: 10}}}}
+model: MLP
 data: digits
 loader: {{batch_size: 16}}
 optimizer: {{sgd: {{lr: 0.05}}}}
@@ -26,6 +26,7 @@ docker: {{nodes: 2, network: {network}, runs: {runs}}}
 stages:
   - train: {{steps: {steps}}}
 """
+MLP = "{mlp: {inputs: 64, hidden: [64], outputs: 10}}"
 NET = """
 class Net(nn.Sequential):
     def __init__(self):
@@ -47,7 +48,7 @@ def prepare(folder: Path, *, steps: int, launch: str = "") -> Path:
     runs = folder / "runs"
     runs.mkdir()
     os.chown(runs, USER, USER)
-    text = PIPELINE.format(steps=steps, launch=launch, network=NETWORK, runs=runs)
+    text = PIPELINE.format(steps=steps, launch=launch, network=NETWORK, runs=runs).replace("MLP", MLP)
     (folder / "digits.yaml").write_text(text)
     for parent in runs.parents:  # pytest's own are closed to others
         if os.access(parent, os.W_OK) and parent != Path("/tmp") and Path("/tmp") in parent.parents:
@@ -89,9 +90,16 @@ def test_the_image_runs_a_pipeline(docker: Engine) -> None:
 
 
 def test_two_containers_train_to_the_end(docker: Engine, tmp_path: Path) -> None:
-    """Four ranks, with the loss of four ranks on one machine. After --follow nothing is left but the run."""
+    """Four ranks, with the loss of four ranks on one machine. After --follow nothing is left but the run. The
+    model is the user's own, which imports another module beside the file: both come along.
+    """
     runs = prepare(tmp_path, steps=30)
-    done = submit(docker, tmp_path, "--follow")
+    file = tmp_path / "digits.yaml"
+    file.write_text(file.read_text().replace(MLP, "nets.net.Net"))
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets/net.py").write_text("from torch import nn\nfrom sizes import OUT\n\n" + NET)
+    (tmp_path / "sizes.py").write_text("OUT = 10\n")
+    done = submit(docker, tmp_path, "--follow", "--with-modules")
     job = done.stdout.strip()
     assert done.code == 0, done.stderr
     assert f"ddprun: job {job}: done" in done.stderr
@@ -109,14 +117,15 @@ def test_containers_are_restricted(docker: Engine, tmp_path: Path) -> None:
     volume that are made for it; without --follow the containers stay, so that their output can be read.
     """
     prepare(tmp_path, steps=100_000)
-    done = submit(docker, tmp_path, "--set=docker.network=null", "--set=docker.runs=ddprun-runs")
+    options = ("docker.network=null", "docker.runs=ddprun-runs", "launch.nproc_per_node=1")
+    done = submit(docker, tmp_path, *(f"--set={option}" for option in options))
     job = done.stdout.strip()
     assert (done.code, done.stderr) == (0, "")
     names = [f"{job}-{node}" for node in range(2)]
     wait_for(docker, names, "train: step")
     for name in names:
         pids = docker.ask("top", name, "-o", "pid").split()[1:]
-        assert len(pids) >= 3, "the launcher and two ranks"
+        assert len(pids) >= 2, "the launcher and a rank"
         for pid in pids:
             status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
             assert set(status["Uid"].split()) == {str(USER)}
@@ -241,18 +250,3 @@ def test_kubeflows_container_backend_runs_the_image(docker: Engine, tmp_path: Pa
     assert done.returncode == 0, done.stderr + done.stdout
     assert "Complete" in done.stdout.splitlines()[-1]
     assert "2 ranks on cpu over gloo" in done.stdout
-
-
-def test_modules_beside_the_file_come_along(docker: Engine, tmp_path: Path) -> None:
-    """A model of the user's own, which imports another module beside the file."""
-    runs = prepare(tmp_path, steps=3)
-    file = tmp_path / "digits.yaml"
-    file.write_text(
-        file.read_text().replace("{mlp: {inputs: 64, hidden: [64], outputs: 10}}", "nets.net.Net")
-    )
-    (tmp_path / "nets").mkdir()
-    (tmp_path / "nets/net.py").write_text("from torch import nn\nfrom sizes import OUT\n\n" + NET)
-    (tmp_path / "sizes.py").write_text("OUT = 10\n")
-    done = submit(docker, tmp_path, "--follow", "--with-modules", "--set=docker.nodes=1")
-    assert done.code == 0, done.stderr
-    assert summary(runs)["status"] == "done"

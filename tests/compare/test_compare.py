@@ -362,9 +362,8 @@ def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path: Path) -
     text = text.replace("nproc_per_node: 2", "nproc_per_node: 1")
     (tmp_path / "p.yaml").write_text(text)
     vary = "--vary=model=[{failing.Net: {fail: false}}, {failing.Net: {fail: true}}]"
-    done = ddprun(
-        "compare", "p.yaml", vary, "--no-control", "--turn=10", "--output=out", "--format=csv", cwd=tmp_path
-    )
+    flags = (vary, "--no-control", "--turn=10", "--output=out", "--format=csv")
+    done = ddprun("compare", "p.yaml", *flags, cwd=tmp_path, fresh=True)
     assert done.code == 1, done.stderr
     table = list(csv.DictReader(io.StringIO(done.stdout)))
     assert [row["verdict"] for row in table] == ["the first", "failed"]

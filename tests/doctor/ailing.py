@@ -91,7 +91,6 @@ def examine(
                     host=host,
                     setup=commands,
                     environment=variables,
-                    fresh=True,
                 )
             )
             for host, commands, variables in zip(made, setup, environment, strict=True)

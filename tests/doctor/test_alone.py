@@ -60,7 +60,7 @@ def test_a_small_dev_shm_and_a_name_that_nobody_knows(tmp_path: Path) -> None:
     setup = f"{SMALL_SHM} && hostname nobody-knows.invalid"
     with (
         hosts(1) as (host,),
-        Running("doctor", "--format=json", cwd=tmp_path, fresh=True, host=host, setup=setup) as running,
+        Running("doctor", "--format=json", cwd=tmp_path, host=host, setup=setup) as running,
     ):
         done = running.wait(60)
     assert done.code == 1, done.stderr

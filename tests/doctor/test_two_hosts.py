@@ -133,7 +133,7 @@ def test_a_host_that_nobody_has_started_is_missed(tmp_path: Path) -> None:
     for number in (0, 1):
         with (
             hosts(2) as made,
-            Running("doctor", *FLAGS, "--timeout=2", cwd=tmp_path, fresh=True, host=made[number]) as running,
+            Running("doctor", *FLAGS, "--timeout=2", cwd=tmp_path, host=made[number]) as running,
         ):
             done = running.wait(40)
         assert done.code == 1
@@ -150,8 +150,8 @@ def test_a_link_that_dies_while_it_is_measured_is_told_on_both_hosts(tmp_path: P
     slow = SLOW.replace("100mbit", "1mbit")
     with (
         hosts(2) as made,
-        Running("doctor", *FLAGS, "--timeout=6", cwd=tmp_path, fresh=True, host=made[0], setup=slow) as one,
-        Running("doctor", *FLAGS, "--timeout=6", cwd=tmp_path, fresh=True, host=made[1], setup=slow) as two,
+        Running("doctor", *FLAGS, "--timeout=6", cwd=tmp_path, host=made[0], setup=slow) as one,
+        Running("doctor", *FLAGS, "--timeout=6", cwd=tmp_path, host=made[1], setup=slow) as two,
     ):
         until = time.monotonic() + 40
         while made[0].tx_bytes("e0") < 300_000 and time.monotonic() < until:
@@ -198,9 +198,7 @@ def test_four_ranks_of_two_hosts_send_one_each(tmp_path: Path) -> None:
         for rank, host in enumerate([made[0], made[0], made[1], made[1]]):
             variables = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
             running.append(
-                Running(
-                    "doctor", "--format=json", cwd=tmp_path, fresh=True, host=host, environment=variables
-                ).__enter__()
+                Running("doctor", "--format=json", cwd=tmp_path, host=host, environment=variables).__enter__()
             )
         try:
             done = [one.wait(60) for one in running]

@@ -487,7 +487,7 @@ def test_a_killed_rank_fails_the_others_at_once(tmp_path: Path, with_child: bool
     outcomes = as_processes(3, survive, tmp_path, with_child)
     for message, after_s, busy_s in outcomes[:2]:
         assert message == "rank 2 left the exchange: the process has ended or given up"
-        assert after_s < 2  # a few milliseconds when the cores are free
+        assert after_s < 10  # of the timeout's 30; a few milliseconds when the cores are free
         assert busy_s < 0.1
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.engine.running import events, summary
-from tests.ranks import Finished, Running, free_port, is_running
+from tests.ranks import Finished, Running, free_port, is_running, shared_memory_of
 from tests.warm import WarmProcess
 
 TIMEOUT_S = 8.0
@@ -133,7 +133,7 @@ def logs(run: Path) -> dict[int, str]:
 def nothing_left(folder: Path, ranks: list[int]) -> None:
     """No process, no shared memory, nothing in the temporary folder."""
     assert not any(map(is_running, ranks))
-    assert not [path for path in Path("/dev/shm").iterdir() for pid in ranks if str(pid) in path.name]
+    assert shared_memory_of(ranks) == []
     assert temporary(folder) == []
 
 

@@ -51,7 +51,7 @@ def test_ctrl_c_ends_the_reader_of_its_output_too(folder: Path) -> None:
     read, write = os.pipe()
     run = folder / "run"
     process = subprocess.Popen(
-        [DDPRUN, "endless.yaml", "--run-dir", "run"],
+        [DDPRUN, "endless.yaml", "--run-dir", "run", "--nproc-per-node", "1"],
         cwd=folder,
         stdout=write,
         stderr=write,
@@ -72,8 +72,9 @@ def test_a_terminal_that_is_closed_stops_the_run_with_a_checkpoint(folder: Path)
     """The kernel sends SIGHUP, and there is no screen any more to say so on."""
     run = folder / "run"
     ours, theirs = pty.openpty()
+    take_terminal = [sys.executable, "-c", TAKE_TERMINAL]
     process = subprocess.Popen(
-        [sys.executable, "-c", TAKE_TERMINAL, DDPRUN, "endless.yaml", "--run-dir", "run"],
+        [*take_terminal, DDPRUN, "endless.yaml", "--run-dir", "run", "--nproc-per-node", "1"],
         cwd=folder,
         stdin=theirs,
         stdout=theirs,
@@ -158,7 +159,7 @@ def test_the_second_ctrl_c_ends_a_run_in_a_long_step_at_once(folder: Path) -> No
         time.sleep(1)
         assert running.process.poll() is None
         running.process.send_signal(signal.SIGINT)
-        done = running.wait(6)  # torchelastic gives ranks 10 s before it kills them
+        done = running.wait(9)  # torchelastic gives ranks 10 s before it kills them
     assert done.code == 130, done.stderr
     assert not any(map(is_running, ranks))
     assert done.stderr.rstrip().endswith("ddprun: stopped by SIGINT; to resume: ddprun resume run")

@@ -1,5 +1,6 @@
 """Status pages, the watchdog of one rank, and asking another host."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -111,7 +112,7 @@ def test_a_collective_that_takes_too_long_calls_the_handler_with_its_bucket(tmp_
     ((one, *others),) = calls
     assert (one.pending.bucket, one.pending.params[0].name, one.pending.number) == (7, "w", 3)
     assert one.pending.described == "bucket 7 of gradients"
-    assert 0.4 < one.age_s < 4
+    assert 0.4 < one.age_s < 6
     assert not others
 
 
@@ -177,11 +178,12 @@ def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path
 
 def test_asking_takes_no_longer_than_one_answer_may(tmp_path: Path) -> None:
     """Hosts that take the connection and say nothing are asked at the same time."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        servers = [f"127.0.0.1:{server.getsockname()[1]}/secret" for server in (one, other)]
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(8)]
+        servers = [f"127.0.0.1:{server.getsockname()[1]}/secret" for server in silent]
         since = time.monotonic()
         assert ask_all(servers) == {}
-        assert time.monotonic() - since < 2.5
+        assert time.monotonic() - since < 8, "one after the other would take 12 s"
 
 
 def test_a_status_page_has_room_for_lines_of_many_ranks(tmp_path: Path) -> None:

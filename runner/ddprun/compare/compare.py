@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
 from rich.box import SIMPLE
@@ -240,9 +240,9 @@ async def _take_turns(
 @asynccontextmanager
 async def _started(
     sides: Sequence[Side], every: int, arguments: Sequence[str]
-) -> AsyncIterator[tuple[TimeSliceScheduler, list["subprocess.Popen[bytes]"]]]:
+) -> AsyncIterator[tuple[TimeSliceScheduler, list[Popen[bytes]]]]:
     """All processes and their scheduler; both are gone afterwards."""
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Popen[bytes]] = []
     try:
         async with TimeSliceScheduler(every) as scheduler:  # runs that wait for their turn fail when it ends
             for number, side in enumerate(sides):
@@ -253,9 +253,9 @@ async def _started(
                 command += ["--run-dir", str(run.folder), *arguments]
                 run.folder.parent.mkdir(parents=True, exist_ok=True)
                 with export_overrides(overrides), log_of(run).open("wb") as log:
-                    process = subprocess.Popen(
+                    process = Popen(
                         command,
-                        stdin=subprocess.DEVNULL,
+                        stdin=DEVNULL,
                         stdout=log,
                         stderr=log,
                         env={**os.environ, COMPARED: scheduler.variable(number)},
@@ -273,11 +273,11 @@ def log_of(run: Repetition) -> Path:
     return run.folder.with_name(run.folder.name + ".log")
 
 
-def _is_alive(process: "subprocess.Popen[bytes]") -> bool:
+def _is_alive(process: Popen[bytes]) -> bool:
     return process.poll() is None
 
 
-def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+def _end(processes: Sequence[Popen[bytes]]) -> None:
     """End the processes that still run: all at once, and by force after a while."""
     until = time.monotonic() + _END_S
     left = list(filter(_is_alive, processes))
@@ -289,7 +289,7 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
     for process in left:
         try:
             process.wait(max(0.1, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             process.kill()
             process.wait()
 

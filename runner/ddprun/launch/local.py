@@ -90,6 +90,7 @@ class Agent(LocalElasticAgent):
         if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:  # older torch has none
             timeouts["shutdown_timeout"] = config.shutdown_timeout
         super().__init__(spec, config.logs_specs, **timeouts)
+        self._close_s = int(timeouts.get("shutdown_timeout", _SHUTDOWN_TIMEOUT_S))
         self._scratch, self._keeps, self._least = scratch, keeps, config.min_nodes
         self._failures = 0
         self.at_once = False
@@ -158,6 +159,18 @@ class Agent(LocalElasticAgent):
         }
         # Asked in this order: a rank leaves the outcome before it ends.
         return ended if ended and rank_files.outcome(self._scratch) is None else {}
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks. When one fails, torchelastic would give the others 30 s, whatever is set."""
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        assert self._pcontext is not None
+        close = self._pcontext.close
+
+        def close_in_time(death_sig: signal.Signals | None = None, timeout: int = self._close_s) -> None:
+            close(death_sig, timeout)
+
+        setattr(self._pcontext, "close", close_in_time)  # noqa: B010 (a method, to mypy)
+        return started
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End the ranks: the signal goes to all of them, and SIGKILL after the timeout in seconds."""
