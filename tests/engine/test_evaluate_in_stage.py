@@ -8,7 +8,7 @@ import pytest
 
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.config import load
-from ddprun.config.schema import Judged
+from ddprun.config.schema import MonitoredMetric
 from tests.checkpoint.runs import CNN, MLP, MODULE, final, told
 from tests.engine.running import events, run_pipeline, summary
 from tests.ranks import ddprun
@@ -204,13 +204,13 @@ def test_a_best_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:
 
 def test_what_is_better() -> None:
     """By the metric's own direction, by more than is asked for, and never by what is not a number."""
-    loss, accuracy = Judged(metric="loss"), Judged(metric="accuracy")
+    loss, accuracy = MonitoredMetric(metric="loss"), MonitoredMetric(metric="accuracy")
     assert loss.improves(0.4, 0.5)
     assert not loss.improves(0.5, 0.5)
     assert not loss.improves(0.45, 0.5, by=0.1)
     assert accuracy.improves(0.5, 0.4)
     assert not accuracy.improves(0.5, 0.4, by=0.1 + 1e-9)
-    assert Judged(metric="accuracy", mode="min").improves(0.4, 0.5)
+    assert MonitoredMetric(metric="accuracy", mode="min").improves(0.4, 0.5)
     assert loss.improves(3.0, None)
     assert not any(loss.improves(value, None) for value in (float("nan"), float("inf")))
 

@@ -27,7 +27,7 @@ from ddprun.config.schema import (
     StageEvaluation,
     StepStage,
     Train,
-    names_of,
+    metric_names,
 )
 from ddprun.config.tree import KeyPath
 from ddprun.sync.plan import SyncPlan, SyncPolicy
@@ -330,7 +330,7 @@ def _evaluate_inside_a_stage(pipeline: Pipeline) -> Iterator[CrossCheck]:
                 text = f'"{key}" needs "evaluate" in the same stage: it goes by what that measures'
                 yield CrossCheck(_own(stage, key), text, "write evaluate: {every: N}")
             continue
-        known = ["loss", *names_of(wanted.metrics)]
+        known = ["loss", *metric_names(wanted.metrics)]
         for key, judged in judging.items():
             if judged.metric not in known:
                 text = f'"{judged.metric}" is not measured by "evaluate" of {stage.path}'

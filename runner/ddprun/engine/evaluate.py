@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ddprun.config import BEST_FILE, Choice, EarlyStop, Evaluate, KeepBest, Stage, names_of
+from ddprun.config import BEST_FILE, Choice, EarlyStop, Evaluate, KeepBest, Stage, metric_names
 from ddprun.engine import build, seeding
 from ddprun.engine.accumulating import Accumulating
 from ddprun.engine.data import Batches, Refuse, is_iterable, loading, of_all, refuse_odd_lengths
@@ -19,7 +19,7 @@ from ddprun.engine.objective import Objective, Outcome
 from ddprun.engine.samples import BatchError, collate, differing, digest_of, shards_itself
 from ddprun.engine.save import write_weights
 from ddprun.engine.session import Best, Session
-from ddprun.engine.stage_run import StageRun, make_buffers_equal, model_to_measure, weights_to_read
+from ddprun.engine.stage_run import StageRun, averaged_weights, make_buffers_equal, model_to_measure
 
 _T = TypeVar("_T")
 
@@ -39,7 +39,7 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
     """Run an evaluate stage; gives its entry in the summary."""
     make_buffers_equal(session, stage)
     session.runtime.model.eval()
-    with weights_to_read(session), session.runtime.evaluating(stage):
+    with averaged_weights(session), session.runtime.evaluating(stage):
         found, samples = measure(session, stage.metrics, f"{stage.path}.metrics")
     shown = _report(session, stage, found)
     session.reporter.note(f"{stage.name}: held-out {shown}")
@@ -167,7 +167,7 @@ def _metrics(session: Session, metrics: Sequence[Choice], path: str) -> dict[str
     mean_loss = partial(_mean_loss, objective)
     found: dict[str, Metric | Accumulating]
     found = {"loss": Metric(_summed_loss if objective.summed else mean_loss)}
-    for index, (name, choice) in enumerate(zip(names_of(metrics), metrics, strict=True)):
+    for index, (name, choice) in enumerate(zip(metric_names(metrics), metrics, strict=True)):
         if choice.source != "built-in":
             metric = build.build_metric(loaded, f"{path}[{index}]", choice, session.runtime.device)
             if isinstance(metric, Accumulating):

@@ -19,7 +19,7 @@ from ddprun.checkpoint.folder import sync_folder
 from ddprun.config import Save
 from ddprun.engine.outcome import LostError
 from ddprun.engine.session import Session
-from ddprun.engine.stage_run import make_buffers_equal, weights_to_read
+from ddprun.engine.stage_run import averaged_weights, make_buffers_equal
 from ddprun.engine.weights import plain_name
 from ddprun.run_files import as_path
 
@@ -44,7 +44,7 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
     """
     reporter = session.reporter
     make_buffers_equal(session, stage)
-    with weights_to_read(session):
+    with averaged_weights(session):
         target = _save(session, stage)
     reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
     reporter.note(f"{stage.name}: {target}")
