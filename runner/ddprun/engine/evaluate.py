@@ -17,7 +17,7 @@ from ddprun.engine.accumulating import Accumulating
 from ddprun.engine.data import Batches, Refuse, is_iterable, loading, of_all, refuse_odd_lengths
 from ddprun.engine.objective import Objective, Outcome
 from ddprun.engine.samples import BatchError, collate, differing, digest_of, shards_itself
-from ddprun.engine.save import write_weights
+from ddprun.engine.save import noted_step, pipeline_path, write_weights
 from ddprun.engine.session import Best, Session
 from ddprun.engine.stage_run import StageRun, averaged_weights, make_buffers_equal, model_to_measure
 
@@ -85,7 +85,7 @@ def _keep_if_best(session: Session, wanted: KeepBest, found: Mapping[str, float]
     problem = None
     if runtime.ranks.rank == 0:
         try:
-            write_weights(session, runtime.run_dir / BEST_FILE)
+            write_weights(session, runtime.run_dir / BEST_FILE, step=state.step)
         except OSError as error:
             problem = error.strerror or str(error)
     # Ranks wait here for rank 0, and not in its next step.
@@ -97,6 +97,24 @@ def _keep_if_best(session: Session, wanted: KeepBest, found: Mapping[str, float]
     else:
         events.warning("best_not_kept", **about, reason=problem)
         session.reporter.note(f"step {state.step} has the best {wanted.metric}, but {BEST_FILE}: {problem}")
+
+
+def check_best(session: Session) -> None:
+    """In a resumed run, forget the best weights if their file is gone, or is of a step after the checkpoint:
+    these steps are taken again, perhaps with other settings. Such a file is removed, as their records are.
+    """
+    runtime, evaluations = session.runtime, session.state.evaluations
+    noted = partial(noted_step, runtime.run_dir, BEST_FILE)
+    step = runtime.ranks.from_rank_0("resume/best", noted)
+    if evaluations.kept is not None and evaluations.kept.step == step:
+        return
+    evaluations.kept = None
+    if step is not None:
+        if runtime.ranks.rank == 0:
+            for path in (runtime.run_dir / BEST_FILE, pipeline_path(runtime.run_dir / BEST_FILE)):
+                path.unlink(missing_ok=True)
+        session.reporter.events.info("best_removed", step=step, file=BEST_FILE)
+        session.reporter.note(f"{BEST_FILE} is of step {step}, which is taken again: removed")
 
 
 def _judge(run: StageRun, wanted: EarlyStop, value: float) -> None:

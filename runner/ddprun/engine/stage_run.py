@@ -351,14 +351,16 @@ def averaged_weights(session: Session) -> Iterator[None]:
 @contextmanager
 def model_to_measure(session: Session) -> Iterator[None]:
     """Inside, the model is the one that an evaluate stage would see now: weights as in `averaged_weights`,
-    equal buffers, in evaluation mode. Then all of that is on each rank as it was, and nothing has been drawn
-    at random. An exchange of the sync policy that is under way goes on: this uses another queue.
+    equal frozen parameters and buffers, in evaluation mode. Then all of that is on each rank as it was, and
+    nothing has been drawn at random. An exchange of the sync policy that is under way goes on: this uses
+    another queue.
     """
     runtime = session.runtime
     modes = [(module, module.training) for module in runtime.model.modules()]
     with (
         seeding.generators_kept(runtime.device),
         runtime.buffers.equal_meanwhile(),
+        runtime.frozen.equal_meanwhile(),
         averaged_weights(session),
     ):
         runtime.model.eval()
