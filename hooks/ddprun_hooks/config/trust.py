@@ -32,7 +32,7 @@ of these; "" are objects in options. Methods of other kinds would be called on t
 """
 
 METHOD = "is a method, which is called on an object"
-NO_METHOD = "name a class, a function, or a class method or static method; methods may be named in options"
+NO_METHOD = "name a class, a function (such as one that calls it), or a class method or static method"
 
 
 class _TorchPlace(NamedTuple):

@@ -455,13 +455,13 @@ class _Planner:
         repeat = math.lcm(every, len(after)) // every
         for number in range(1, repeat + 1 if inside is None else min(repeat, inside) + 1):
             sent = after[(number * every - 1) % len(after)]
-            times[sent] += 1 if inside is None else (inside - number) // repeat + 1
-        times[self._evaluation()] += 1
+            times[sent] += 0 if inside is None else (inside - number) // repeat + 1
+        times[self._evaluation()] += 1 if inside is not None else 0
         found = []
         for sent, often in times.items():
             exchanges = self._exchanges(sent)
             amount = total([one.amount for one in exchanges], self._ranks)
-            found.append(Evaluations(often, exchanges, amount))
+            found.append(Evaluations(often or 1, exchanges, amount))
         return tuple(found)
 
     def _end(
