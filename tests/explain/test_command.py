@@ -237,8 +237,7 @@ def test_the_object(file: Path, capsys: Out) -> None:
     found = as_object(file, capsys, "--set", stages, "--nnodes", "2", "--nproc-per-node", "2")
     size = 405_610 * 4
     held = {"parameters": 6, "numel": 405_610, "bytes": size, "trained": 6, "trained_bytes": size}
-    held["ema_bytes"] = None
-    assert found["model"] == {"name": "mlp", **held}
+    assert found["model"] == {"name": "mlp", "ema_bytes": None, **held}
     assert (found["v"], found["ranks"], found["hosts"], found["unknown"]) == (1, 4, 2, [])
     assert found["start"] == {"per_rank": 3 * size / 4, "all_ranks": 3 * size, "between_hosts": size}
     (stage,) = found["stages"]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any
 
-from ddprun.config import Buffers, Choice, TrainSettings
+from ddprun.config import Buffers, Choice, StepStage, TrainSettings
 from ddprun.config.scalars import write
 from ddprun.explain.explain import Exchange, Explained, StageExplained
 from ddprun.explain.traffic import Among, Amount, Bucket
@@ -214,7 +214,7 @@ def _end(stage: StageExplained) -> Iterator[str]:
 
 def _evaluations(stage: StageExplained) -> Iterator[str]:
     """What evaluations inside the stage send."""
-    if not stage.evaluations or stage.stage.evaluate is None:
+    if not isinstance(stage.stage, StepStage) or stage.stage.evaluate is None:
         return
     every, times = stage.stage.evaluate.every, sum(one.times for one in stage.evaluations)
     when = f"After {'each step' if every == 1 else f'every {every} steps'}, and at the end"
