@@ -114,7 +114,7 @@ def test_the_examples_are_good(tmp_path: Path) -> None:
     examples = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
     assert len(examples) == 6
     for example in examples:
-        needed = {"model": "{mlp: {inputs: 64, outputs: 10}}", "data": "digits", "optimizer": "sgd"}
+        needed = {"model": "mylab.nets.Net", "data": "digits", "optimizer": "sgd"}
         given = re.findall(r"^(\w+):", example, re.MULTILINE)
         base = "".join(f"{key}: {value}\n" for key, value in needed.items() if key not in given)
         (tmp_path / "p.yaml").write_text(base + example)

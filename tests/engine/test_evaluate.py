@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddprun.config import load, names_of
+from ddprun.config import load, metric_names
 from ddprun.engine.evaluate import call_sizes
 from ddprun.engine.worker import work
 from tests.engine.running import events, run_pipeline, summary
@@ -207,7 +207,7 @@ def test_names_stay_as_they_are_where_nothing_collides(tmp_path: Path) -> None:
     """The last part of a dotted name."""
     (tmp_path / "p.yaml").write_text(pipeline(tmp_path, METRICS="[accuracy, mine.top, mine.perplexity]"))
     stage: Any = load(tmp_path / "p.yaml").pipeline.stages[-1]
-    assert names_of(stage.metrics) == ["accuracy", "top", "perplexity"]
+    assert metric_names(stage.metrics) == ["accuracy", "top", "perplexity"]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -8,7 +8,8 @@ import pytest
 
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.config import load
-from ddprun.config.schema import Judged
+from ddprun.config.schema import MonitoredMetric
+from ddprun.engine.save import noted_step
 from tests.checkpoint.runs import CNN, MLP, MODULE, final, told
 from tests.engine.running import events, run_pipeline, summary
 from tests.ranks import ddprun
@@ -189,6 +190,21 @@ def test_an_interrupted_run_measures_what_is_owed(tmp_path: Path) -> None:
     assert [one["step"] for one in evaluated(tmp_path / "run")] == list(range(1, 13))
 
 
+def test_the_best_of_steps_that_are_taken_again_is_not_kept(tmp_path: Path) -> None:
+    """A run is killed after its best evaluation, then goes on from before it at another rate."""
+    text = STOPPED.replace("every: 3", "every: 8").replace("steps: 60", "steps: 15")
+    run_dir = launch(tmp_path, text, 2, kill="1 27", code=1)
+    assert noted_step(run_dir, "best.safetensors") == 10
+    assert checkpoints.steps_in(run_dir / "checkpoints") == [8]
+    launch(tmp_path, text.replace("lr: 0.01", "lr: 10.0"), 2)
+    (removed,) = [event for event in events(run_dir) if event["event"] == "best_removed"]
+    assert removed["step"] == 10
+    losses = {one["step"]: one["loss"] for one in evaluated(run_dir)}
+    best = summary(run_dir)["best"]
+    assert losses[5] < best["value"] == losses[best["step"]], "that of step 5 was overwritten"
+    assert noted_step(run_dir, "best.safetensors") == best["step"]
+
+
 def test_a_best_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:
     """A folder stands in the file's place: the event says so, and the summary knows of no best."""
     text = STOPPED.replace("train: samples.Samples", "train: samples.Blocking").replace(
@@ -204,13 +220,13 @@ def test_a_best_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:
 
 def test_what_is_better() -> None:
     """By the metric's own direction, by more than is asked for, and never by what is not a number."""
-    loss, accuracy = Judged(metric="loss"), Judged(metric="accuracy")
+    loss, accuracy = MonitoredMetric(metric="loss"), MonitoredMetric(metric="accuracy")
     assert loss.improves(0.4, 0.5)
     assert not loss.improves(0.5, 0.5)
     assert not loss.improves(0.45, 0.5, by=0.1)
     assert accuracy.improves(0.5, 0.4)
     assert not accuracy.improves(0.5, 0.4, by=0.1 + 1e-9)
-    assert Judged(metric="accuracy", mode="min").improves(0.4, 0.5)
+    assert MonitoredMetric(metric="accuracy", mode="min").improves(0.4, 0.5)
     assert loss.improves(3.0, None)
     assert not any(loss.improves(value, None) for value in (float("nan"), float("inf")))
 

@@ -4,6 +4,7 @@ The packages are not among ddprun's own extras; docs/your-own.md says how to run
 """
 
 import contextlib
+import copy
 import importlib.util
 import json
 import math
@@ -16,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, load_model
 
 from tests.engine.running import lines, summary
+from tests.examples.test_your_own import PYTHON
 from tests.ranks import Finished, Running
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -220,6 +223,40 @@ def test_volumes(tmp_path: Path) -> None:
     assert summary(found)["stages"][1]["metrics"]["loss"] < 0.75 * losses(found)[0]
 
 
+def test_random_transforms_of_monai_can_be_repeated(tmp_path: Path) -> None:
+    """With the class that docs/your-own.md puts around them: the same bits after a resume, however many
+    processes load. Without it no two runs are the same.
+    """
+    _, nibabel = packages("volumes")
+    write_volumes(tmp_path, nibabel)
+    (tmp_path / "mine.py").write_text(PYTHON)
+    pipeline = yaml.safe_load((EXAMPLES / "volumes.yaml").read_text())
+    data = pipeline["data"]["train"]["monai.data.Dataset"]
+    drawn = copy.deepcopy(data["transform"])
+    drawn["monai.transforms.Compose"]["transforms"] += [
+        {"monai.transforms.RandFlipd": {"keys": ["image", "label"], "prob": 0.5}},
+        {"monai.transforms.RandGaussianNoised": {"keys": ["image"], "prob": 0.5}},
+    ]
+
+    def trained(transform: Any, run_dir: str, *overrides: str, epochs: int = 2) -> dict[str, torch.Tensor]:
+        data["transform"] = transform
+        (tmp_path / "random.yaml").write_text(yaml.safe_dump(pipeline))
+        changes = [f"--set={change}" for change in (f"stages[0].train.epochs={epochs}", *overrides)]
+        started = Example("random.yaml", f"--run-dir={run_dir}", "--or-resume", *changes, folder=tmp_path)
+        done = started.wait_and_leave(170)
+        assert done.code == 0, done.stderr
+        return load_file(tmp_path / run_dir / "model.safetensors")
+
+    def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(one[name], other[name]) for name in one)
+
+    seeded = {"mine.Reseeded": {"transform": drawn}}
+    whole = trained(seeded, "whole", "loader.workers=2")
+    trained(seeded, "resumed", "loader.workers=1", epochs=1)
+    assert same(whole, trained(seeded, "resumed", "loader.workers=2"))
+    assert not same(trained(drawn, "one", epochs=1), trained(drawn, "two", epochs=1))
+
+
 def write_base(folder: Path, transformers: Any) -> None:
     """A small GPT-2 and a tokenizer of its kind, as `hf download` leaves them."""
     tokenizers, end = importlib.import_module("tokenizers"), "<|endoftext|>"
@@ -245,12 +282,17 @@ def write_base(folder: Path, transformers: Any) -> None:
 
 
 def test_lora(tmp_path: Path) -> None:
-    """Only adapters are trained and saved; peft takes them, and gets the perplexity that `evaluate` gave."""
+    """Only adapters are trained, sent and saved: an eighth of what plain DDP sends. Peft takes them, and gets
+    the perplexity that `evaluate` gave.
+    """
     transformers, _, peft = packages("lora")
     write_text(tmp_path)
     write_base(tmp_path, transformers)
     found = run(tmp_path, "lora", "stages[0].train.steps=40", "optimizer.adamw.lr=0.02")
     assert falls(found, 0.97)
+    plain = run(tmp_path, "lora", "stages=[train: {steps: 4}]", "sync=every_step", run_dir="plain")
+    ours, theirs = (summary(one)["wire_bytes"] / summary(one)["steps"] for one in (found, plain))
+    assert ours == pytest.approx(theirs / 8)
     adapters = load_file(found / "adapters.safetensors")
     assert adapters
     assert all("lora_" in name for name in adapters)

@@ -169,6 +169,26 @@ def test_what_becomes_of_buffers(setting: str, tmp_path: Path, capsys: Out) -> N
     assert "DDP's own broadcast would send 400 B before each forward pass." in out
 
 
+def test_evaluations_inside_a_stage_and_the_moving_average(file: Path, capsys: Out) -> None:
+    """How many there are and what each sends, by whether ranks are apart; what the average takes."""
+    stages = "stages=[{train: {steps: STEPS, sync: {local_sgd: {every: 4}}, evaluate: {every: 6}}}]"
+    out = folded(said(file, capsys, "--set", stages.replace("STEPS", "25")))
+    assert (
+        "After every 6 steps, and at the end: 5 evaluations. 2 of them: the parameters as they are, " in out
+    )
+    assert "over all 4 ranks; 3 of them: nothing. Then each rank has its own again." in out
+    # ranks' averages differ even where their weights do not
+    averaged = ("--set", stages.replace("STEPS", "25"), "--set", "ema=0.9")
+    out = folded(said(file, capsys, *averaged))
+    assert "4 of them: the parameters as they are, averaged over all 4 ranks; 1 of them: nothing." in out
+    assert "Each rank holds an average of the parameters that are trained, 1.62 MB, and while" in out
+    found = as_object(file, capsys, *averaged)
+    assert found["model"]["ema_bytes"] == 405_610 * 4
+    assert [one["times"] for one in found["stages"][0]["evaluations"]] == [4, 1]
+    out = folded(said(file, capsys, "--set", stages.replace("STEPS", "6")))
+    assert "and at the end: 1 evaluation. Each sends nothing." in out
+
+
 READS = """
 import torch
 
@@ -217,7 +237,7 @@ def test_the_object(file: Path, capsys: Out) -> None:
     found = as_object(file, capsys, "--set", stages, "--nnodes", "2", "--nproc-per-node", "2")
     size = 405_610 * 4
     held = {"parameters": 6, "numel": 405_610, "bytes": size, "trained": 6, "trained_bytes": size}
-    assert found["model"] == {"name": "mlp", **held}
+    assert found["model"] == {"name": "mlp", "ema_bytes": None, **held}
     assert (found["v"], found["ranks"], found["hosts"], found["unknown"]) == (1, 4, 2, [])
     assert found["start"] == {"per_rank": 3 * size / 4, "all_ranks": 3 * size, "between_hosts": size}
     (stage,) = found["stages"]

@@ -59,7 +59,7 @@ def check(folder: Path, text: str, ranks: int) -> None:
         assert list(whole.by_rank) == [by_stage[stage.index, rank] for rank in range(ranks)], stage.index
         said += whole.all_ranks
         overlaps = stage.settings is not None and stage.settings.sync.options.get("overlap_steps")
-        for pattern in () if overlaps else stage.patterns:
+        for pattern in () if overlaps or stage.evaluations else stage.patterns:
             assert pattern.amount is not None
             for step in pattern.steps:
                 for of in range(
@@ -105,6 +105,27 @@ def test_bytes_of_buffers_and_of_stages_without_backward(tmp_path: Path) -> None
         f"{CNN}loader: {{batch_size: 128}}\nstages:{BUFFERS}".replace("loader: {batch_size: 8}\n", "", 1),
         2,
     )
+
+
+EVALUATED = """
+  - train: {steps: 7, evaluate: {every: 2}}
+  - train: {steps: 11, sync: {local_sgd: {every: 4}}, evaluate: {every: 2}}
+  - evaluate
+  - train: {steps: 9, sync: {average: {every: 3}}, evaluate: {every: 3}, hooks: [bf16]}
+  - average
+  - train: {steps: 4, sync: {broadcast: {every: 3, source: 1}}, buffers: never, evaluate: {every: 9}}
+  - broadcast: {source: 1}
+  - train: {steps: 3, evaluate: {every: 1}}
+  - train: {steps: 3, sync: independent}
+  - average
+  - save
+"""
+
+
+@pytest.mark.parametrize("more", ["", "ema: 0.9\n", "ema: 0.9\nprecision: pure_bf16\n"])
+def test_bytes_of_evaluations_inside_stages_and_of_the_average(more: str, tmp_path: Path) -> None:
+    """What ranks hold apart is made equal for each evaluation, and the moving average where a stage ends."""
+    check(tmp_path, f"{CNN}{more}stages:{EVALUATED}".replace("batch_size: 8", "batch_size: 128", 1), 2)
 
 
 def test_a_run_finds_the_same(tmp_path: Path) -> None:

@@ -152,6 +152,26 @@ def test_a_run_is_told_stage_by_stage(tmp_path: Path) -> None:
     assert "stage 1, rank 0 10.5" in page
 
 
+@pytest.mark.parametrize(
+    ("slow", "part", "advice"),
+    [
+        (0, "exposed_wire_us", "Try hooks in this stage, too: with those of stage 1 a step took 10.0 ms."),
+        (1, "exposed_hook_us", "Try without the hooks: a step took 10.0 ms in stage 0, which has none."),
+    ],
+)
+def test_advice_knows_what_other_stages_have_tried(tmp_path: Path, slow: int, part: str, advice: str) -> None:
+    """It names the stage that does so already, and how long a step took there."""
+    folder = make(tmp_path / "run", steps=40, stages=((), ("int8",)))
+    for file in (folder / "steps").iterdir():
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        for record in records[20 * slow : 20 * slow + 20]:
+            record["step_us"] += 10_000
+            record[part] += 10_000
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    told = sentences(digest(Run(folder)))
+    assert list(told.values())[slow][2] == advice
+
+
 def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> None:
     """Of one run, and of several: in the colour of each run where they are not the same."""
     one, two = (digest(Run(everything(tmp_path / name))) for name in ("one", "two"))

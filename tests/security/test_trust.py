@@ -85,9 +85,9 @@ def pipeline(tmp_path: Path) -> Callable[..., Loaded]:
         (f"{LAB}.Net.mro", "is builtins.type.mro"),
         (f"{LAB}.Net.compile", r"is torch.nn.modules.module.Module.compile: of torch only"),
         (f"{LAB}.Net.compile_it", r"is torch.nn.modules.module.Module.compile: of torch only"),
-        (f"{LAB}.Net.save", "is a method, which is called on an object"),
-        (f"{LAB}.Derived.save", "is a method, which is called on an object"),
-        (f"{LAB}.Net.forward", "is a method, which is called on an object"),
+        (f"{LAB}.Net.save", r"is .*\.Net\.save"),
+        (f"{LAB}.Derived.save", r"is .*\.Net\.save"),
+        (f"{LAB}.Net.forward", r"is .*\.Net\.forward"),
         (f"{LAB}.bound_method", "is a method, which is called on an object"),
         (f"{LAB}.one_net.save", "is an object, and a name may go through modules and classes only"),
         (f"{LAB}.Process", "is .*Process"),
@@ -114,6 +114,20 @@ def test_what_a_trusted_package_offers_is_had(trusted: Callable[[str], None], na
     """Classes, functions, partials, decorated and cached functions and class methods of the package's own."""
     trusted(LAB)
     assert isinstance(import_dotted(f"{LAB}.{name}", build._WANTED["model"])(), nn.Module)
+
+
+def test_methods_are_had_where_their_object_is_an_option(trusted: Callable[[str], None]) -> None:
+    """Of data and of objects in options; elsewhere they would be called with the model or a batch. Those that
+    are inherited from torch are torch's.
+    """
+    trusted(f"{LAB}, torch")
+    for wanted in (None, build._WANTED["data"]):
+        assert import_dotted(f"{LAB}.Derived.save", wanted).__name__ == "save"
+        with pytest.raises(UntrustedError, match=r"Module.compile: "):
+            import_dotted(f"{LAB}.Derived.compile", wanted)
+    for kind in build._WANTED.keys() - {"model", "data"}:
+        with pytest.raises(UntrustedError, match="is a method, which is called on an object"):
+            import_dotted(f"{LAB}.Derived.save", build._WANTED[kind])
 
 
 def test_a_single_object_may_be_listed(trusted: Callable[[str], None]) -> None:

@@ -137,6 +137,28 @@ def test_plain_ddp_makes_them_equal_at_the_stages_end_and_says_so(tmp_path: Path
     assert found["where"].startswith("stages[0].train")
 
 
+def test_an_evaluation_inside_a_stage_measures_their_mean(tmp_path: Path) -> None:
+    """As an evaluate stage after as many steps does; then each rank trains on with its own."""
+    stages = {
+        "inside": "  - train: {steps: 8, evaluate: {every: 6}}\n",
+        "without": "  - train: {steps: 8}\n",
+        "after": "  - train: {steps: 6}\n  - evaluate\n",
+    }
+    runs = {}
+    for name, stage in stages.items():
+        text = prepared(tmp_path, "{every: 100, at: 4}", f"{stage}  - save\n")
+        runs[name] = run_pipeline(tmp_path, text, 3, name)
+    inside, after = (
+        next(one["loss"] for one in events(runs[name]) if one["event"] == "evaluated")
+        for name in ("inside", "after")
+    )
+    assert inside == after
+    kept, expected = weights(runs["inside"]), weights(runs["without"])
+    assert all(torch.equal(kept[name], value) for name, value in expected.items())
+    (found,) = [one for one in events(runs["inside"]) if one["event"] == "frozen_differ"]
+    assert found["params"] == ["base.weight"]
+
+
 def test_a_difference_under_way_and_a_resume_keep_the_bits(tmp_path: Path) -> None:
     """After six steps ranks know from the fourth that they differ, and act on it at the seventh."""
     stages = "  - train: {steps: 100, sync: {diloco: {every: 4, overlap_steps: 3}}}\n"

@@ -27,7 +27,8 @@ def import_dotted(name: str, wanted: Wanted | None = None) -> Any:
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise DottedNameError(f'"{name}" is not a dotted name such as package.module.Name')
     limit = trust()
-    limit.admit_name(name, wanted.kind if wanted is not None else "")
+    kind = wanted.kind if wanted is not None else ""
+    limit.admit_name(name, kind)
     for length in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:length])
         try:
@@ -42,15 +43,15 @@ def import_dotted(name: str, wanted: Wanted | None = None) -> Any:
             if length == 1:
                 raise DottedNameError(f'no module is named "{parts[0]}"') from None
             continue
-        found = _attribute(found, module_name, parts[length:], limit)
+        found = _attribute(found, module_name, parts[length:], limit, kind)
         limit.admit(name, found, wanted)
         return found
     raise AssertionError("unreachable: the loop returns or raises at its last length")
 
 
-def _attribute(found: Any, where: str, path: list[str], limit: Trust) -> Any:
+def _attribute(found: Any, where: str, path: list[str], limit: Trust, kind: str) -> Any:
     for part in path:
-        limit.admit_step(found, where, part)
+        limit.admit_step(found, where, part, kind)
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=1)
             hint = f' (did you mean "{near[0]}"?)' if near else ""

@@ -26,8 +26,13 @@ VARIABLE = "DDPRUN_TRUSTED"
 IN_FOLDER = "./"
 """Before a package in `DDPRUN_TRUSTED`: it may come from the pipeline file's own folder."""
 
+_CALLED_WITH_OPTIONS = ("", "model", "data")
+"""Kinds of choices that are called with the file's options and nothing else, so that a method's `self` is one
+of these; "" are objects in options. Methods of other kinds would be called on the model, or a batch.
+"""
+
 METHOD = "is a method, which is called on an object"
-NO_METHOD = "name a class, a function, or a class method or static method"
+NO_METHOD = "name a class, a function (such as one that calls it), or a class method or static method"
 
 
 class _TorchPlace(NamedTuple):
@@ -145,16 +150,16 @@ class Trust:
         if reason := self.name_refusal(name, kind):
             raise UntrustedError(f'"{name}" may not be imported: {reason}', self.allowed())
 
-    def admit_step(self, owner: Any, where: str, part: str) -> None:
+    def admit_step(self, owner: Any, where: str, part: str, kind: str = "") -> None:
         """Judge one step of a name beyond the module that was imported, before the step is taken: from
         `owner`, to which the name `where` has led, to its attribute `part`.
 
-        A name goes through modules and classes, and ends at no method that is called on an object:
-        `Model.save` with options would write what they say.
+        A name goes through modules and classes. It ends at a method that is called on an object only where
+        the object is an option (`takes_method`): `mutate: Model.save` would be called with the model.
 
         Raises:
             UntrustedError: `owner` is another module than the name says and not trusted, or is neither module
-                nor class; or the attribute is a method.
+                nor class; or the attribute is a method and cannot be one.
         """
         if not self.limited:
             return
@@ -169,8 +174,9 @@ class Trust:
                 f'"{where}" is an object, and a name may go through modules and classes only', NO_METHOD
             )
         elif isinstance(inspect.getattr_static(owner, part, None), types.FunctionType):
-            self._admit_origins(f"{where}.{part}", getattr(owner, part))
-            raise UntrustedError(f'"{where}.{part}" {METHOD}', NO_METHOD)
+            self._admit_origins(f"{where}.{part}", getattr(owner, part), kind)
+            if not takes_method(kind):
+                raise UntrustedError(f'"{where}.{part}" {METHOD}', NO_METHOD)
 
     def admit(self, name: str, found: Any, wanted: Wanted | None) -> None:
         """Judge the object that a name has led to.
@@ -190,6 +196,11 @@ class Trust:
         for origin in origins(found):
             if reason := self.refusal(origin, kind):
                 raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed())
+
+
+def takes_method(kind: str) -> bool:
+    """Whether a choice of this kind may be a method that is called on its option `self`."""
+    return kind in _CALLED_WITH_OPTIONS
 
 
 def trust(environment: Mapping[str, str] = os.environ) -> Trust:

@@ -26,7 +26,7 @@ from ddprun.config.schema import (
     Timings,
     Train,
     TrainSettings,
-    names_of,
+    metric_names,
 )
 from ddprun.config.signatures import length_option, tensor_options
 from ddprun.sync.plan import Buffers
@@ -59,6 +59,6 @@ __all__ = [
     "TrainSettings",
     "length_option",
     "load",
-    "names_of",
+    "metric_names",
     "tensor_options",
 ]

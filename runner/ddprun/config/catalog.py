@@ -35,12 +35,12 @@ def catalog(kind: str) -> list[Entry]:
     So has what `DDPRUN_TRUSTED` does not allow.
     """
     if kind == "stage":
-        return [_of_model("stage", name, model) for name, model in STAGES.items()]
+        return [_model_entry("stage", name, model) for name, model in STAGES.items()]
     if kind == "cluster":
-        entries = [_of_model(kind, name, CLUSTERS.options(name)) for name in CLUSTERS.built_in()]
+        entries = [_model_entry(kind, name, CLUSTERS.options(name)) for name in CLUSTERS.built_in()]
         return entries + [_of_installed(kind, *added) for added in CLUSTERS.options_of_installed().items()]
     found = KINDS[kind]
-    entries = [_of_model(kind, name, model) for name, model in found.built_in.items()]
+    entries = [_model_entry(kind, name, model) for name, model in found.built_in.items()]
     if found.torch:
         entries += [_of_torch(kind, found.torch, name) for name in signatures.names(found.torch)]
     installed = found.plugins.options_of_installed() if found.plugins else {}
@@ -72,7 +72,7 @@ def entries_named(name: str) -> list[Entry]:
     return found
 
 
-def _of_model(kind: str, name: str, model: type[BaseModel]) -> Entry:
+def _model_entry(kind: str, name: str, model: type[BaseModel]) -> Entry:
     schema = model.model_json_schema()
     texts = docs.fields(model)
     options = [
@@ -91,7 +91,7 @@ def _of_model(kind: str, name: str, model: type[BaseModel]) -> Entry:
 
 def _of_installed(kind: str, name: str, model: type[BaseModel] | None) -> Entry:
     """What an installed package adds; `model` is None if it may not be imported here."""
-    entry = _of_model(kind, name, model or NoOptions) | {"source": "installed"}
+    entry = _model_entry(kind, name, model or NoOptions) | {"source": "installed"}
     return entry if model else entry | {"description": "Added by an installed package."}
 
 

@@ -19,7 +19,7 @@ from ddprun.options import KeyPath, Validated, combine, expected, problem, unkno
 from ddprun.plugins import HOOKS, SYNC, TRACKERS, Plugins, options_of
 from ddprun_hooks.config.options import BUILT_IN as HOOK_OPTIONS
 from ddprun_hooks.config.options import parse_spec
-from ddprun_hooks.config.trust import IN_FOLDER, METHOD, NO_METHOD, trust
+from ddprun_hooks.config.trust import IN_FOLDER, METHOD, NO_METHOD, takes_method, trust
 from ddprun_hooks.errors import DottedNameError
 
 FOLDER: ContextVar[Path | None] = ContextVar("FOLDER", default=None)
@@ -282,7 +282,7 @@ def _admit(kind: str, name: str, shown: str, refuse: _Refuse) -> None:
     reasons = [limit.refusal(origin.name, kind) for origin in found]
     if found and all(reasons):
         raise refuse(f"{shown} is {found[0].name}: {reasons[0]}", limit.allowed())
-    if found and all(origin.method for origin in found):
+    if found and all(origin.method for origin in found) and not takes_method(kind):
         raise refuse(f"{shown} {METHOD}", NO_METHOD)
 
 

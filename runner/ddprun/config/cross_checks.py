@@ -11,6 +11,7 @@ from ddprun.config import signatures
 from ddprun.config.choices import Choice, RunSchedule
 from ddprun.config.faults import Severity
 from ddprun.config.options import Cnn, Mlp, Synthetic, Targets, Text, Transformer
+from ddprun.config.patterns import matches, unmatched
 from ddprun.config.resolved import plain
 from ddprun.config.schema import (
     BEST_FILE,
@@ -27,7 +28,7 @@ from ddprun.config.schema import (
     StageEvaluation,
     StepStage,
     Train,
-    names_of,
+    metric_names,
 )
 from ddprun.config.tree import KeyPath
 from ddprun.sync.plan import SyncPlan, SyncPolicy
@@ -36,6 +37,9 @@ from ddprun_hooks.config.messages import described, unknown_option, worded
 
 _OF_UPDATES = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_value")
 """What a stage uses only if it updates the weights."""
+
+_MOST_NAMES = 100_000
+"""Names that are held against patterns, at most: `check` has to be quick, whatever the file says."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +215,26 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[CrossCheck]:
                 yield CrossCheck(("groups", index, *item["loc"]), text, hint)
 
 
+@_reads("model", "freeze", "groups")
+def _patterns_of_parameters(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    """Of built-in models the names are known without building them."""
+    model = pipeline.model.settings
+    places: list[tuple[KeyPath, tuple[str, ...]]] = [(("freeze",), pipeline.freeze)]
+    places += [(("groups", index, "match"), group.match) for index, group in enumerate(pipeline.groups)]
+    if not isinstance(model, Mlp | Cnn | Transformer) or not any(patterns for _, patterns in places):
+        return
+    if isinstance(model, Transformer) and 12 * model.layers > _MOST_NAMES:
+        return
+    names = model.parameter_names()
+    if len(names) * sum(len(patterns) for _, patterns in places) > _MOST_NAMES:
+        return  # the run will see
+    for path, patterns in places:
+        for index, text, allowed in unmatched(patterns, names):
+            yield CrossCheck((*path, index), text, allowed)
+    if all(matches(name, pipeline.freeze) for name in names):
+        yield CrossCheck(("freeze",), "no parameter is left to train", "freeze fewer")
+
+
 @_reads("model", "optimizer")
 def _muon_with_biases(pipeline: Pipeline) -> Iterator[CrossCheck]:
     if pipeline.optimizer.name == "Muon" and pipeline.optimizer.source == "torch" and pipeline.model.settings:
@@ -333,7 +357,7 @@ def _evaluate_inside_a_stage(pipeline: Pipeline) -> Iterator[CrossCheck]:
                 text = f'"{key}" needs "evaluate" in the same stage: it goes by what that measures'
                 yield CrossCheck(_own(stage, key), text, "write evaluate: {every: N}")
             continue
-        known = ["loss", *names_of(wanted.metrics)]
+        known = ["loss", *metric_names(wanted.metrics)]
         for key, judged in judging.items():
             if judged.metric not in known:
                 text = f'"{judged.metric}" is not measured by "evaluate" of {stage.path}'

@@ -35,18 +35,18 @@ def json_schema() -> Schema:
     functions spell them; `check` takes other mixtures of case too.
     """
     definitions: dict[str, Schema] = {}
-    schema = _of_model(Pipeline, definitions)
-    definitions |= {kind.name: _of_kind(kind, definitions) for kind in KINDS.values()}
+    schema = _model_schema(Pipeline, definitions)
+    definitions |= {kind.name: _kind_schema(kind, definitions) for kind in KINDS.values()}
     definitions["any_schedule"] = _with_span(definitions["schedule"])
-    stages = {name: _of_stage(stage, definitions) for name, stage in STAGES.items()}
-    times = _one_of_many({name: _of_model(model, definitions) for name, model in TIMES.items()})
+    stages = {name: _stage_schema(stage, definitions) for name, stage in STAGES.items()}
+    times = _one_of_many({name: _model_schema(model, definitions) for name, model in TIMES.items()})
     count: Schema = {"type": "integer", "minimum": 1}
     definitions |= {
         "stage": _one_of_many(stages),
-        "buffers": {"anyOf": [*times["anyOf"], _of_model(Period, definitions)]},
-        "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _of_model(DataPair, definitions)]},
+        "buffers": {"anyOf": [*times["anyOf"], _model_schema(Period, definitions)]},
+        "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _model_schema(DataPair, definitions)]},
         "key": _KEY,
-        "init": {"anyOf": [{"type": "string"}, _of_model(Init, definitions)]},
+        "init": {"anyOf": [{"type": "string"}, _model_schema(Init, definitions)]},
         "group": {
             "type": "object",
             "properties": {"match": {"anyOf": [{"type": "string"}, _PATTERNS]}},
@@ -57,7 +57,7 @@ def json_schema() -> Schema:
         "nnodes": {"anyOf": [count, {"type": "string", "pattern": HOSTS}]},
     }
     for name, cluster in CLUSTERS.loadable().items():
-        definitions[cluster.__name__] = _of_model(cluster.Options, definitions)
+        definitions[cluster.__name__] = _model_schema(cluster.Options, definitions)
         text = f"What `ddprun submit --to {name}` asks for."
         schema["properties"][name] = {"$ref": f"#/$defs/{cluster.__name__}", "description": text}
     del schema["properties"]["name"]["default"]
@@ -70,7 +70,7 @@ def json_schema() -> Schema:
     }
 
 
-def _of_model(model: type[BaseModel], definitions: dict[str, Schema]) -> Schema:
+def _model_schema(model: type[BaseModel], definitions: dict[str, Schema]) -> Schema:
     """Schema of one model; its sections go to the definitions, described by their docstrings."""
     schema = model.model_json_schema()
     sections = schema.pop("$defs", {})
@@ -102,8 +102,8 @@ def _described(schema: Schema, model: type[BaseModel]) -> Schema:
     return schema
 
 
-def _of_stage(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
-    schema = _of_model(stage, definitions)
+def _stage_schema(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
+    schema = _model_schema(stage, definitions)
     if issubclass(stage, StepStage):
         for key in OVERRIDABLE:  # what a stage does not name holds from above: no default of its own
             schema["properties"].get(key, {}).pop("default", None)
@@ -114,13 +114,13 @@ def _of_stage(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
     return schema
 
 
-def _of_kind(kind: Kind, definitions: dict[str, Schema]) -> Schema:
+def _kind_schema(kind: Kind, definitions: dict[str, Schema]) -> Schema:
     options: dict[str, Schema] = {
-        name: _of_model(model, definitions) for name, model in kind.built_in.items()
+        name: _model_schema(model, definitions) for name, model in kind.built_in.items()
     }
     if kind.torch:
         for name in signatures.names(kind.torch):
-            schema = _of_model(signatures.options_model(kind.torch, name), definitions)
+            schema = _model_schema(signatures.options_model(kind.torch, name), definitions)
             for key in schema.get("properties", {}).values():
                 key.pop("default", None)
             schema["description"] = signatures.signature(kind.torch, name).summary
@@ -134,7 +134,9 @@ def _of_kind(kind: Kind, definitions: dict[str, Schema]) -> Schema:
             options |= dict.fromkeys(spellings, reference)
     installed = kind.plugins.options_of_installed() if kind.plugins else {}
     for name, options_model in installed.items():
-        options[name] = {"type": "object"} if options_model is None else _of_model(options_model, definitions)
+        options[name] = (
+            {"type": "object"} if options_model is None else _model_schema(options_model, definitions)
+        )
     return _one_of_many(options, dotted=bool(kind.dotted))
 
 

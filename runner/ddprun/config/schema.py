@@ -485,7 +485,7 @@ class StageEvaluation(Options):
     """What to measure besides the loss."""
 
 
-class Judged(Options):
+class MonitoredMetric(Options):
     """A metric by which evaluations are compared."""
 
     metric: str
@@ -502,11 +502,11 @@ class Judged(Options):
         return value < best - by if mode == "min" else value > best + by
 
 
-class KeepBest(Judged):
+class KeepBest(MonitoredMetric):
     """The weights of the best evaluation stay in the run's folder, as `best.safetensors`."""
 
 
-class EarlyStop(Judged):
+class EarlyStop(MonitoredMetric):
     """The stage ends when evaluations get no better."""
 
     patience: PositiveInt
@@ -524,7 +524,7 @@ _EVENT_FIELDS = frozenset(
 )  # what the event `evaluated` has besides metrics, and the names of structlog's own arguments
 
 
-def names_of(metrics: Sequence[Choice]) -> list[str]:
+def metric_names(metrics: Sequence[Choice]) -> list[str]:
     """What metrics are called: by the last part of a dotted name; by all of it where the last part is taken
     by another metric or by a field of the event.
     """

@@ -20,17 +20,12 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._params = {n: p for n, p in model.named_parameters() if p.requires_grad and has_mean(p)}
+        self._model = model
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.updates = 0
         self.apart = False  # the ranks' averages differ
-        self.tensors: dict[str, Tensor] = {}  # by parameter name, in its shape
-        self._begin()
-
-    def _begin(self) -> None:
-        for name, param in self._params.items():
-            wide = torch.promote_types(param.dtype, torch.float32)
-            self.tensors[name] = param.detach().to(wide, copy=True)
+        self.tensors = averages_of(model)
+        self._params = {name: p for name, p in model.named_parameters() if name in self.tensors}
 
     def update(self, *, apart: bool) -> None:
         """The optimizer has taken a step; `apart`: the ranks' weights may differ."""
@@ -59,6 +54,17 @@ class WeightAverage:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Bring it back; without one, begin with the model's weights as they are now."""
         if state is None:
-            self._begin()
+            self.tensors = averages_of(self._model)
             return
         self.updates, self.apart = state["updates"], state["apart"]
+
+
+def averages_of(model: nn.Module, device: str | None = None) -> dict[str, Tensor]:
+    """The average before the first update: the parameters that are trained, by name, at least in fp32;
+    `device`: not that of the model.
+    """
+    return {
+        name: param.detach().to(device, torch.promote_types(param.dtype, torch.float32), copy=True)
+        for name, param in model.named_parameters()
+        if param.requires_grad and has_mean(param)
+    }

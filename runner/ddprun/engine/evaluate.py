@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ddprun.config import BEST_FILE, Choice, EarlyStop, Evaluate, KeepBest, Stage, names_of
+from ddprun.config import BEST_FILE, Choice, EarlyStop, Evaluate, KeepBest, Stage, metric_names
 from ddprun.engine import build, seeding
 from ddprun.engine.accumulating import Accumulating
 from ddprun.engine.data import Batches, Refuse, is_iterable, loading, of_all, refuse_odd_lengths
 from ddprun.engine.objective import Objective, Outcome
 from ddprun.engine.samples import BatchError, collate, differing, digest_of, shards_itself
-from ddprun.engine.save import write_weights
+from ddprun.engine.save import noted_step, pipeline_path, write_weights
 from ddprun.engine.session import Best, Session
-from ddprun.engine.stage_run import StageRun, make_buffers_equal, model_to_measure, weights_to_read
+from ddprun.engine.stage_run import StageRun, averaged_weights, make_buffers_equal, model_to_measure
 
 _T = TypeVar("_T")
 
@@ -39,7 +39,7 @@ def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
     """Run an evaluate stage; gives its entry in the summary."""
     make_buffers_equal(session, stage)
     session.runtime.model.eval()
-    with weights_to_read(session), session.runtime.evaluating(stage):
+    with averaged_weights(session), session.runtime.evaluating(stage):
         found, samples = measure(session, stage.metrics, f"{stage.path}.metrics")
     shown = _report(session, stage, found)
     session.reporter.note(f"{stage.name}: held-out {shown}")
@@ -85,7 +85,7 @@ def _keep_if_best(session: Session, wanted: KeepBest, found: Mapping[str, float]
     problem = None
     if runtime.ranks.rank == 0:
         try:
-            write_weights(session, runtime.run_dir / BEST_FILE)
+            write_weights(session, runtime.run_dir / BEST_FILE, step=state.step)
         except OSError as error:
             problem = error.strerror or str(error)
     # Ranks wait here for rank 0, and not in its next step.
@@ -97,6 +97,24 @@ def _keep_if_best(session: Session, wanted: KeepBest, found: Mapping[str, float]
     else:
         events.warning("best_not_kept", **about, reason=problem)
         session.reporter.note(f"step {state.step} has the best {wanted.metric}, but {BEST_FILE}: {problem}")
+
+
+def check_best(session: Session) -> None:
+    """In a resumed run, forget the best weights if their file is gone, or is of a step after the checkpoint:
+    these steps are taken again, perhaps with other settings. Such a file is removed, as their records are.
+    """
+    runtime, evaluations = session.runtime, session.state.evaluations
+    noted = partial(noted_step, runtime.run_dir, BEST_FILE)
+    step = runtime.ranks.from_rank_0("resume/best", noted)
+    if evaluations.kept is not None and evaluations.kept.step == step:
+        return
+    evaluations.kept = None
+    if step is not None:
+        if runtime.ranks.rank == 0:
+            for path in (runtime.run_dir / BEST_FILE, pipeline_path(runtime.run_dir / BEST_FILE)):
+                path.unlink(missing_ok=True)
+        session.reporter.events.info("best_removed", step=step, file=BEST_FILE)
+        session.reporter.note(f"{BEST_FILE} is of step {step}, which is taken again: removed")
 
 
 def _judge(run: StageRun, wanted: EarlyStop, value: float) -> None:
@@ -167,7 +185,7 @@ def _metrics(session: Session, metrics: Sequence[Choice], path: str) -> dict[str
     mean_loss = partial(_mean_loss, objective)
     found: dict[str, Metric | Accumulating]
     found = {"loss": Metric(_summed_loss if objective.summed else mean_loss)}
-    for index, (name, choice) in enumerate(zip(names_of(metrics), metrics, strict=True)):
+    for index, (name, choice) in enumerate(zip(metric_names(metrics), metrics, strict=True)):
         if choice.source != "built-in":
             metric = build.build_metric(loaded, f"{path}[{index}]", choice, session.runtime.device)
             if isinstance(metric, Accumulating):

@@ -14,9 +14,9 @@ for each step:
     exchange_control      loss, stop?, checkpoint?: to all ranks
     between_steps         what all ranks know now: progress, stop,
                           checkpoint, clocks                            sync_us of the next step
-                          evaluate_held_out, if the stage asks for it   no step's time
+                          evaluate_in_stage, if the stage asks for it   no step's time
 end_of_steps              wait for what is still under way; did any rank want to stop?
-end_stage                 make ranks equal; evaluate_held_out once more
+end_stage                 make ranks equal; evaluate_in_stage once more
 ```
 """
 
@@ -76,7 +76,8 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     else:
         end_stage(run)
         if stage.evaluate is not None and state.evaluations.step != state.step:
-            evaluate_held_out(run, at_end=True)
+            with untimed(run, b"evaluate"):
+                evaluate_in_stage(run, at_end=True)
     runtime.recorder.write_between_steps(stage.index, state.step)
     state.synchronizer = None
     state.cursor.tick(in_stage=True)
@@ -97,7 +98,8 @@ def run_steps(run: StageRun, step_function: StepFunction) -> bool:
     recorder, watchdog = run.session.runtime.recorder, run.session.runtime.ranks.watchdog
     batches_of_steps = run.batches()
     if run.evaluation_is_due:
-        evaluate_held_out(run)  # a resumed run was interrupted before it
+        with untimed(run, b"evaluate"):
+            evaluate_in_stage(run)  # a resumed run was interrupted before it
     while not run.stopped_early:
         pause_before_step(run)
         number = state.step + 1
@@ -217,7 +219,7 @@ def forward_step(update: Update | None, run: StageRun, batches: StepBatches, ste
     if any(param.grad is not None for param in model.parameters()):
         optimizer_step(run, step, from_backward=False)
     else:
-        follow_up(run)
+        after_update(run)
     recorder.lap("optimizer_us")
 
 
@@ -241,7 +243,7 @@ def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> b
             if applied:
                 optimizer.step()
     if applied:
-        follow_up(run)
+        after_update(run)
     else:
         run.session.reporter.events.warning(
             "step_skipped",
@@ -253,7 +255,7 @@ def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> b
     return applied
 
 
-def follow_up(run: StageRun) -> None:
+def after_update(run: StageRun) -> None:
     """What follows an update of the weights: the schedule's next step, and the weights' average (`ema`)."""
     runtime, state = run.session.runtime, run.session.state
     if state.schedule is not None:
@@ -371,7 +373,8 @@ def between_steps(
         session.learn(runtime.recorder.drain())  # a checkpoint holds what was added up since
         return "interrupted"
     if run.evaluation_is_due:
-        evaluate_held_out(run)  # first: a checkpoint holds its outcome
+        with untimed(run, b"evaluate"):
+            evaluate_in_stage(run)  # first: a checkpoint holds its outcome
     if requested or session.checkpoint_is_due:
         take_checkpoint(session, requested=requested)
     report_checkpoints(session)
@@ -398,11 +401,12 @@ def end_of_steps(run: StageRun) -> bool:
 # What belongs to no step's time.
 
 
-def evaluate_held_out(run: StageRun, *, at_end: bool = False) -> None:
-    """Measure the held-out data; all ranks have just learned all that there is to know."""
+@contextmanager
+def untimed(run: StageRun, phase: bytes) -> Iterator[None]:
+    """Around what counts as no step's time, and not as the stage's; all that is under way ends first."""
     started = time.monotonic()
-    _finish_pending(run, b"evaluate")
-    evaluate_in_stage(run, at_end=at_end)
+    _finish_pending(run, phase)
+    yield
     run.skip(time.monotonic() - started)
 
 
@@ -415,10 +419,8 @@ def pause_before_step(run: StageRun) -> None:
         run.skip(runtime.time_slices.wait(state.step))
     if _profiler_turns(run) and run.steps != state.step - state.cursor.first_step:  # else the stage ends here
         assert runtime.profiler is not None
-        started = time.monotonic()
-        _finish_pending(run, b"the profiler")
-        runtime.profiler.turn(state.step + 1)
-        run.skip(time.monotonic() - started)
+        with untimed(run, b"the profiler"):
+            runtime.profiler.turn(state.step + 1)
 
 
 def _finish_pending(run: StageRun, phase: bytes) -> None:

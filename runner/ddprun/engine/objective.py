@@ -176,7 +176,9 @@ class Objective:
             raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise self._refused("loss", f"gives {shape}", "one number is wanted: the mean over the batch")
+            raise self._loaded.error(
+                "loss", f"gives {shape}", "one number is wanted: the mean over the batch"
+            )
         return Outcome(loss.reshape(()), output, target, content)
 
     def _parts(self, content: Any) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
@@ -190,7 +192,7 @@ class Objective:
             return inputs if isinstance(wanted.inputs, tuple) else (inputs,), {}, target
         if isinstance(content, Mapping):
             if self._loss is not None:
-                raise self._refused(
+                raise self._loaded.error(
                     "data",
                     f"its batches are mappings of {', '.join(map(str, content))}, and none is known to be "
                     "the target",
@@ -200,7 +202,7 @@ class Objective:
         if not isinstance(content, list | tuple) or len(content) != 2:
             several = isinstance(content, list | tuple)
             shown = f"tuples of {len(content)}" if several else type(content).__name__
-            raise self._refused(
+            raise self._loaded.error(
                 "data",
                 f"its samples are {shown}",
                 "a sample is a pair (input, target), or a mapping of the model's keyword arguments; or "
@@ -230,7 +232,7 @@ class Objective:
         else:
             has = f"are of type {type(content).__name__}"
         shown = f'"{parts}"' if isinstance(parts, str) else f"item {parts}"
-        raise self._refused(path, f"batches have no {shown}", f"they {has}")
+        raise self._loaded.error(path, f"batches have no {shown}", f"they {has}")
 
     @property
     def weighs(self) -> bool:
@@ -244,7 +246,7 @@ class Objective:
         found = self._weight(content)
         value = float(found) if not isinstance(found, Tensor) or found.numel() == 1 else math.nan
         if not (math.isfinite(value) and value >= 0):
-            raise self._refused("weight_by", f"gives {found!r:.60}", "a number is wanted, at least 0")
+            raise self._loaded.error("weight_by", f"gives {found!r:.60}", "a number is wanted, at least 0")
         return value
 
     def _count_targets(self, content: Any) -> Tensor | int:
@@ -255,12 +257,14 @@ class Objective:
         if wanted.of is not None:
             target = self._pick(content, wanted.of, "weight_by.targets.of")
         elif self._loss is None and (isinstance(content, Mapping) or self._batch.inputs is not None):
-            raise self._refused("weight_by", "which part of a batch the targets are is not known", _NAME_THEM)
+            raise self._loaded.error(
+                "weight_by", "which part of a batch the targets are is not known", _NAME_THEM
+            )
         else:
             target = content[1] if self._loss is None else self._parts(content)[2]
         if not isinstance(target, Tensor):
             problem = f"the targets are {type(target).__name__}, and a tensor is wanted"
-            raise self._refused("weight_by", problem, _NAME_THEM)
+            raise self._loaded.error("weight_by", problem, _NAME_THEM)
         ignored = wanted.ignore_index if wanted.ignore_index is not None else self.ignore_index
         target = target[..., wanted.shift :] if wanted.shift else target
         return _count(target, loss, -100 if ignored is None else ignored)
@@ -282,7 +286,7 @@ class Objective:
         key = "ddp.find_unused_parameters"
         false = "is false" if self._loaded.has(key) else "is false, its default"
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        return self._refused(
+        return self._loaded.error(
             key,
             f"{false}, but {shown} took no part in {of}, so ranks would wait for their gradients forever",
             "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
@@ -296,15 +300,12 @@ class Objective:
         elif not isinstance(returned, Tensor):
             loss = getattr(returned, "loss", None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise self._refused(
+            raise self._loaded.error(
                 "loss",
                 f"the model returned {type(returned).__name__} without a loss of one number",
                 "with loss: model it returns the loss, or an object or mapping that has `loss`",
             )
         return loss.reshape(())
-
-    def _refused(self, path: str, problem: str, allowed: str) -> PipelineError:
-        return self._loaded.error(path, problem, allowed)
 
 
 def _count(target: Tensor, loss: Any, ignored: int) -> Tensor | int:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
@@ -19,10 +19,11 @@ from ddprun.checkpoint.folder import sync_folder
 from ddprun.config import Save
 from ddprun.engine.outcome import LostError
 from ddprun.engine.session import Session
-from ddprun.engine.stage_run import make_buffers_equal, weights_to_read
+from ddprun.engine.stage_run import averaged_weights, make_buffers_equal
 from ddprun.engine.weights import plain_name
-from ddprun.run_files import as_path
+from ddprun.run_files import as_path, open_file
 
+_STEP = "step"
 MADE = "# Written by ddprun next to weights: the pipeline that made them.\n"
 """First line of the pipeline that save writes; a file without it is somebody else's."""
 
@@ -44,7 +45,7 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
     """
     reporter = session.reporter
     make_buffers_equal(session, stage)
-    with weights_to_read(session):
+    with averaged_weights(session):
         target = _save(session, stage)
     reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
     reporter.note(f"{stage.name}: {target}")
@@ -71,14 +72,17 @@ def _save(session: Session, stage: Save) -> Path:
     return target
 
 
-def write_weights(session: Session, target: Path, *, only_trainable: bool = False) -> Path:
-    """Write the model as it is and its pipeline, each whole or not at all; gives the pipeline's file. Raises
-    OSError.
+def write_weights(
+    session: Session, target: Path, *, only_trainable: bool = False, step: int | None = None
+) -> Path:
+    """Write the model as it is, with a note of the `step`, and its pipeline, each whole or not at all; gives
+    the pipeline's file. Raises OSError.
     """
+    notes = {"format": "pt", "ddprun": __version__} | ({} if step is None else {_STEP: str(step)})
     with _replacing(target) as unfinished:
         try:
             kept = _Kept(session.runtime.model, only_trainable=only_trainable)
-            save_model(kept, str(unfinished), {"format": "pt", "ddprun": __version__})
+            save_model(kept, str(unfinished), notes)
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error)) from None
         order_metadata(unfinished)
@@ -86,6 +90,15 @@ def write_weights(session: Session, target: Path, *, only_trainable: bool = Fals
     with _replacing(pipeline) as unfinished:
         unfinished.write_text(MADE + session.runtime.loaded.resolved(), encoding="utf-8")
     return pipeline
+
+
+def noted_step(folder: Path, name: str) -> int | None:
+    """The step that `write_weights` has noted in a file of a run; None: there is no such file or note."""
+    try:
+        with open_file(folder, name) as file, safe_open(f"/dev/fd/{file.fileno()}", "pt") as weights:
+            return int((weights.metadata() or {})[_STEP])
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None
 
 
 class _Kept(nn.Module):

@@ -326,7 +326,7 @@ def _exchange_as_is(session: Session, named: Mapping[str, Tensor], source: int |
 
 
 @contextmanager
-def weights_to_read(session: Session) -> Iterator[None]:
+def averaged_weights(session: Session) -> Iterator[None]:
     """Inside, the model has the weights that are measured and saved: the average (`ema`), if there is one,
     and the mean over ranks of what differs between them. Then each rank has its own again, bit for bit.
     """
@@ -350,16 +350,18 @@ def weights_to_read(session: Session) -> Iterator[None]:
 
 @contextmanager
 def model_to_measure(session: Session) -> Iterator[None]:
-    """Inside, the model is the one that an evaluate stage would see now: weights as in `weights_to_read`,
-    equal buffers, in evaluation mode. Then all of that is on each rank as it was, and nothing has been drawn
-    at random. An exchange of the sync policy that is under way goes on: this uses another queue.
+    """Inside, the model is the one that an evaluate stage would see now: weights as in `averaged_weights`,
+    equal frozen parameters and buffers, in evaluation mode. Then all of that is on each rank as it was, and
+    nothing has been drawn at random. An exchange of the sync policy that is under way goes on: this uses
+    another queue.
     """
     runtime = session.runtime
     modes = [(module, module.training) for module in runtime.model.modules()]
     with (
         seeding.generators_kept(runtime.device),
         runtime.buffers.equal_meanwhile(),
-        weights_to_read(session),
+        runtime.frozen.equal_meanwhile(),
+        averaged_weights(session),
     ):
         runtime.model.eval()
         try:

@@ -1,7 +1,6 @@
 """Parameters by their names: what a run starts with, what is frozen, and what has options of its own."""
 
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -10,11 +9,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ddprun.config import Fault, Loaded, PipelineError
+from ddprun.config.patterns import listed, matches, unmatched
 from ddprun.run_files import as_path
 
 _COMPILED, _WRAPPED = "_orig_mod.", "module."
-_SHOWN = 6
-"""Names in a message, at most."""
 
 
 def plain_name(name: str) -> str:
@@ -49,7 +47,7 @@ def load_weights(loaded: Loaded, model: nn.Module) -> None:
     lacking = [
         name
         for name, value in own.items()
-        if name not in fitting and value.data_ptr() not in covered and not _matches(name, wanted.missing)
+        if name not in fitting and value.data_ptr() not in covered and not matches(name, wanted.missing)
     ]
     reshaped = [
         f"{name} is {list(given[name].shape)} in the file and {list(own[name].shape)} in the model"
@@ -58,11 +56,11 @@ def load_weights(loaded: Loaded, model: nn.Module) -> None:
     ]
     lists = {
         "missing": [name for name in lacking if name not in given],
-        "unexpected": [name for name in given if name not in own and not _matches(name, wanted.unexpected)],
+        "unexpected": [name for name in given if name not in own and not matches(name, wanted.unexpected)],
         "other shapes": reshaped,
     }
     if any(lists.values()):
-        shown = "; ".join(f"{what}: {_listed(names)}" for what, names in lists.items() if names)
+        shown = "; ".join(f"{what}: {listed(names)}" for what, names in lists.items() if names)
         hint = 'allow some, as in init: {file: …, missing: ["head.*"], unexpected: ["old.*"]}'
         raise loaded.error("init", f"{path.name} does not fit the model: {shown}", hint)
     with torch.no_grad():
@@ -116,23 +114,10 @@ def parameter_groups(loaded: Loaded, model: nn.Module, options: Sequence[dict[st
 def _matching(loaded: Loaded, path: str, patterns: Sequence[str], model: nn.Module) -> Iterator[Tensor]:
     """The parameters that a pattern matches, those of tied ones by any of their names."""
     named = [(plain_name(name), param) for name, param in model.named_parameters(remove_duplicate=False)]
-    found, faults = list[Tensor](), list[Fault]()
-    for index, pattern in enumerate(patterns):
-        matched = [param for name, param in named if fnmatchcase(name, pattern)]
-        if not matched:
-            text = f'no parameter is called "{pattern}"'
-            names = _listed([name for name, _ in named])
-            faults.append(loaded.fault(f"{path}[{index}]", text, f"there are {names}"))
-        found += matched
+    faults = [
+        loaded.fault(f"{path}[{index}]", *texts)
+        for index, *texts in unmatched(patterns, [name for name, _ in named])
+    ]
     if faults:
         raise PipelineError(faults)
-    return iter(found)
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return (param for name, param in named if matches(name, patterns))

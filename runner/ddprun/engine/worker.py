@@ -11,7 +11,7 @@ from typing import Any
 
 from ddprun import DONE, FAILED, INTERRUPTED, LAUNCHED, __version__, screen
 from ddprun.config import AverageStage, BroadcastStage, Evaluate, Forward, Loaded, Save, Stage, Train
-from ddprun.engine.evaluate import evaluate
+from ddprun.engine.evaluate import check_best, evaluate
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
 from ddprun.engine.loop import run_stage
 from ddprun.engine.outcome import (
@@ -110,6 +110,7 @@ def _run(
     _announce(session)
     if folder.resumed:
         resume(session)
+        check_best(session)
     session.runtime.time_slices = TimeSliceClient.of(ranks.rank, ranks.size)
     gc.collect()  # now, and not in the middle of a step
     cursor = session.state.cursor

@@ -1,13 +1,15 @@
 """What a pipeline sends, when, among whom and how much, without a run: as dataclasses and as JSON."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from ddprun.config import AverageStage, BroadcastStage, Loaded, Stage, StepStage, TrainSettings
+from ddprun.engine.ema import averages_of
 from ddprun.explain.model_probe import ModelProbe, World, probe_model
 from ddprun.explain.traffic import Amount, Bucket, Route, Simulations, total
 from ddprun.host.device import default_ranks
@@ -22,10 +24,12 @@ from ddprun_hooks.payload import nbytes
 VERSION = 1
 
 _MESSAGE_BYTES = 25 << 20
+_AS_THEY_ARE = Route("parameters", "plain", "sum")
 
-
-Moment = Literal["begin", "before_forward", "backward", "after_step", "end", "once"]
-"""`begin`, `end`: before a stage's first step and after its last. `once`: by a stage without steps."""
+Moment = Literal["begin", "before_forward", "backward", "after_step", "evaluate", "end", "once"]
+"""`begin`, `end`: before a stage's first step and after its last. `evaluate`: in an evaluation inside it.
+`once`: by a stage without steps.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,15 @@ class Pattern:
     amount: Amount | None  # of one such step; None: not known
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluations:
+    """Evaluations inside a stage that send the same."""
+
+    times: int
+    exchanges: tuple[Exchange, ...]
+    amount: Amount | None  # of one evaluation; None: not known
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageExplained:
     """What one stage sends."""
@@ -86,6 +99,7 @@ class StageExplained:
     cycle: int = 0  # after so many steps it begins again; at most as many as the stage has
     patterns: tuple[Pattern, ...] = ()  # the rarest first
     control_messages: tuple[int, ...] = ()  # first steps with one; they repeat with the cycle
+    evaluations: tuple[Evaluations, ...] = ()  # inside the stage; of an unknown number of steps, one of each
     begin: tuple[Exchange, ...] = ()  # before the first step
     end: tuple[Exchange, ...] | None  # after the last step, or of a stage without steps; None: not known
     exchanges: tuple[Exchange, ...]  # all of them, by number
@@ -108,6 +122,7 @@ class StageExplained:
         if self.end is None or (self.steps is None and self.patterns):
             return None
         amounts = [exchange.amount for exchange in (*self.begin, *self.end)]
+        amounts += [one.amount and one.amount * one.times for one in self.evaluations]
         if self.steps is not None:
             cycles, rest = divmod(self.steps, self.cycle)
             cycle = self._of_steps(self.cycle)
@@ -142,6 +157,10 @@ class StageExplained:
                     }
                     for one in self.patterns
                 ],
+                "evaluations": [
+                    {"times": one.times, "exchanges": _numbers(one.exchanges), "sent": plain(one.amount)}
+                    for one in self.evaluations
+                ],
                 "control_words": list(self.control_messages),
                 "mean_step": cycle and cycle.sizes(self.cycle),
                 "thousand_steps": cycle and cycle.sizes(self.cycle, 1000),
@@ -175,11 +194,20 @@ class Explained:
         """By name; None: not known."""
         return None if self.probe.model is None else dict(self.probe.model.named_buffers())
 
+    @property
+    def ema_bytes(self) -> int | None:
+        """What the moving average of the weights takes on each rank; None: there is none, or not known."""
+        model = self.probe.model
+        if self.loaded.pipeline.ema is None or model is None:
+            return None
+        return sum(map(nbytes, averages_of(model).values()))
+
     def as_object(self) -> dict[str, Any]:
         """For `--format json` (`docs/explain.md`); bytes throughout."""
         unknown, use, held = self.probe.unknown, self.probe.buffer_use, self.parameters
         model: dict[str, Any] = {"name": self.loaded.pipeline.model.name}
         model |= dict.fromkeys(("parameters", "numel", "bytes", "trained", "trained_bytes"))
+        model["ema_bytes"] = self.ema_bytes
         if held is not None:
             model |= {"parameters": len(held), "numel": sum(one.numel() for one in held.values())}
             model["bytes"] = sum(map(nbytes, held.values()))
@@ -270,6 +298,10 @@ class _Planner:
         self._use = probe.buffer_use or _nothing_excluded(self._model)
         self._setting = loaded.pipeline.buffers
         self._buffers_used = False  # by steps, since they were last made equal
+        self._averages = None  # of the weights (`ema`), without values; None: there are none, or not known
+        if loaded.pipeline.ema is not None and self._model is not None:
+            self._averages = averages_of(self._model, "meta")
+        self._averages_apart = False  # ranks have different ones
         self._replicas = ReplicaConsistency()
         self._stage: StepStage | None = None  # whose hooks carry what is sent
         self._known: dict[tuple[Any, ...], Exchange] = {}  # those of the stage
@@ -282,13 +314,12 @@ class _Planner:
                 self._stage = stage
                 return self._with_steps(stage)
             case AverageStage():
-                self._replicas.parameters = "common"
-                sent = self._average("once")
+                sent = self._make_equal("once")
             case BroadcastStage():
-                self._replicas.parameters = "common"
-                sent = self._broadcast(stage.source)
+                sent = self._make_equal("once", stage.source)
             case _:
-                sent = self._before_reading()
+                sent = self._before_reading("once")
+                self._buffers_used &= self._setting.when == "never"
         end = self._exchanges(sent)
         return StageExplained(stage=stage, end=end, exchanges=end, ranks=self._ranks)
 
@@ -310,7 +341,10 @@ class _Planner:
         # What the last steps leave behind depends on how far they are in a cycle, not on how many came.
         length = cycle if steps is None else steps if steps <= cycle else cycle + steps % cycle
         alike: dict[tuple[Sent, ...], list[int]] = {}  # steps of a cycle, by what is sent in them
+        evaluated: list[tuple[Sent, ...]] = []  # what an evaluation would send after each step
         for step in range(1, length + 1):
+            if settings.updates and (plan.gradients != "all" or replicas.parameters != "common"):
+                self._averages_apart = self._pipeline.ema is not None
             sent = self._buffers("before_forward", buffers.before_forward()) * settings.accumulate
             sent += self._gradients(plan)
             _, setting_out, effect = progress.after_step(step)
@@ -323,7 +357,9 @@ class _Planner:
                 replicas.mutated(step)
             if step <= cycle:
                 alike.setdefault(sent, []).append(step)
+            evaluated.append(self._evaluation())
         last = self._end(stage, plan, progress, noop=noop)
+        evaluations = self._evaluations(stage, steps, evaluated[:cycle])
         patterns = []
         for sent, steps_alike in alike.items():
             found = self._exchanges(sent)
@@ -337,6 +373,7 @@ class _Planner:
             cycle=min(cycle, length),
             patterns=tuple(sorted(patterns, key=lambda pattern: len(pattern.steps))),
             control_messages=tuple(_control_messages(plan, buffers, steps, cycle)),
+            evaluations=evaluations,
             begin=begin,
             end=end,
             exchanges=tuple(self._known.values()),
@@ -374,28 +411,58 @@ class _Planner:
         group = route.group(self._simulations.groups[0][route.queue])
         return Exchange(len(self._known), moment, route, group.size, times, buckets, unknown, amount)
 
-    def _average(self, moment: Moment) -> tuple[Sent, ...]:
-        """Parameters as they are, averaged."""
-        route = Route("parameters", "plain", "sum")
-        return self._bucketed(moment, route, self._trained)
+    def _make_equal(self, moment: Moment, source: int | None = None) -> tuple[Sent, ...]:
+        """Parameters as they are, averaged or those of rank `source`, and the averages of the weights."""
+        self._replicas.parameters = "common"
+        route = _AS_THEY_ARE
+        if source is not None:
+            route = replace(route, through="broadcast", source=source)
+        return self._bucketed(moment, route, self._trained) + self._make_averages_equal(moment, route)
 
-    def _broadcast(self, source: int) -> tuple[Sent, ...]:
-        """Parameters of one rank."""
-        route = Route("parameters", "plain", "broadcast", source=source)
-        return self._bucketed("once", route, self._trained)
+    def _make_averages_equal(self, moment: Moment, route: Route) -> tuple[Sent, ...]:
+        if not self._averages_apart:
+            return ()
+        self._averages_apart = False
+        return self._bucketed(moment, replace(route, ema=True), self._averages)
 
-    def _before_reading(self) -> tuple[Sent, ...]:
-        """Buffers that an evaluate or save stage reads."""
+    def _before_reading(self, moment: Moment) -> tuple[Sent, ...]:
+        """Buffers that an evaluation or a save stage reads."""
         if self._setting.when == "never":
             return ()
         if self._probe.buffer_use is None and (self._named_buffers or self._model is None):
-            return (Sent("once", Route("buffers", "plain", "broadcast"), None),)
-        used, self._buffers_used = self._buffers_used, False
-        if not used:
+            return (Sent(moment, Route("buffers", "plain", "broadcast"), None),)
+        if not self._buffers_used:
             return ()
         # Whole numbers that training changes are the same on all ranks, as far as one batch shows.
         changed = [name for name in self._use.changing if has_mean(self._named_buffers[name])]
-        return self._buffers("once", changed)
+        return self._buffers(moment, changed)
+
+    def _evaluation(self) -> tuple[Sent, ...]:
+        """What an evaluation inside a stage would send now, for a while: nothing stays equal by it."""
+        sent = self._before_reading("evaluate")
+        if self._replicas.parameters != "common" or self._averages_apart:
+            sent += self._bucketed("evaluate", _AS_THEY_ARE, self._trained)
+        return sent
+
+    def _evaluations(
+        self, stage: StepStage, steps: int | None, after: Sequence[tuple[Sent, ...]]
+    ) -> tuple[Evaluations, ...]:
+        """Those of a stage that has ended, by what they send: `after` each step of a cycle, and now."""
+        if stage.evaluate is None:
+            return ()
+        every, times = stage.evaluate.every, Counter[tuple[Sent, ...]]()
+        inside = None if steps is None else (steps - 1) // every
+        repeat = math.lcm(every, len(after)) // every
+        for number in range(1, repeat + 1 if inside is None else min(repeat, inside) + 1):
+            sent = after[(number * every - 1) % len(after)]
+            times[sent] += 0 if inside is None else (inside - number) // repeat + 1
+        times[self._evaluation()] += 1 if inside is not None else 0
+        found = []
+        for sent, often in times.items():
+            exchanges = self._exchanges(sent)
+            amount = total([one.amount for one in exchanges], self._ranks)
+            found.append(Evaluations(often or 1, exchanges, amount))
+        return tuple(found)
 
     def _end(
         self, stage: StepStage, plan: SyncPlan, progress: PlanProgress, *, noop: bool
@@ -409,8 +476,9 @@ class _Planner:
         if effect != "nothing":
             replicas.note(effect, plan, noop=noop)
         if reconcile and replicas.parameters != "common":
-            sent += self._average("end")
-            replicas.parameters = "common"
+            sent += self._make_equal("end")
+        elif reconcile:
+            sent += self._make_averages_equal("end", _AS_THEY_ARE)
         return sent
 
     def _length(self, stage: StepStage, settings: TrainSettings) -> int | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any
 
-from ddprun.config import Buffers, Choice, TrainSettings
+from ddprun.config import Buffers, Choice, StepStage, TrainSettings
 from ddprun.config.scalars import write
 from ddprun.explain.explain import Exchange, Explained, StageExplained
 from ddprun.explain.traffic import Among, Amount, Bucket
@@ -46,6 +46,13 @@ def _head(explained: Explained) -> Iterator[str]:
         yield from paragraph(
             "Frozen", f"{which}: they are sent only if something else makes ranks differ in them."
         )
+    if (average := explained.ema_bytes) is not None:
+        trained = size(sum(one.nbytes for one in parameters.values() if one.requires_grad))
+        yield from paragraph(
+            "Average",
+            f"ema: {pipeline.ema}. Each rank holds an average of the parameters that are trained, "
+            f"{size(average)}, and while it is evaluated or saved a copy of them, {trained}.",
+        )
     start = "Before the first step every rank takes rank 0's parameters and buffers, once"
     yield from paragraph("Start", f"{start}: {size(held + more)}.")
     measured = {
@@ -81,6 +88,7 @@ def _stage(stage: StageExplained, explained: Explained, known: dict[tuple[str, s
         yield from _tables(_at(stage, "backward"), stage.ranks)
     yield from _after_steps(stage, settings)
     yield from _end(stage)
+    yield from _evaluations(stage)
     yield from once("Control", _control_messages(stage))
     yield from once("Loss", _loss(settings))
     yield from _sums(stage)
@@ -204,6 +212,23 @@ def _end(stage: StageExplained) -> Iterator[str]:
         yield from _tables([exchange for exchange in stage.end if exchange.route not in shown], stage.ranks)
 
 
+def _evaluations(stage: StageExplained) -> Iterator[str]:
+    """What evaluations inside the stage send."""
+    if not isinstance(stage.stage, StepStage) or stage.stage.evaluate is None:
+        return
+    every, times = stage.stage.evaluate.every, sum(one.times for one in stage.evaluations)
+    when = f"After {'each step' if every == 1 else f'every {every} steps'}, and at the end"
+    when += f": {count(times, 'evaluation')}." if stage.steps is not None else "."
+    sent = []
+    for one in stage.evaluations:
+        whose = f"{one.times} of them: " if stage.steps is not None else "Some of them: "
+        whose = "Each sends " if len(stage.evaluations) == 1 else whose
+        sent.append(whose + (_all_named(one.exchanges) if one.exchanges else "nothing"))
+    yield from paragraph("Evaluate", f"{when} {'; '.join(sent)}. Then each rank has its own again.")
+    shown = {exchange.route for exchange in stage.exchanges if exchange.moment != "evaluate"}
+    yield from _tables([one for one in _at(stage, "evaluate") if one.route not in shown], stage.ranks)
+
+
 def _control_messages(stage: StageExplained) -> str:
     steps = stage.control_messages
     if not steps:
@@ -258,6 +283,11 @@ def _sums(stage: StageExplained) -> Iterator[str]:
     if several:
         rows.append(_sizes("mean of all steps", stage.cycle_amount, stage.cycle))
     rows.append(_sizes("1,000 steps", stage.cycle_amount, stage.cycle, 1000))
+    for one in stage.evaluations:
+        some = stage.steps is not None and len(stage.evaluations) > 1
+        rows.append(
+            _sizes(f"each of {count(one.times, 'evaluation')}" if some else "an evaluation", one.amount)
+        )
     if stage.steps is not None:
         rows.append(_sizes(f"the stage: {count(stage.steps, 'step')}", stage.whole_amount))
     yield from _sizes_table(rows)
@@ -319,6 +349,9 @@ def _named(exchange: Exchange, *, numbered: bool = True) -> str:
     kind, source, ranks = exchange.route.kind, exchange.route.source, _ranks_of(exchange)
     if exchange.amount is not None and not any(one.legs for one in exchange.buckets or ()):
         return "nothing, as noop gives each rank its own back"
+    if exchange.route.ema:
+        of = f" of rank {source}, to" if exchange.route.through == "broadcast" else ", averaged over"
+        return f"the moving average of the weights (ema){of} {ranks}"
     if exchange.route.through == "broadcast":
         return f"the {kind} of rank {source}{', as they are' if kind == 'parameters' else ''}, to {ranks}"
     what = {

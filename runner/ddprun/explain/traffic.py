@@ -83,6 +83,7 @@ class Route:
     hosts: int | None = None  # into how many hosts the ranks are split for that; None: as they were launched
     source: int = 0  # whose payload is broadcast
     part: Partition | None = None  # among the ranks of each of its groups
+    ema: bool = False  # of the moving average of the weights
 
     @property
     def hooked(self) -> bool:

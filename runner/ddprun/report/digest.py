@@ -172,6 +172,20 @@ class Stage:
         return f"stage {self.index}, {self.described}"
 
     @property
+    def step_ms(self) -> float:
+        """The mean time of a step."""
+        return self.times.mean_parts_us["step_us"] / 1000
+
+    @property
+    def period(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The sync policy with its options, if it has any: it then synchronises now and then."""
+        if isinstance(self.sync, Mapping) and self.sync:
+            name, options = next(iter(self.sync.items()))
+            if isinstance(options, Mapping) and options:
+                return name, options
+        return None
+
+    @property
     def described(self) -> str:
         """What it does: how it synchronises, and through which hooks."""
         policy = next(iter(self.sync), None) if isinstance(self.sync, Mapping) else self.sync
@@ -588,16 +602,20 @@ def _what(digest: Digest, stage: Stage, sums: Sequence[StragglerTotal]) -> str:
     if shares["data"] > _MUCH:
         return "Try more `loader.workers`: the training thread waits for its data."
     if shares["hook"] > _MUCH:
+        plain = [one for one in digest.stages if not one.hooks and one.kind == stage.kind]
+        if plain and (fastest := min(plain, key=lambda one: one.step_ms)).step_ms < stage.step_ms:
+            there = f"a step took {fastest.step_ms:.1f} ms in stage {fastest.index}, which has none"
+            return f"Try without the hooks: {there}."
         return (
             "Try without the hooks, or with cheaper ones: they may cost more time than they save on the "
             "wire; `ddprun compare` measures it."
         )
     if shares["wire"] > _MUCH:
-        return _against_the_wire(stage)
+        return _against_the_wire(digest, stage)
     if wait > _MUCH:
         return (
-            f"Try {_less_often(stage)}: another rank is the last one each time, and every synchronisation "
-            "waits for it."
+            f"Try {_less_often(digest, stage)}: another rank is the last one each time, and every "
+            "synchronisation waits for it."
         )
     if shares["sync"] > _MUCH:
         return (
@@ -611,22 +629,29 @@ def _what(digest: Digest, stage: Stage, sums: Sequence[StragglerTotal]) -> str:
     return "Nothing stands out: no single change is likely to gain much."
 
 
-def _against_the_wire(stage: Stage) -> str:
+def _against_the_wire(digest: Digest, stage: Stage) -> str:
     if {one.hooks for one in stage.sent if one.kind in ("gradient", "delta")} != {()}:
-        return f"Try {_less_often(stage)}."
+        return f"Try {_less_often(digest, stage)}."
+    if hooked := [one for one in digest.stages if one.hooks and one.kind == stage.kind]:
+        fastest = min(hooked, key=lambda one: one.step_ms)
+        there = f"with those of stage {fastest.index} a step took {fastest.step_ms:.1f} ms"
+        if fastest.step_ms < stage.step_ms:
+            return f"Try hooks in this stage, too: {there}."
+        return f"Try {_less_often(digest, stage)}; hooks did not help: {there}."
     also = ", `[hierarchical]`" if any(one.between_hosts_bytes for one in stage.sent) else ""
     return (
         f"Try to send less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`{also}), or try "
-        f"{_less_often(stage)}."
+        f"{_less_often(digest, stage)}."
     )
 
 
-def _less_often(stage: Stage) -> str:
-    if isinstance(stage.sync, Mapping) and stage.sync:
-        name, options = next(iter(stage.sync.items()))
-        if isinstance(options, Mapping) and options:
-            now = ", ".join(f"{key}: {value}" for key, value in options.items())
-            return f"a longer period of `{name}` (`{now}` now)"
+def _less_often(digest: Digest, stage: Stage) -> str:
+    if stage.period is not None:
+        name, options = stage.period
+        now = ", ".join(f"{key}: {value}" for key, value in options.items())
+        return f"a longer period of `{name}` (`{now}` now)"
+    if other := next((one for one in digest.stages if one.period is not None), None):
+        return f"to synchronise less often, as stage {other.index} does"
     return "to synchronise less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`)"
 
 

@@ -1,6 +1,7 @@
 """Parameters that are not trained: ranks hold the same from the start, so they are compared, not sent."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -68,13 +69,30 @@ class FrozenParameters:
         self._unequal = False
         differing = self.differing()
         if source is None:
-            differing = {name: param for name, param in differing.items() if has_mean(param)}
-        buckets = ParameterBuckets(differing, self._exchanger.cap_bytes)
-        with torch.no_grad():
-            if source is None:
-                self._exchanger.average(buckets, "parameters")
-            else:
+            self._average(differing)
+        else:
+            buckets = ParameterBuckets(differing, self._exchanger.cap_bytes)
+            with torch.no_grad():
                 self._exchanger.broadcast(buckets, "parameters", source)
+
+    @contextmanager
+    def equal_meanwhile(self) -> Iterator[None]:
+        """Inside, values that differ are their mean; then each rank has its own again, bit for bit."""
+        differing = self.differing()
+        own = [param.detach().clone() for param in differing.values()]
+        self._average(differing)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for param, value in zip(differing.values(), own, strict=True):
+                    param.copy_(value)
+
+    def _average(self, named: Mapping[str, Tensor]) -> None:
+        """Overwrite by the mean over ranks those that have one."""
+        floating = {name: param for name, param in named.items() if has_mean(param)}
+        with torch.no_grad():
+            self._exchanger.average(ParameterBuckets(floating, self._exchanger.cap_bytes), "parameters")
 
     def differing(self) -> dict[str, Tensor]:
         """Those of which not all ranks hold the same bits, by name; called by all ranks together."""
