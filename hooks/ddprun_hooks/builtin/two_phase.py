@@ -133,7 +133,7 @@ class BlockScaled(WireFormat):
         """Codes, uint8, and scales, shape (..., k), of a message."""
         code_bytes = self.block * self.bits // 8
         count = message.shape[-1] // (code_bytes + 4)
-        codes, scales = message.split([count * code_bytes, count * 4], -1)
+        codes, scales = torch.split(message, [count * code_bytes, count * 4], -1)
         return codes, scales.view(torch.float32)
 
 
@@ -167,8 +167,9 @@ class Int4(BlockScaled):
 
 
 class Fp8(BlockScaled):
-    """The nearest numbers of 1 sign bit, 4 bits of exponent and 3 of significand (e4m3: largest 448, smallest
-    2^-9, no infinity), in units of a 448th of the block's largest (Micikevicius et al. 2022, arXiv:2209.05433).
+    """The nearest numbers of e4m3 (arXiv:2209.05433), in units of a 448th of the block's largest.
+
+    They have 4 bits of exponent and 3 of significand, from 2^-9 to 448, and no infinity.
     """
 
     largest, bits = 448, 8

@@ -473,7 +473,8 @@ def _casts_of_what_is_half_already(pipeline: Pipeline) -> Iterator[CrossCheck]:
     for path, hooks in _all_of(pipeline, "hooks"):
         for number, hook in enumerate(hooks):
             if pipeline.precision == f"pure_{hook.name}" and not hook.options.get("accumulate"):
-                text = f'"{hook.name}" has no effect: with "precision: {pipeline.precision}" everything travels so'
+                setting = f'"precision: {pipeline.precision}"'
+                text = f'"{hook.name}" has no effect: with {setting} everything travels so'
                 hint = f"remove it, or write {hook.name}: {{accumulate: fp32}}"
                 yield CrossCheck((*path, number), text, hint, "warning")
 
