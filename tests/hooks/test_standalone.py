@@ -382,8 +382,8 @@ LOSSY: list[HookSpec] = ["bf16", {"bf16": {"accumulate": "fp32"}}, "int8", "fp8"
 
 
 def errors_of_means() -> list[tuple[float, float]]:
-    """By hook: relative error of the first mean through it, and of the sum of eight."""
-    return [error_of_means([hook], 8) for hook in LOSSY]
+    """By hook: relative error of the first mean through it, and of the sum of four."""
+    return [error_of_means([hook], 4) for hook in LOSSY]
 
 
 def error_of_means(hooks: list[HookSpec], steps: int) -> tuple[float, float]:
@@ -416,10 +416,10 @@ def test_errors_do_not_grow_with_ranks_where_sums_are_fp32() -> None:
     for hook, found in zip(LOSSY, zip(*by_ranks, strict=True), strict=True):
         firsts = [first for first, _ in found]
         if hook == "bf16":
-            assert firsts[0] < firsts[1] < 0.6 * firsts[2]
+            assert 1.5 * firsts[0] < 1.4 * firsts[1] < firsts[2]
         else:
             assert max(firsts) < 1.1 * firsts[0], hook
-            assert all(of_sum < 0.3 * first for first, of_sum in found), hook
+            assert all(of_sum < 0.4 * first for first, of_sum in found), hook
 
 
 def on_hosts(placement: str) -> tuple[list[Tensor], list[tuple[str, int, int]]]:
