@@ -69,10 +69,9 @@ class TwoPhase(ErrorFeedback):
         x[comm.rank] += total  # one rank keeps what the second encoding lost
         residual.copy_(flat)
 
-        for rank, part in enumerate(gathered.view(comm.size, -1)):
-            x[rank] = wire.decode(part, x.dtype)
         self.note(payload, gathered)
-        return payload.tensor.copy_(flat)
+        mean = wire.decode(gathered.view(comm.size, -1), x.dtype)
+        return payload.tensor.copy_(mean.view(-1)[:numel])
 
     def note(self, payload: Payload, gathered: Tensor) -> None:
         """Leave findings about the messages of all sums; the payload's tensor is still this rank's own."""
