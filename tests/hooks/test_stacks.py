@@ -51,7 +51,7 @@ LOSSY: list[Specs] = [
     [{"int4": {"block": 40}}],
     [BF16_SUMMED_IN_FP32],
     [POWERSGD, FP16_SUMMED_IN_FP32],
-    [two_level(within=["fp16"], across=["int4"])],
+    [two_level(across=["int4"])],
 ]
 CASTS: list[Specs] = [
     ["fp16"],

@@ -409,14 +409,14 @@ def gradients_of(model: nn.Module, step: int) -> Tensor:
 
 
 def test_errors_do_not_grow_with_ranks_where_sums_are_fp32() -> None:
-    """In a script of one's own, from 2 ranks to 16; those of plain bf16 do. Error feedback makes up for most
+    """In a script of one's own, on 2 ranks and on 16; those of plain bf16 do. Error feedback makes up for most
     of them within some steps.
     """
-    by_ranks = [as_processes(ranks, errors_of_means)[0] for ranks in (2, 4, 16)]
+    by_ranks = [as_processes(ranks, errors_of_means)[0] for ranks in (2, 16)]
     for hook, found in zip(LOSSY, zip(*by_ranks, strict=True), strict=True):
         firsts = [first for first, _ in found]
         if hook == "bf16":
-            assert 1.5 * firsts[0] < 1.4 * firsts[1] < firsts[2]
+            assert firsts[1] > 1.5 * firsts[0]
         else:
             assert max(firsts) < 1.1 * firsts[0], hook
             assert all(of_sum < 0.4 * first for first, of_sum in found), hook
