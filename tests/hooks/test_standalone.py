@@ -409,8 +409,8 @@ def gradients_of(model: nn.Module, step: int) -> Tensor:
 
 
 def test_errors_do_not_grow_with_ranks_where_sums_are_fp32() -> None:
-    """In a script of one's own, on 2 ranks and on 16; those of plain bf16 do. Error feedback makes up for most
-    of them within some steps.
+    """In a script of one's own, on 2 ranks and on 16; those of plain bf16 do. Error feedback makes up for
+    most of them within some steps.
     """
     by_ranks = [as_processes(ranks, errors_of_means)[0] for ranks in (2, 16)]
     for hook, found in zip(LOSSY, zip(*by_ranks, strict=True), strict=True):
