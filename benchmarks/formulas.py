@@ -8,7 +8,7 @@ from benchmarks.two_hosts import HOSTS
 LOCAL = 2  # ranks on a host, where nothing else is said
 RANKS = HOSTS * LOCAL
 FP32, HALF, INDEX = 4, 2, 4  # bytes
-BLOCK, DENSITY, RANK = 256, 0.05, 32
+BLOCK, INT4_BLOCK, DENSITY, RANK = 256, 64, 0.05, 32
 
 Shape = tuple[int, ...]
 Bucket = list[Shape]
@@ -45,20 +45,32 @@ def two_levels(size: int) -> Formula:
     )
 
 
-def int8(local: int = LOCAL) -> Formula:
-    """All-to-all of codes, of which each local rank sends a part to each rank of the other host; then a ring
-    all-gather of codes of the sum.
+def two_phase(code: float, local: int = LOCAL) -> Formula:
+    """All-to-all of codes of so many bytes, of which each local rank sends a part to each rank of the other
+    host; then a ring all-gather of codes of the sum.
     """
-    code, ranks = 1 + FP32 / BLOCK, HOSTS * local
+    ranks = HOSTS * local
     per_element = local * (ranks - local) / ranks * code + (ranks - 1) / ranks * code
     return lambda buckets: per_element * sum(map(elements, buckets))
 
 
-def int8_across(buckets: Sequence[Bucket]) -> float:
+def int8(local: int = LOCAL) -> Formula:
+    """Codes of 8 bits, with scales."""
+    return two_phase(1 + FP32 / BLOCK, local)
+
+
+def int4(local: int = LOCAL) -> Formula:
+    """Codes of 4 bits, with scales."""
+    return two_phase(1 / 2 + FP32 / INT4_BLOCK, local)
+
+
+def two_phase_across(code: float) -> Formula:
     """The two phases between hosts, on each local rank's share."""
-    code = 1 + FP32 / BLOCK
-    per_element = 2 * (HOSTS - 1) / HOSTS * code
-    return LOCAL * per_element * sum(map(elements, buckets)) / LOCAL
+    return lambda buckets: 2 * (HOSTS - 1) / HOSTS * code * sum(map(elements, buckets))
+
+
+int8_across = two_phase_across(1 + FP32 / BLOCK)
+int4_across = two_phase_across(1 / 2 + FP32 / INT4_BLOCK)
 
 
 def topk(value: int) -> Formula:

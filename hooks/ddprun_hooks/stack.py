@@ -147,7 +147,8 @@ class Stack:
         for name, hook in zip(self.names, self.hooks, strict=False):
             for other in others:
                 source = dict(zip(other.names, other.hooks, strict=False)).get(name)
-                if source is not None and source is not hook and (state := source.state_dict()):
+                # A cast with `accumulate` keeps state, one without does not.
+                if type(source) is type(hook) and source is not hook and (state := source.state_dict()):
                     hook.load_state_dict(state)
                     source.load_state_dict({})
                     break

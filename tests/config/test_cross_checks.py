@@ -48,6 +48,16 @@ def test_hooks_that_no_stage_uses(loaded: Load, text: str, words: str) -> None:
     assert told(loaded, text) == [("hooks", f'"hooks" has no effect: {words}')]
 
 
+def test_a_cast_of_what_is_half_already(loaded: Load) -> None:
+    """To sum in fp32 is worth something all the same, and so is the other type."""
+    text = f"hooks: [{{bf16: {{accumulate: fp32}}}}]\n{TRAIN}"
+    assert told(loaded, text, "precision=pure_bf16") == []
+    assert told(loaded, text, "precision=pure_bf16", "hooks=[fp16]") == []
+    assert told(loaded, text, "precision=bf16", "hooks=[bf16]") == []
+    problem = '"bf16" has no effect: with "precision: pure_bf16" everything travels so'
+    assert told(loaded, text, "precision=pure_bf16", "hooks=[bf16]") == [("hooks[0]", problem)]
+
+
 def test_hooks_that_one_stage_uses(loaded: Load) -> None:
     """One stage that sends through them is enough; so it is for `hooks: []` in a stage that sends nothing."""
     assert told(loaded, f"hooks: [fp16]\nstages: [{APART}, {{train: {{steps: 4}}}}]\n") == []

@@ -30,6 +30,9 @@ STACKS = {
     "[bf16, {hierarchical: {hosts: 2, within: [shared_memory]}}]": 0.999,
     "[int8]": 0.999,
     "[{hierarchical: {hosts: 2, across: [int8]}}]": 0.999,
+    "[fp8]": 0.998,
+    "[{hierarchical: {hosts: 2, within: [bf16], across: [int4]}}]": 0.95,
+    "[{bf16: {accumulate: fp32}}]": 0.9999,
     "[{topk: {density: 0.2}}]": 0.5,
     "[powersgd]": 0.5,
     "[powersgd, fp16, {hierarchical: {hosts: 2, across: [int8]}}]": 0.5,
@@ -55,7 +58,7 @@ def test_one_run_goes_through_every_stack(tmp_path: Path) -> None:
         assert min(look["cosine"] for look in looked) > cosine - 1e-6, stack
         lossless = stage < EXACT
         assert (max(look["relative_l2"] for look in looked) < 1e-5) == lossless, stack
-        keeps = any(hook in stack for hook in ("int8", "topk", "powersgd"))
+        keeps = any(word in stack for word in ("int", "fp8", "accumulate", "topk", "powersgd"))
         assert (max(look["residual_norm"] for look in looked) > 0) == keeps, stack
         assert all(look["wire_bytes"] > 0 for look in looked)
         sent = sum(line["wire_bytes"] for line in mine)

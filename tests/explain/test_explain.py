@@ -26,8 +26,11 @@ STAGES = {
     "fp16": "{steps: 3, hooks: [fp16]}",
     "hierarchical": "{steps: 3, hooks: [{hierarchical: {hosts: 2, across: [int8]}}]}",
     "accumulate": "{steps: 3, accumulate: 2, hooks: [{topk: {density: 0.1}}]}",
+    "int4": "{steps: 2, hooks: [int4]}",
+    "sums-in-fp32": "{steps: 2, hooks: [powersgd, {bf16: {accumulate: fp32}}]}",
     "noop": "{steps: 2, hooks: [noop]}",
     "local-sgd": "{steps: 8, sync: {local_sgd: {every: 3}}, hooks: [fp16]}",
+    "local-sgd-fp8": "{steps: 6, sync: {local_sgd: {every: 3}}, hooks: [fp8]}",
     "local-sgd-with-state": "{steps: 6, sync: {local_sgd: {every: 3, optimizer_state: average}}}",
     "hierarchical-gradients": "{steps: 7, sync: {hierarchical_sgd: {across: 3, hosts: 2}}, "
     "hooks: [fp16, {hierarchical: {hosts: 2, within: [shared_memory]}}]}",

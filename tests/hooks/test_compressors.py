@@ -1,44 +1,12 @@
-"""int8, topk, powersgd, each against arithmetic written down here."""
+"""topk and powersgd, each against arithmetic written down here."""
 
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
 from ddprun_hooks import ParamSlice
-from ddprun_hooks.builtin.int8 import dequantise, pack, quantise, unpack
 from ddprun_hooks.testing import NUMEL, PARAMS, Rank, contribution, run_hooks
-
-
-def test_int8_codes_are_the_nearest_multiples_of_a_127th_of_the_blocks_largest() -> None:
-    """No value is off by more than half a step of its block, and the largest is exact to fp32's rounding."""
-    x = torch.randn(3, 1024, dtype=torch.float64) * torch.logspace(-6, 6, 3, dtype=torch.float64).view(3, 1)
-    codes, scales = quantise(x, 256)
-    assert codes.dtype == torch.int8
-    assert scales.shape == (3, 4)
-    off = (dequantise(codes, scales, x.dtype) - x).abs().view(3, 4, 256)
-    step = x.abs().view(3, 4, 256).amax(-1) / 127
-    assert (off <= 0.5000001 * step.unsqueeze(-1)).all()
-    assert codes.view(3, 4, 256).abs().amax(-1).eq(127).all()
-    first, last = unpack(pack(codes, scales)[1], 1024)
-    assert torch.equal(first, codes[1])
-    assert torch.equal(last, scales[1])
-
-
-@pytest.mark.parametrize("value", [0.0, 1e-44, 1e-300])
-def test_int8_survives_blocks_without_a_scale(value: float) -> None:
-    """Zeros, and values whose scale is no fp32 number, come out as zero."""
-    codes, scales = quantise(torch.full((256,), value, dtype=torch.float64), 256)
-    assert torch.equal(dequantise(codes, scales, torch.float64), torch.zeros(256, dtype=torch.float64))
-
-
-def test_int8_on_one_rank_is_two_quantisations() -> None:
-    """The second one of what the first one left is exact: codes of codes are the same codes."""
-    x = contribution(0, 0, 1)
-    result = run_hooks(["int8"], 1, lambda c: c.send(x))[0]
-    padded = torch.cat([x, torch.zeros(-NUMEL % 256)])
-    assert torch.allclose(result, dequantise(*quantise(padded, 256), torch.float32)[:NUMEL], rtol=1e-6)
 
 
 def test_topk_sends_the_largest_of_each_rank_and_adds_them_up() -> None:

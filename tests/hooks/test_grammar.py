@@ -7,6 +7,7 @@ from ddprun_hooks.config import grammar
 from ddprun_hooks.config.options import HookSpec, parse_spec
 from ddprun_hooks.registry import make_stack
 
+SUMMED_IN_FP32: HookSpec = {"bf16": {"accumulate": "fp32"}}
 CASES: list[tuple[list[HookSpec], tuple[object, ...], str]] = [
     (["int8", "fp16"], (1,), '"fp16" comes after "int8", which ends the stack'),
     (["topk", "int8"], (1,), '"int8" comes after "topk", which ends the stack'),
@@ -40,6 +41,19 @@ CASES: list[tuple[list[HookSpec], tuple[object, ...], str]] = [
         "share no memory",
     ),
     (
+        [{"hierarchical": {"within": [SUMMED_IN_FP32]}}],
+        (0, "hierarchical", "within", 0),
+        "sums of 16 bits are taken in fp32 as it is",
+    ),
+    (
+        [SUMMED_IN_FP32, "hierarchical"],
+        (1,),
+        'with "accumulate" ends the stack; move "bf16" into "across"',
+    ),
+    ([SUMMED_IN_FP32, "topk"], (1,), 'remove one of the two, or "accumulate"'),
+    ([SUMMED_IN_FP32, "powersgd"], (1,), 'move "powersgd" before it'),
+    ([SUMMED_IN_FP32, "fp16"], (1,), "one cast is enough"),
+    (
         [{"hierarchical": {"across": ["hierarchical"]}}],
         (0, "hierarchical", "across", 0),
         "there are two levels",
@@ -60,8 +74,10 @@ def test_a_stack_that_makes_no_sense_is_refused_with_its_reason(
         make_stack(specs)
 
 
-def test_what_has_no_effect_but_does_no_harm_is_a_warning() -> None:
-    """A cast before 8-bit codes."""
-    (problem,) = grammar.problems([grammar.entry("fp16"), grammar.entry("int8")])
+@pytest.mark.parametrize(("codes", "bits"), [("int8", 8), ("int4", 4), ("fp8", 8)])
+def test_what_has_no_effect_but_does_no_harm_is_a_warning(codes: str, bits: int) -> None:
+    """A cast before codes."""
+    (problem,) = grammar.problems([grammar.entry("fp16"), grammar.entry(codes)])
     assert problem.severity == "warning"
-    assert make_stack(["fp16", "int8"]).names == ("fp16", "int8")
+    assert f'"{codes}", which sends {bits}-bit codes' in problem.text
+    assert make_stack(["fp16", codes]).names == ("fp16", codes)

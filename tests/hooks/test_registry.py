@@ -65,7 +65,8 @@ def test_a_dotted_name_is_a_class_or_an_async_function() -> None:
     ("spec", "message"),
     [
         ("fp61", r'hooks\[0\]: unknown hook "fp61"; allowed: fp16, .* \(did you mean "fp16"\?\)'),
-        ({"fp16": {"bits": 8}}, r'hooks\[0\]\.fp16\.bits: fp16 takes no options, got "bits"; remove it'),
+        ({"noop": {"bits": 8}}, r'hooks\[0\]\.noop\.bits: noop takes no options, got "bits"; remove it'),
+        ({"bf16": {"accumulate": "fp64"}}, r"hooks\[0\]\.bf16\.accumulate: "),
         ("tests.hooks.test_registry.Dubling", r'has no "Dubling" \(did you mean "Doubling"\?\)'),
         ("no_such_package.Hook", 'no module is named "no_such_package"'),
         ("tests.hooks.test_registry.not_a_hook", "is int, not a hook"),

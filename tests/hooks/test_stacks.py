@@ -30,6 +30,8 @@ def two_level(within: Specs | None = None, across: Specs | None = None) -> HookS
 TOPK: HookSpec = {"topk": {"density": 0.1}}
 MANY: HookSpec = {"topk": {"density": 0.6}}
 POWERSGD: HookSpec = {"powersgd": {"rank": 2}}
+BF16_SUMMED_IN_FP32: HookSpec = {"bf16": {"accumulate": "fp32"}}
+FP16_SUMMED_IN_FP32: HookSpec = {"fp16": {"accumulate": "fp32"}}
 EXACT: list[Specs] = [[], ["shared_memory"], [two_level()], [two_level(within=["shared_memory"])]]
 LOSSY: list[Specs] = [
     ["int8"],
@@ -45,6 +47,11 @@ LOSSY: list[Specs] = [
     [two_level(across=[TOPK])],
     [two_level(within=["shared_memory"], across=[POWERSGD])],
     [two_level(across=[POWERSGD, "int8"])],
+    ["fp8"],
+    [{"int4": {"block": 40}}],
+    [BF16_SUMMED_IN_FP32],
+    [POWERSGD, FP16_SUMMED_IN_FP32],
+    [two_level(across=["int4"])],
 ]
 CASTS: list[Specs] = [
     ["fp16"],

@@ -12,9 +12,11 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
+    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     WithJsonSchema,
+    model_serializer,
 )
 
 from ddprun_hooks.config.import_path import installed
@@ -36,6 +38,11 @@ class HookOptions(BaseModel):
     role: ClassVar[Role]
     implementation: ClassVar[str]
     """`module:factory` in `ddprun_hooks.builtin`, imported when a run uses the hook."""
+
+    @classmethod
+    def role_with(cls, options: Mapping[str, Any]) -> Role:
+        """The role of the hook with these options."""
+        return cls.role
 
 
 BUILT_IN: dict[str, type[HookOptions]] = {}
@@ -136,13 +143,28 @@ def _built_in(name: str, role: Role, implementation: str) -> Callable[[type[Opti
     return register
 
 
+class _Cast(HookOptions):
+    accumulate: Literal["fp32"] | None = None
+    """`fp32`: sum in fp32, in two phases of the same bytes, with error feedback, and round the mean once; the
+    cast then ends the stack. null: sum in 16 bits."""
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A plain cast stays a plain name."""
+        return {key: value for key, value in dump(self).items() if value is not None}
+
+    @classmethod
+    def role_with(cls, options: Mapping[str, Any]) -> Role:
+        return "reducer" if options.get("accumulate") else cls.role
+
+
 @_built_in("fp16", "codec", "cast:fp16")
-class Fp16(HookOptions):
+class Fp16(_Cast):
     """Cast to IEEE half precision: half the bytes. Values above 65,504 x world size overflow to infinity."""
 
 
 @_built_in("bf16", "codec", "cast:bf16")
-class Bf16(HookOptions):
+class Bf16(_Cast):
     """Cast to bfloat16: half the bytes, fp32's range, 8 bits of precision."""
 
 
@@ -154,11 +176,27 @@ class PowerSgd(HookOptions):
     """Rank of the approximation: columns of each factor."""
 
 
-@_built_in("int8", "reducer", "int8:Int8")
+@_built_in("int8", "reducer", "two_phase:int8")
 class Int8(HookOptions):
     """Send 8-bit codes with a scale for each block of values, in two phases, with error feedback."""
 
-    block: Annotated[int, Field(ge=256)] = 256
+    block: Annotated[int, Field(ge=256, multiple_of=4)] = 256
+    """Values that share one fp32 scale."""
+
+
+@_built_in("int4", "reducer", "two_phase:int4")
+class Int4(HookOptions):
+    """Send 4-bit codes with a scale for each block of values, in two phases, with error feedback."""
+
+    block: Annotated[int, Field(ge=32, multiple_of=8)] = 64
+    """Values that share one fp32 scale."""
+
+
+@_built_in("fp8", "reducer", "two_phase:fp8")
+class Fp8(HookOptions):
+    """Send 8-bit floats (e4m3) with a scale for each block of values, in two phases, with error feedback."""
+
+    block: Annotated[int, Field(ge=32, multiple_of=4)] = 256
     """Values that share one fp32 scale."""
 
 

@@ -495,6 +495,17 @@ def _hooks(pipeline: Pipeline) -> Iterator[CrossCheck]:
             yield from _hosts_divide_ranks(pipeline, options.get("hosts"), (*here, "hierarchical", "hosts"))
 
 
+@_reads("hooks", "precision", "stages")
+def _casts_of_what_is_half_already(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    for path, hooks in _all_of(pipeline, "hooks"):
+        for number, hook in enumerate(hooks):
+            if pipeline.precision == f"pure_{hook.name}" and not hook.options.get("accumulate"):
+                setting = f'"precision: {pipeline.precision}"'
+                text = f'"{hook.name}" has no effect: with {setting} everything travels so'
+                hint = f"remove it, or write {hook.name}: {{accumulate: fp32}}"
+                yield CrossCheck((*path, number), text, hint, "warning")
+
+
 def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: KeyPath) -> Iterator[CrossCheck]:
     ranks = _known_ranks(pipeline)
     if hosts and ranks and ranks % hosts:
