@@ -65,7 +65,9 @@ def quantise(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     Codes are int8, of x's shape, in [-127, 127] where finite; scales are fp32, shape (..., k).
     """
     blocks = x.view(*x.shape[:-1], -1, block)
-    scales = (blocks.abs().amax(-1) / _LARGEST).float()
+    largest = blocks.abs().amax(-1)
+    # By a tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise than a CPU divides.
+    scales = (largest / largest.new_full((), _LARGEST)).float()
     divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).to(x.dtype)
     codes = (blocks / divisors.unsqueeze(-1)).round_().clamp_(-_LARGEST, _LARGEST)
     return codes.to(torch.int8).flatten(-2), scales

@@ -35,6 +35,7 @@ WANTED = {
 BOUNDS = {
     "greater_than": ("greater than", "gt"),
     "greater_than_equal": ("at least", "ge"),
+    "multiple_of": ("a multiple of", "multiple_of"),
     "less_than": ("less than", "lt"),
     "less_than_equal": ("at most", "le"),
 }

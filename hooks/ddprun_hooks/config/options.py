@@ -158,7 +158,7 @@ class PowerSgd(HookOptions):
 class Int8(HookOptions):
     """Send 8-bit codes with a scale for each block of values, in two phases, with error feedback."""
 
-    block: Annotated[int, Field(ge=256)] = 256
+    block: Annotated[int, Field(ge=256, multiple_of=4)] = 256
     """Values that share one fp32 scale."""
 
 

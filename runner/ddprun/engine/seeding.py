@@ -48,7 +48,7 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
     keys, *numpy = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *numpy))
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda":
+    if device.type == "cuda" and "cuda" in state:  # a checkpoint taken on a CPU has none
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
