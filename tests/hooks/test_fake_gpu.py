@@ -32,7 +32,7 @@ STACKS = [specs for specs in [*EXACT, *LOSSY, *CASTS] if "shared_memory" not in 
 def on_a_gpu() -> Iterator[None]:
     """Inside, tensors say that they are on a GPU."""
     is_cuda = mock.patch.object(Tensor, "is_cuda", property(lambda self: True))
-    with is_cuda, mock.patch.object(cast, "_to_host", lambda code: torch.zeros((), dtype=code.dtype)):
+    with is_cuda, mock.patch.object(cast, "to_host", lambda code: torch.zeros((), dtype=code.dtype)):
         yield
 
 

@@ -28,17 +28,18 @@ class DeviceClock(Clock):
     lag = 1
 
     def __init__(self) -> None:
-        self.step, self.waited, self.base = 0, 0, 0
+        self.step, self.waited = 0, 0
 
     def mark(self) -> tuple[int, int]:
         return self.step, now_us()
 
-    def us(self, mark: tuple[int, int]) -> int:
+    def us(self, mark: tuple[int, int] | int) -> int:
+        if isinstance(mark, int):
+            return mark
         self.waited += mark[0] >= self.step
-        assert mark[1] >= self.base, "marks are measured from what was before them"
         return mark[1]
 
-    def times(self, marks: list[tuple[int, int]]) -> list[int]:
+    def times(self, marks: list[tuple[int, int] | int]) -> list[int]:
         return [self.us(mark) for mark in marks]
 
     def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
@@ -46,9 +47,6 @@ class DeviceClock(Clock):
 
     def read(self, traces: Sequence[BucketTrace[Any]]) -> list[BucketTrace[int]]:
         return [trace.mapped(self.us) for trace in traces]
-
-    def rebase(self, mark: tuple[int, int]) -> None:
-        self.base = mark[1]
 
     def on_host(self, number: torch.Tensor) -> torch.Tensor:
         return number

@@ -66,7 +66,7 @@ def quantise(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """
     blocks = x.view(*x.shape[:-1], -1, block)
     largest = blocks.abs().amax(-1)
-    # By a tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise than a CPU divides.
+    # By a tensor: CUDA takes the reciprocal of a plain number and multiplies, which rounds otherwise.
     scales = (largest / largest.new_full((), _LARGEST)).float()
     divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).to(x.dtype)
     codes = (blocks / divisors.unsqueeze(-1)).round_().clamp_(-_LARGEST, _LARGEST)
