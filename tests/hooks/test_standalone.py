@@ -77,6 +77,7 @@ def two_ranks() -> Results:
         reads_as_on_a_device,
         with_objects,
         with_scaler,
+        scale_reads,
         past_the_communicator,
     )
     return lambda body: [results[body.__name__] for results in ranks]
