@@ -39,6 +39,11 @@ SEVERAL = ("shared_memory", "hosts")  # which one rank over NCCL cannot have
 STACKS = [specs for specs in [*EXACT, *LOSSY, *CASTS] if not any(one in str(specs) for one in SEVERAL)]
 
 
+def sleep(cycles: int) -> None:
+    """Keep the device busy."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
 def open_lane(specs: Any, backend: str = "nccl") -> tuple[Exchange, Stack, torch.device]:
     """The queues of this rank, on the first GPU."""
     device = torch.device("cuda", 0)
@@ -99,19 +104,19 @@ class Slow(ddprun_hooks.Hook):
         self.cycles = cycles
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
-        torch.cuda._sleep(self.cycles)
+        sleep(self.cycles)
         return await comm.reduce(payload.tensor)
 
 
 def cycles_of(ms: float) -> int:
     """So many cycles of the device take that long."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(10_000_000)
+    sleep(10_000_000)
     start.record()
-    torch.cuda._sleep(100_000_000)
+    sleep(100_000_000)
     end.record()
     end.synchronize()
-    return round(ms / start.elapsed_time(end) * 100_000_000)
+    return round(ms / float(start.elapsed_time(end)) * 100_000_000)
 
 
 def overlapping() -> tuple[float, list[float], bool]:
@@ -123,7 +128,7 @@ def overlapping() -> tuple[float, list[float], bool]:
     for _ in range(2):  # the first one makes communicators
         traces: list[Any] = []
         tensors = [torch.zeros(1 << 16, device=device) for _ in range(4)]
-        torch.cuda._sleep(cycles_of(20))
+        sleep(cycles_of(20))
         for index, tensor in enumerate(tensors):
             tensor.fill_(index + 1.0)  # behind the sleep: a queue that does not wait for it sends zeros
         payloads = [Payload(tensor, (), "gradient", index) for index, tensor in enumerate(tensors)]
@@ -160,7 +165,7 @@ def registered() -> tuple[bool, str, bool, float]:
     for step in range(5):
         loss = scaler.scale(model(torch.ones(4, 64, device="cuda")).square().mean())
         torch.cuda.synchronize()
-        torch.cuda._sleep(cycles_of(1) * 100)  # what a scale that is asked for in backward would wait for
+        sleep(cycles_of(1) * 100)  # what a scale that is asked for in backward would wait for
         start = time.monotonic()
         loss.backward()
         waited = time.monotonic() - start if step == 4 else 0.0
@@ -246,7 +251,7 @@ def inputs() -> tuple[bool, bool, bool]:
     copies.send(given)
     copies.join()
     torch.cuda.synchronize()
-    torch.cuda._sleep(cycles_of(300))
+    sleep(cycles_of(300))
     moved = copies.send(given)
     copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record(copies._stream)

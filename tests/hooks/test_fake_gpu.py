@@ -19,7 +19,8 @@ from ddprun_hooks.builtin import cast
 from ddprun_hooks.builtin.int8 import quantise
 from ddprun_hooks.comm.groups import Collective, Placement, RankGroup, combine
 from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_group
-from ddprun_hooks.registry import HookSpec, make_stack
+from ddprun_hooks.config.options import HookSpec
+from ddprun_hooks.registry import make_stack
 from ddprun_hooks.testing import PARAMS
 from tests.hooks.test_stacks import CASTS, EXACT, LOSSY, Specs
 
@@ -36,11 +37,11 @@ def on_a_gpu() -> Iterator[None]:
         yield
 
 
-class Divisions(TorchDispatchMode):
+class Divisions(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what is divided by a number of the host: on CUDA that is multiplied by its reciprocal."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.by_host: list[str] = []
         self.seen = 0
 

@@ -77,7 +77,7 @@ def test_ranks_that_do_not_fit_are_named(tmp_path: Path, given: list[Offer], mes
 def test_a_rank_offers_the_gpu_that_it_sees_by_its_identifier(tmp_path: Path) -> None:
     """Two ranks that see one GPU each, both of them as the first, have two."""
     pipeline = loaded(tmp_path, backend="nccl")
-    found = []
+    found: list[Offer] = []
     for uuid in ("GPU-1", "GPU-2"):
         properties = SimpleNamespace(uuid=uuid)
         with (

@@ -368,6 +368,25 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
     assert resolved[0] != resolved[1], "each has resolved its steps at times of its own"
 
 
+def test_marks_of_a_device_are_read_a_little_in_each_step(tmp_path: Path) -> None:
+    """Of the step that the device has passed meanwhile, and no later one: nothing waits."""
+    group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+    writer, clock = Writer(tmp_path), DeviceClock()
+    recorder = StepRecorder(clock=clock, control=Control(group, 0, 1), writer=writer, every=1)
+    recorder.steps_per_post = 100
+    for clock.step in range(1, 8):
+        recorder.start(clock.step, 0)
+        recorder.note_loss(torch.tensor(1.0), 1)
+        recorder.end(stop=False, compare_clocks=False)
+        buffer = recorder._buffer
+        assert len(buffer.steps) == clock.step, "nothing was resolved"
+        read = [isinstance(mark, int) for mark in buffer.marks]
+        passed = buffer.steps[-2].marks_end if clock.step > 1 else 0
+        assert read == [True] * passed + [False] * (len(read) - passed)
+    assert clock.waited == 0
+    writer.close()
+
+
 def test_deferred_work_stops_after_a_short_time_and_goes_on_where_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

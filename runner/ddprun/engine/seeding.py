@@ -23,7 +23,7 @@ def seed_host(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def make_deterministic(device: torch.device, *, everything: bool) -> None:
+def make_deterministic(device: torch.device, *, everything: bool = False) -> None:
     """Choose algorithms that repeat bit for bit where torch leaves a choice on a GPU; `everything`: or raise
     where there is none, as in the backward pass of some attention.
     """
