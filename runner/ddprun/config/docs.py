@@ -103,4 +103,6 @@ def _range_words(schema: dict[str, Any]) -> str:
         bounds.append(f"at most {schema['maximum']:g}")
     if "exclusiveMaximum" in schema:
         bounds.append(f"below {schema['exclusiveMaximum']:g}")
+    if "multipleOf" in schema:
+        bounds.append(f"a multiple of {schema['multipleOf']:g}")
     return ", " + " and ".join(bounds) if bounds else ""
