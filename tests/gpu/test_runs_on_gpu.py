@@ -58,7 +58,7 @@ def broken_off_and_resumed(folder: Path, ranks: int, text: str, *changes: str) -
         for rank in running.ranks():
             os.kill(rank, signal.SIGKILL)
     assert 0 < steps_in(checkpoints)[0] < STEPS, "it was broken off"
-    again = ddprun("resume", "part", *changes, cwd=folder)
+    again = ddprun("resume", "part", *options, *changes, cwd=folder)
     assert again.code == 0, again.stderr
     assert summary(folder / "part")["steps"] == STEPS
     return folder / "whole", folder / "part"
