@@ -6,12 +6,12 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddprun.checkpoint.folder import steps_in
@@ -132,56 +132,56 @@ def test_a_collective_that_hangs_on_the_gpu_rings_the_alarm(tmp_path: Path) -> N
 
 WIDTH, LAYERS, BATCH = 4096, 12, 2048
 
+WIDE = f"""
+import torch
 
-def plain_loop(steps: int) -> float:
-    """Seconds a step of DDP and AdamW, as anyone would write it."""
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear({WIDTH}, {WIDTH}) for _ in range({LAYERS})))
+
+    def forward(self, x):
+        return self.layers(x[:1].expand({BATCH}, -1))
+
+class Same(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        x = torch.randn({WIDTH}, dtype=torch.bfloat16)
+        while True:
+            yield x, x
+
+def loss(output, target):
+    return output.float().square().mean()
+"""
+
+
+def plain_loop(folder: Path, steps: int) -> float:
+    """Seconds a step of DDP and SGD, as anyone would write it."""
+    made: dict[str, Any] = {}
+    exec((folder / "wide.py").read_text(), made)
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
     torch.manual_seed(0)
-    net = _wide().cuda().to(torch.bfloat16)
+    net = made["Wide"]().to("cuda", torch.bfloat16)
     model = DistributedDataParallel(net, device_ids=[0], gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    x = torch.randn(BATCH, WIDTH, device="cuda", dtype=torch.bfloat16)
+    given = torch.randn(2, WIDTH, dtype=torch.bfloat16).pin_memory()
+    start = 0.0
     for step in range(steps + 20):
         if step == 20:
             torch.cuda.synchronize()
             start = time.perf_counter()
         optimizer.zero_grad()
-        model(x).float().square().mean().backward()
+        x = given.to("cuda", non_blocking=True)
+        made["loss"](model(x), x).backward()
         optimizer.step()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / steps
 
 
-def _wide() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-
-
-WIDE = f"""
-import torch
-from torch import nn
-
-def model():
-    return nn.Sequential(*(nn.Linear({WIDTH}, {WIDTH}) for _ in range({LAYERS})))
-
-class Same(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        x = torch.randn({WIDTH}, dtype=torch.bfloat16).cuda()
-        while True:
-            yield x
-
-def loss(output, target):
-    return output.float().square().mean()
-
-def collate(samples):
-    x = samples[0].expand({BATCH}, -1)
-    return x, x[:1]
-"""
-
 COST = """
-model: wide.model
+model: wide.Wide
 data: wide.Same
-loader: {batch_size: 2, collate: wide.collate, shuffle: false}
+loader: {batch_size: 2, shuffle: false}
 loss: wide.loss
 optimizer: {sgd: {lr: 0.001}}
 precision: pure_bf16
@@ -198,14 +198,14 @@ def test_a_step_costs_what_a_plain_loops_does(tmp_path: Path, figure: Figure, ho
     """Steps of about 10 ms and some 25 buckets, of one process over NCCL."""
     (tmp_path / "wide.py").write_text(WIDE)
     (tmp_path / "p.yaml").write_text(COST.replace("EVERY", str(every)).replace("HOOKS", hooks))
-    plain = [as_processes(1, plain_loop, 300)[0]]
+    plain = [as_processes(1, plain_loop, tmp_path, 300)[0]]
     done = ddprun("p.yaml", "--nproc-per-node", "1", "--run-dir", "run", cwd=tmp_path)
     assert done.code == 0, done.stderr
-    plain.append(as_processes(1, plain_loop, 300)[0])
+    plain.append(as_processes(1, plain_loop, tmp_path, 300)[0])
     run = tmp_path / "run"
     assert summary(run)["steps"] == 320
     recorded = lines(run, "steps")
-    first, last = recorded[len(recorded) // 10 or 0], recorded[-1]
+    first, last = recorded[len(recorded) // 10], recorded[-1]
     steps = last["step"] - first["step"]
     ours = (last["start_us"] - first["start_us"]) / steps / 1e6
     share = min(plain) / ours
