@@ -1,12 +1,13 @@
 """Whole runs on a GPU: broken off and resumed, hanging, and what they cost."""
 
+import importlib
 import json
 import math
 import os
 import signal
+import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -134,6 +135,7 @@ WIDTH, LAYERS, BATCH = 4096, 12, 2048
 
 WIDE = f"""
 import torch
+from torch import nn
 
 class Wide(nn.Module):
     def __init__(self):
@@ -156,12 +158,12 @@ def loss(output, target):
 
 def plain_loop(folder: Path, steps: int) -> float:
     """Seconds a step of DDP and SGD, as anyone would write it."""
-    made: dict[str, Any] = {}
-    exec((folder / "wide.py").read_text(), made)
+    sys.path.insert(0, str(folder))
+    wide = importlib.import_module("wide")
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
     torch.manual_seed(0)
-    net = made["Wide"]().to("cuda", torch.bfloat16)
+    net = wide.Wide().to("cuda", torch.bfloat16)
     model = DistributedDataParallel(net, device_ids=[0], gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     given = torch.randn(2, WIDTH, dtype=torch.bfloat16).pin_memory()
@@ -172,7 +174,7 @@ def plain_loop(folder: Path, steps: int) -> float:
             start = time.perf_counter()
         optimizer.zero_grad()
         x = given.to("cuda", non_blocking=True)
-        made["loss"](model(x), x).backward()
+        wide.loss(model(x), x).backward()
         optimizer.step()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / steps

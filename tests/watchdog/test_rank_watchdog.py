@@ -252,6 +252,7 @@ def test_a_device_is_asked_about_the_oldest_collective_alone_and_not_at_once(tmp
 
     for what in over:
         line.issue("all_reduce", what=what).done_when(partial(ask, what))
+    it.lost_us -= 500_000  # half a second later
     assert it.overdue(0.2) == []
     assert not asked, "they are young"
     it.lost_us -= 2_000_000  # two seconds later
