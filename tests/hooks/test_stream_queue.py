@@ -1,16 +1,21 @@
 """The queue of a GPU, over Gloo and a GPU that is none: what it sends, and on which streams."""
 
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ddprun_hooks.comm import exchange as exchange_module
 from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.groups import GroupRequirement
 from ddprun_hooks.comm.queue import StreamQueue
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.payload import Payload
+from ddprun_hooks.registry import make_stack
 from ddprun_hooks.testing import Rank, bucket, contribution, run_hooks
 from tests.fake_gpu import FakeGpu
 from tests.hooks.test_stacks import LOSSY, Specs
@@ -102,3 +107,37 @@ def test_shared_memory_is_refused_on_a_gpu_before_a_group_is_made() -> None:
                 gradients={requirement: 1},
                 timeout=control,
             )
+
+
+@pytest.mark.parametrize(("order", "rounds"), [("1", 2), ("0", 1), (None, 1)])
+def test_rounds_have_groups_of_their_own_where_nccl_keeps_one_order(
+    monkeypatch: pytest.MonkeyPatch, order: str | None, rounds: int
+) -> None:
+    """Elsewhere two groups might wait for each other. What is sent as it is goes over the default group."""
+    made: list[tuple[str, str]] = []
+
+    def new_group(ranks: list[int], *, backend: str, group_desc: str, pg_options: Any, timeout: Any) -> str:
+        made.append((group_desc, pg_options))
+        return group_desc
+
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    if order is not None:
+        monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", order)
+    monkeypatch.setattr(exchange_module, "Gpu", lambda device: FakeGpu())
+    monkeypatch.setattr(exchange_module, "_urgent_nccl", lambda timeout: "urgent")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    control: Any = SimpleNamespace(all_gather_bytes=None)
+    exchange = Exchange.open(
+        control=control,
+        device=torch.device("cuda", 0),
+        backend="nccl",
+        hosts=["a", "a"],
+        local_sizes=[2, 2],
+        gradients=make_stack("int8").requirements,
+        timeout=timedelta(seconds=9),
+    )
+    assert exchange.gradients.world.process_groups == [f"world.{index} of 0" for index in range(rounds)]
+    assert exchange.plain.world.process_groups == [dist.group.WORLD]
+    assert {options for _, options in made} == {"urgent"}
+    assert not any("plain" in name for name, _ in made)
