@@ -137,7 +137,8 @@ def test_rounds_have_groups_of_their_own_where_nccl_keeps_one_order(
         gradients=make_stack("int8").requirements,
         timeout=timedelta(seconds=9),
     )
-    assert exchange.gradients.world.process_groups == [f"world.{index} of 0" for index in range(rounds)]
+    groups: list[Any] = [*exchange.gradients.world.process_groups]
+    assert groups == [f"world.{index} of 0" for index in range(rounds)]
     assert exchange.plain.world.process_groups == [dist.group.WORLD]
     assert {options for _, options in made} == {"urgent"}
     assert not any("plain" in name for name, _ in made)
