@@ -42,6 +42,14 @@ COPY pipelines pipelines
 RUN pip install --no-deps .
 
 FROM python
+# What torch.compile needs to build kernels: --build-arg PACKAGES="gcc g++ python3-dev". They are 250 MB.
+ARG PACKAGES=
+# hadolint ignore=DL3008,SC2086
+RUN [ -z "${PACKAGES}" ] || { \
+      apt-get update \
+      && apt-get install -y --no-install-recommends ${PACKAGES} \
+      && rm -rf /var/lib/apt/lists/*; \
+    }
 # `docker run IMAGE pipelines/quickstart.yaml` finds the pipelines here; what a run leaves goes to /workspace/runs,
 # which any user may write, so that `--user` needs no more.
 RUN mkdir -p /workspace/runs && chown 1000:1000 /workspace/runs && chmod 1777 /workspace/runs

@@ -78,6 +78,8 @@ class Stack:
         }
         """The most collectives that one payload needs on its way through the whole stack, by ranks."""
 
+        self.shared = any(one.shared for one in self.requirements)  # some go through shared memory
+
         self.foreign = tuple(
             (name, hook)
             for name, hook in self.named()

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.control import Control, open_control
 from ddprun_hooks.comm.exchange import Exchange
+from ddprun_hooks.comm.gpu import LateNumber, Mark
 from ddprun_hooks.comm.groups import combine
 from ddprun_hooks.comm.trace import BucketTrace, read_findings
 from ddprun_hooks.comm.uncounted import Uncounted
@@ -50,6 +51,9 @@ class Handle(Dispatcher):
         self._passes_to_layout = 3 if model.static_graph else 2
         self._scaler = scaler
         self._last_scale = 0.0
+        self._noted_scale: tuple[int, LateNumber] | None = None  # the scale's version and value
+        if scaler is not None:
+            model.register_forward_pre_hook(self._note_scale)
         self._warned = False
         self._reported: set[Uncounted] = set()
         self._unread: list[BucketTrace[Any]] = []  # hooks may have found something in them
@@ -103,10 +107,25 @@ class Handle(Dispatcher):
         if self._scaler is None:
             return
         # A smaller scale says that GradScaler has skipped a step.
-        now = self._scaler.get_scale()
+        now = self._scale_now()
         self.end_step(applied=now >= self._last_scale)
         self._last_scale = now
-        self.begin_step(torch.tensor(now, device=device))
+        self.begin_step(self._scaler.scale(torch.ones((), device=device)))
+
+    def _note_scale(self, *_: Any) -> None:
+        """A forward pass begins: note the scale, which is read in its backward pass. To ask for it only then
+        would be to wait for all that a GPU has still to do of both passes.
+        """
+        assert self._scaler is not None
+        scale = self._scaler._scale
+        self._noted_scale = None if scale is None else (scale._version, LateNumber(scale))
+
+    def _scale_now(self) -> float:
+        assert self._scaler is not None
+        scale, noted = self._scaler._scale, self._noted_scale
+        if scale is None or noted is None or noted[0] != scale._version:
+            return float(self._scaler.get_scale())
+        return noted[1].read()
 
 
 def register(
@@ -145,7 +164,7 @@ def register(
     exchange = Exchange.open(
         control=control,
         device=device,
-        backend="nccl" if device.type == "cuda" and "nccl" in dist.get_backend() else "gloo",
+        backend=_backend_for(device),
         hosts=hosts,
         local_sizes=[int(size) for size in control.all_gather_bytes(here.encode())],
         gradients=combine([stack.requirements, all_reduce_stack().requirements]),
@@ -161,8 +180,16 @@ def register(
         raise HookSetupError(text) from None
 
 
+def _backend_for(device: torch.device) -> str:
+    """`gloo` or `nccl`: what the default group has for tensors on a device. `get_backend` knows nothing of it
+    where `init_process_group` was not given a backend.
+    """
+    of_devices = dict(one.split(":") for one in dist.get_backend_config().split(","))
+    return "nccl" if of_devices.get(device.type) == "nccl" else "gloo"
+
+
 def _has_ended(trace: BucketTrace[Any]) -> bool:
     """Whether a payload has arrived; does not wait for a device."""
-    if isinstance(trace.done, torch.cuda.Event):
-        return bool(trace.done.query())  # type: ignore[no-untyped-call]
+    if isinstance(trace.done, Mark):
+        return trace.done.over()
     return trace.done is not None

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState, encode
 from ddprun.checkpoint.writer import CheckpointWriter, Outcome
+from ddprun_hooks.comm.gpu import Staging
+from tests.fake_gpu import FakeGpu
 
 RANKS = 3
 
@@ -189,3 +192,58 @@ def test_every_rank_hears_when_one_is_over(tmp_path: Path) -> None:
     wait_for(lambda: len(heard) == 2 * RANKS)
     assert heard[RANKS:] == [False] * RANKS
     close(ranks)
+
+
+class Under:
+    """Copies that are under way: they are there once somebody has waited."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors, self.released = tensors, 0
+
+    def wait(self) -> None:
+        for tensor in self.tensors:
+            tensor.fill_(7.0)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_the_writing_thread_waits_for_what_a_gpu_still_copies(tmp_path: Path) -> None:
+    """And gives the memory back, also of a checkpoint that is left out."""
+    hold = threading.Event()
+    ranks = writers(tmp_path, hold)
+    own = [parts(rank) for rank in range(RANKS)]
+    copies = [Under([tensor for state in part.values() for tensor in state.tensors.values()]) for part in own]
+    for rank, writer in enumerate(ranks):
+        writer.put(10, own[rank], staged=copies[rank])  # type: ignore[arg-type]
+    late = Under([])
+    ranks[2].put(20, parts(2), staged=late)  # type: ignore[arg-type]
+    assert late.released == 1
+    hold.set()
+    assert ranks[0].outcomes.get(timeout=30).problem is None
+    wait_for(lambda: all(one.released == 1 for one in copies))
+    found = folder.opened(tmp_path, 10)
+    for rank in range(RANKS):
+        state = folder.read(found, folder.rank_name(rank))
+        assert bool((state["own"] == 7.0).all())
+    close(ranks)
+
+
+def test_page_locked_memory_is_used_again_once_it_is_written() -> None:
+    """Nothing is copied into memory from which a checkpoint is still being written."""
+    gpu = FakeGpu()
+    staging = Staging(gpu)
+    weights = {f"w{index}": torch.randn(1000, index + 1) for index in range(40)}
+    for round_number in range(3):
+        copies = staging.begin()
+        assert copies is not None
+        assert staging.begin() is None, "it is in use"
+        copied = {name: copies.copy(tensor) for name, tensor in weights.items()}
+        copies.sent()
+        copies.wait()
+        assert all(torch.equal(copied[name], tensor) for name, tensor in weights.items())
+        assert all(tensor.data_ptr() % 8 == 0 for tensor in copied.values())
+        save_file(copied, "/dev/null")  # they share storage, and overlap nowhere
+        copies.release()
+        assert gpu.pinned_bytes == 64 << 20, f"round {round_number}"
+    assert gpu.log[-2:] == [("stream 0", "waits for", "compute"), ("compute", "waits for", "stream 0")]

@@ -13,6 +13,7 @@ from ddprun_hooks.builtin.cast import note_overflow
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
 from ddprun_hooks.comm.control import open_control
 from ddprun_hooks.comm.exchange import Exchange
+from ddprun_hooks.comm.gpu import Gpu, Mark
 from ddprun_hooks.comm.trace import BucketTrace, read_findings
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.testing import PARAMS, contribution
@@ -82,15 +83,14 @@ def test_what_a_cast_has_found_is_read_without_waiting_for_the_gpu(value: float,
     """Torch raises where anything waits: not the hook, and not who reads once the payload is over."""
     own = torch.full((1000,), value, device="cuda:0")
     total = own.half()
-    trace: BucketTrace[torch.cuda.Event]
+    trace: BucketTrace[Mark]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         payload = Payload(own, (), "gradient", 0)
         note_overflow("fp16", payload, total)
-        done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        done.synchronize()  # as the clock does, which reads the payload's last mark
+        done = Gpu(torch.device("cuda", 0)).mark()
+        done.event.synchronize()  # as the clock does, which reads the payload's last mark
         trace = BucketTrace("gradient", 0, ("fp16",), "float32", 1000, 4000, done, findings=payload.findings)
         read_findings([trace])
     finally:

@@ -20,6 +20,7 @@ import ddprun_hooks
 from ddprun_hooks.builtin.cast import Cast
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.payload import Finding
+from ddprun_hooks.standalone import _backend_for
 from tests.ranks import as_processes
 from tests.reads import Reads
 
@@ -76,6 +77,7 @@ def two_ranks() -> Results:
         reads_as_on_a_device,
         with_objects,
         with_scaler,
+        scale_reads,
         past_the_communicator,
     )
     return lambda body: [results[body.__name__] for results in ranks]
@@ -376,6 +378,49 @@ def test_a_step_that_the_scaler_skips_leaves_the_hooks_state(two_ranks: Results)
         assert skipped
         assert as_before
         assert 0 < largest < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "backend"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl"),  # `init_process_group()` without a backend
+        ("cuda:nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:gloo", "cuda", "gloo"),
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo"),
+    ],
+)
+def test_the_backend_is_the_default_groups_for_the_models_device(
+    config: str, device: str, backend: str
+) -> None:
+    with mock.patch.object(dist, "get_backend_config", return_value=config):
+        assert _backend_for(torch.device(device, 0)) == backend
+
+
+def scale_reads() -> tuple[int, list[float]]:
+    model, optimizer = start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    handle = ddprun_hooks.register(model, ["fp16"], scaler=scaler)
+    scales: list[float] = []
+    with mock.patch.object(scaler, "get_scale", wraps=scaler.get_scale) as asked:
+        for step in range(4):
+            scaler.scale(loss_of(model, step, math.inf if step == 2 else 1.0)).backward()  # type: ignore[no-untyped-call]
+            scales.append(handle._last_scale)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        before = asked.call_count
+        scaler.scale(loss := loss_of(model, 4))
+        scaler.update(2.0)  # between the two passes: what was noted is not the scale any more
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scales.append(handle._last_scale)
+    return before, scales
+
+
+def test_backward_reads_the_scale_as_it_was_noted_before_the_forward_pass(two_ranks: Results) -> None:
+    """To ask for it in backward is to wait until a GPU has done the forward pass and half of backward."""
+    for asked, scales in two_ranks(scale_reads):
+        assert asked == 1  # before the first forward pass there was no scale to note
+        assert scales == [1024.0, 1024.0, 1024.0, 512.0, 2.0]
 
 
 def on_hosts(placement: str) -> tuple[list[Tensor], list[tuple[str, int, int]]]:

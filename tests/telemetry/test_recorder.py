@@ -28,17 +28,18 @@ class DeviceClock(Clock):
     lag = 1
 
     def __init__(self) -> None:
-        self.step, self.waited, self.base = 0, 0, 0
+        self.step, self.waited = 0, 0
 
     def mark(self) -> tuple[int, int]:
         return self.step, now_us()
 
-    def us(self, mark: tuple[int, int]) -> int:
+    def us(self, mark: tuple[int, int] | int) -> int:
+        if isinstance(mark, int):
+            return mark
         self.waited += mark[0] >= self.step
-        assert mark[1] >= self.base, "marks are measured from what was before them"
         return mark[1]
 
-    def times(self, marks: list[tuple[int, int]]) -> list[int]:
+    def times(self, marks: list[tuple[int, int] | int]) -> list[int]:
         return [self.us(mark) for mark in marks]
 
     def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
@@ -46,9 +47,6 @@ class DeviceClock(Clock):
 
     def read(self, traces: Sequence[BucketTrace[Any]]) -> list[BucketTrace[int]]:
         return [trace.mapped(self.us) for trace in traces]
-
-    def rebase(self, mark: tuple[int, int]) -> None:
-        self.base = mark[1]
 
     def on_host(self, number: torch.Tensor) -> torch.Tensor:
         return number
@@ -368,6 +366,25 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
     assert known[0] == known[1] == known[2]
     assert [step for _, step, _ in known[0]] == [*sorted(synchronised), steps]
     assert resolved[0] != resolved[1], "each has resolved its steps at times of its own"
+
+
+def test_marks_of_a_device_are_read_a_little_in_each_step(tmp_path: Path) -> None:
+    """Of the step that the device has passed meanwhile, and no later one: nothing waits."""
+    group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+    writer, clock = Writer(tmp_path), DeviceClock()
+    recorder = StepRecorder(clock=clock, control=Control(group, 0, 1), writer=writer, every=1)
+    recorder.steps_per_post = 100
+    for clock.step in range(1, 8):
+        recorder.start(clock.step, 0)
+        recorder.note_loss(torch.tensor(1.0), 1)
+        recorder.end(stop=False, compare_clocks=False)
+        buffer = recorder._buffer
+        assert len(buffer.steps) == clock.step, "nothing was resolved"
+        read = [isinstance(mark, int) for mark in buffer.marks]
+        passed = buffer.steps[-2].marks_end if clock.step > 1 else 0
+        assert read == [True] * passed + [False] * (len(read) - passed)
+    assert clock.waited == 0
+    writer.close()
 
 
 def test_deferred_work_stops_after_a_short_time_and_goes_on_where_it_was(

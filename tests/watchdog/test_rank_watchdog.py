@@ -7,11 +7,14 @@ import socket
 import subprocess
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from ddprun.watchdog.hang import dump_flight_recorders
 from ddprun.watchdog.rank_watchdog import HANG, Overdue, RankWatchdog
 from ddprun.watchdog.status_page import (
     SEEN_BY_RANK,
@@ -237,3 +240,44 @@ def test_a_status_page_with_half_a_note_is_none_yet(tmp_path: Path, note: str) -
     page = StatusPage(0, tmp_path)
     page._page.note = note.encode()
     assert read(page.path) is None
+
+
+def test_a_device_is_asked_about_the_oldest_collective_alone_and_not_at_once(tmp_path: Path) -> None:
+    """To ask holds Python's lock. A thread that has turned to no GPU would begin to use the first one."""
+    it, _, _ = watchdog(tmp_path, timeout_s=30)
+    line, asked = it.sequence("world.0", [0, 1]), list[str]()
+    over = {"one": True, "two": False, "three": False}
+
+    def ask(what: str) -> bool:
+        asked.append(what)
+        return over[what]
+
+    for what in over:
+        line.issue("all_reduce", what=what).done_when(partial(ask, what))
+    it.lost_us -= 500_000  # half a second later
+    assert it.overdue(0.2) == []
+    assert not asked, "they are young"
+    it.lost_us -= 2_000_000  # two seconds later
+    it.uses(torch.device("cuda", 3))
+    with mock.patch.object(torch.cuda, "set_device") as set_device:
+        assert [one.pending.what for one in it.overdue(0.2)] == ["two"]
+        assert asked == ["one", "two"]
+        assert {call.args for call in set_device.call_args_list} == {(torch.device("cuda", 3),)}
+        over["two"] = over["three"] = True
+        assert it.overdue(0.2) == []
+    assert asked == ["one", "two", "two", "three"]
+
+
+def test_both_flight_recorders_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's is another one than Gloo's, and torch without CUDA has none."""
+    from torch._C import _distributed_c10d
+
+    monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace_json", lambda: b'{"entries": []}')
+    dump_flight_recorders(tmp_path, 3)
+    assert list(tmp_path.iterdir()) == []
+    trace = b'{"entries": [{"profiling_name": "nccl:all_reduce"}]}'
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda: trace, raising=False)
+    dump_flight_recorders(tmp_path, 3)
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [
+        ("flight-recorder-nccl-00003.json", trace)
+    ]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ddprun_hooks.builtin.two_phase import TwoPhase, WireFormat
 from ddprun_hooks.comm.communicator import Communicator
+from ddprun_hooks.comm.gpu import to_host
 from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import Finding, Payload
 
@@ -92,9 +93,4 @@ def note_overflow(name: str, payload: Payload, total: Tensor) -> None:
     if lost.is_cuda or bool(lost):  # on a GPU to look would be to wait for it
         own = ~torch.isfinite(payload.tensor.sum(dtype=torch.float64))
         code = lost.int() * (1 + own.int())
-        payload.findings.append(Finding(name, "overflow", _to_host(code) if code.is_cuda else code))
-
-
-def _to_host(number: Tensor) -> Tensor:
-    """A copy in page-locked memory, there when the current stream has come so far; nothing waits for it."""
-    return torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+        payload.findings.append(Finding(name, "overflow", to_host(code) if code.is_cuda else code))

@@ -149,5 +149,7 @@ def _claim(target: Tensor, param: ParamSlice, piece: Piece, ranks: int) -> None:
     low = max(param.start, start)
     high = min(param.start + param.numel, start + values.numel())
     if low < high:
-        values = values[low - start : high - start].to(target)
-        target[low - param.start : high - param.start] = values / ranks if "total" in piece else values
+        values = values[low - start : high - start]
+        if "total" in piece:
+            values = values / values.new_full((), ranks)  # a tensor: see `BlockScaled.encode`
+        target[low - param.start : high - param.start] = values.to(target)

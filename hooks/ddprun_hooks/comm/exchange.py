@@ -1,5 +1,6 @@
 """The one owner of what ranks exchange: process groups, queues, and the small control messages."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +14,7 @@ from torch import Tensor
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.control import Control
+from ddprun_hooks.comm.gpu import Gpu
 from ddprun_hooks.comm.groups import (
     Collective,
     GroupFactory,
@@ -23,11 +25,13 @@ from ddprun_hooks.comm.groups import (
 )
 from ddprun_hooks.comm.observer import UNOBSERVED, Observer, waiting
 from ddprun_hooks.comm.queue import CommQueue, HostQueue, StreamQueue
+from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import broadcast_stack
 
 _MESSAGE_BYTES = 25 << 20
+_ONE_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _NO_RANKS: GroupRequirements = MappingProxyType({})
 _ALL_RANKS: GroupRequirements = MappingProxyType({GroupRequirement("world"): 1})
 
@@ -77,27 +81,38 @@ class Exchange:
             observer: sees every collective.
 
         Raises:
-            HookSetupError: the ranks do not lie as a stack needs them.
+            HookSetupError: the ranks do not lie as a stack needs them; shared memory, but on a GPU.
         """
+        gpu = Gpu(device) if device.type == "cuda" else None
+        if gpu is not None and any(one.shared for each in (gradients, deltas, plain) for one in each):
+            raise HookSetupError(
+                '"shared_memory" sums tensors on the CPU, and these are on a GPU: remove the hook, NCCL uses '
+                "shared memory by itself; or run on the CPU"
+            )
         placement = Placement(dist.get_rank(), tuple(hosts), tuple(local_sizes))
-        on_gpu = device.type == "cuda"
-
+        # Two groups may wait for each other on a GPU, unless NCCL starts all collectives in one order.
+        groups_of_rounds = gpu is None or backend != "nccl" or os.environ.get(_ONE_ORDER) == "1"
         everybody = list(range(placement.size))
         set_up = observer.sequence("set-up of groups", everybody)
 
         def make_group(name: str, ranks: list[int]) -> Any:
+            if backend == "nccl" and name == "plain.0 of 0" and ranks == everybody:
+                return dist.group.WORLD  # which DDP alone uses otherwise: a communicator less on the GPU
+            options = None if backend != "nccl" else _urgent_nccl(timeout)
             with waiting(set_up, "new_group", f"making the process group {name}"):
-                return dist.new_group(ranks, backend=backend, timeout=timeout, group_desc=name)
+                return dist.new_group(
+                    ranks, backend=backend, timeout=timeout, group_desc=name, pg_options=options
+                )
 
         factory = GroupFactory(
             make_group, control.all_gather_bytes, timeout.total_seconds(), ProgressThread(), observer
         )
 
         def queue(name: str, requirements: GroupRequirements) -> CommQueue:
-            # A stream keeps collectives in order: there, one process group serves every round.
-            rounds = dict.fromkeys(requirements, 1) if on_gpu else requirements
+            # A stream keeps collectives in order: there, one process group can serve every round.
+            rounds = requirements if groups_of_rounds else dict.fromkeys(requirements, 1)
             world = factory.open(name, placement, rounds)
-            return StreamQueue(world, device) if on_gpu else HostQueue(world)
+            return HostQueue(world) if gpu is None else StreamQueue(world, gpu)
 
         exact = RankGroup(
             "exact",
@@ -113,6 +128,12 @@ class Exchange:
             exact=exact,
             control=control,
         )
+
+    def begin_step(self, *, recorded: bool) -> None:
+        """A step begins; on a GPU, only one that is recorded takes marks of all that its buckets do."""
+        for queue in (self.gradients, self.deltas, self.plain):
+            if isinstance(queue, StreamQueue):
+                queue.detailed = recorded
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrite `tensors`, in place, with those of rank `source`, in flat messages of one dtype each."""
@@ -143,3 +164,10 @@ class Exchange:
             pending.failed()
             raise
         return self.exact.wire_bytes(wanted)
+
+
+def _urgent_nccl(timeout: timedelta) -> Any:
+    """Options of a process group whose collectives run before the kernels of others that wait."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options

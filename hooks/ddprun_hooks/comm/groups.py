@@ -120,7 +120,7 @@ class RankGroup:
             case "all_reduce":
                 return group.allreduce([tensor], dist.ReduceOp.MAX if wanted.maximum else dist.ReduceOp.SUM)
             case "all_gather" if sizes is None or len(set(sizes)) == 1:
-                return group.allgather([list(output.chunk(self.size))], [tensor])
+                return group._allgather_base(output, tensor)  # a list would cost NCCL a second copy
             case "all_gather":
                 # Gloo gathers equal lengths only: each rank sends its own to every other instead.
                 assert sizes is not None

@@ -8,8 +8,8 @@ between. Issuing the next collective "when the last one is done" breaks this, an
 tensors without an error.
 
 A queue in host memory (`HostQueue`) is driven by whatever thread has an event: the backward pass that brings
-a bucket, or the thread of the collective that has finished. On a GPU (`StreamQueue`) the stream keeps the
-order, so a coroutine runs to its end at once.
+a bucket, or the thread of the collective that has finished. On a GPU (`StreamQueue`) streams keep the order,
+so a coroutine runs to its end at once.
 """
 
 import threading
@@ -25,12 +25,16 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddprun_hooks.comm.communicator import Communicator
+from ddprun_hooks.comm.gpu import Gpu, Mark
 from ddprun_hooks.comm.groups import Collective, RankGroup
+from ddprun_hooks.comm.observer import PendingCollective
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span, now_us
 from ddprun_hooks.comm.uncounted import noting
 from ddprun_hooks.errors import ExchangeError
 from ddprun_hooks.payload import Payload, dtype_name, nbytes
 from ddprun_hooks.stack import Stack
+
+_STREAMS = 4  # of a queue on a GPU: as many buckets are under way beside each other
 
 HookRun = Generator[Collective, Tensor | None, Tensor]
 
@@ -195,70 +199,90 @@ class _BucketInFlight:
 
 
 class StreamQueue:
-    """Drives payloads on a GPU: each coroutine runs to its end at once on a communication stream.
+    """Drives payloads on a GPU: each coroutine runs to its end at once, and only starts work on streams.
 
-    The stream keeps collectives in order, so one process group serves every round. With NCCL nothing here
-    waits on the host; with Gloo (several ranks on one GPU) each collective does.
+    A bucket has one of a few streams of high priority, always the same one. So the encoding of a bucket runs
+    beside the collectives and the decoding of those before it, and what a hook keeps is used in the order of
+    one stream. Collectives of a process group run in the order in which they were started; those of different
+    rounds are on different groups where NCCL keeps an order between groups (`Exchange.open`). With
+    NCCL nothing here waits on the host; with Gloo (several ranks on one GPU) each collective does.
     """
 
-    def __init__(self, world: RankGroup, device: torch.device) -> None:
+    def __init__(self, world: RankGroup, gpu: Gpu) -> None:
         self.world = world
         self.error: BaseException | None = None
-        self._device = device
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.detailed = True
+        """Take marks of hooks' work and of collectives, too. Otherwise they count as from ready to done."""
+
+        self._gpu = gpu
+        self._streams = [gpu.stream(urgent=True) for _ in range(_STREAMS)]
 
     def send(
         self, payload: Payload, stack: Stack, traces: list[Any], group: RankGroup | None = None
     ) -> Future[Tensor]:
         """As `HostQueue.send`; the future is set at once and carries the stream's events."""
-        trace: BucketTrace[torch.cuda.Event] = new_trace(
-            payload, stack, self._mark(torch.cuda.current_stream(self._device))
-        )
+        gpu, stream = self._gpu, self._streams[payload.bucket % _STREAMS]
+        ready = gpu.mark()
+        trace: BucketTrace[Mark] = new_trace(payload, stack, ready)
+        trace.handed_over = ready
         traces.append(trace)
-        future: Future[Tensor] = Future(devices=[self._device])
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            payload.tensor.record_stream(self._stream)
+        future = gpu.future()
+        stream.wait_event(ready.event)
+        with gpu.on(stream):
+            gpu.uses(payload.tensor, stream)
             try:
                 if self.error is not None:
                     raise self.error
-                self._run(payload, stack, trace, group or self.world)
+                self._run(payload, stack, trace, group or self.world, stream)
             except BaseException as error:
                 self.error = self.error or error
                 fail(future, self.error)
             else:
-                trace.done = self._mark(self._stream)
                 future.set_result(payload.tensor)
-        trace.handed_over = trace.ready
         return future
 
     def _run(
-        self, payload: Payload, stack: Stack, trace: BucketTrace[torch.cuda.Event], group: RankGroup
+        self,
+        payload: Payload,
+        stack: Stack,
+        trace: BucketTrace[Mark],
+        group: RankGroup,
+        stream: torch.cuda.Stream,
     ) -> None:
+        gpu, detailed, issued = self._gpu, self.detailed, Counter[str]()
         run = start_hooks(payload, stack, group)
         result: Tensor | None = None
-        start = self._mark(self._stream)
+        start = gpu.mark(stream) if detailed else trace.ready
+        under_way: list[PendingCollective] = []
         while True:
             try:
                 wanted = next_collective(run, result, stack, trace)
             except StopIteration as stop:
                 write_back(cast(Tensor, stop.value), payload, stack)
-                trace.spans.append(Span(start, self._mark(self._stream), "decode", False))
+                done = trace.done = gpu.mark(stream)
+                if detailed:
+                    trace.spans.append(Span(start, done, "decode", False))
+                for collective in trace.collectives:
+                    collective.done = collective.done or done
+                for pending in under_way:
+                    pending.done_when(done.over)
                 return
-            launched = self._mark(self._stream)
-            trace.spans.append(Span(start, launched, "encode", False))
-            collective = new_collective_trace(wanted, 0, launched)
-            trace.collectives.append(collective)
-            pending = wanted.group.sequence(wanted, 0).issue(wanted.op, payload)
-            launch(wanted, 0, stack).wait()
-            collective.done = start = self._mark(self._stream)
-            pending.done_when(start.query)  # with NCCL, `wait` waits on the stream alone
+            name, one_group = wanted.group.name, len(wanted.group.process_groups) == 1
+            round_index = 0 if one_group else issued[name]
+            issued[name] += 1
+            launched = start
+            if detailed:
+                launched = gpu.mark(stream)
+                trace.spans.append(Span(start, launched, "encode", False))
+            trace.collectives.append(new_collective_trace(wanted, round_index, launched))
+            pending = wanted.group.sequence(wanted, round_index).issue(wanted.op, payload)
+            launch(wanted, round_index, stack).wait()  # with NCCL, the stream alone waits
+            if detailed:
+                trace.collectives[-1].done = start = gpu.mark(stream)
+                pending.done_when(start.over)
+            else:
+                under_way.append(pending)
             result = wanted.output
-
-    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
 
 
 CommQueue = HostQueue | StreamQueue

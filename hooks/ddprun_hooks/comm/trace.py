@@ -13,7 +13,7 @@ from ddprun_hooks.comm.uncounted import Uncounted
 from ddprun_hooks.payload import Finding, Kind, ParamSlice
 
 Mark = TypeVar("Mark")
-"""A moment: microseconds of this rank's monotonic clock, or a CUDA event that becomes one later."""
+"""A moment: microseconds of this rank's monotonic clock, or a `gpu.Mark` that becomes one later."""
 
 
 def now_us() -> int:

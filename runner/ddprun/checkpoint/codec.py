@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ddprun.run_files import NotPlainError, open_file
+from ddprun_hooks.comm.gpu import StagedCopies
 
 _TAG = "$"
 _LENGTH_BYTES = 8
@@ -41,16 +42,20 @@ class EncodedState:
     tree: dict[str, Any]
     tensors: dict[str, Tensor]
     """By path in the state, such as `optimizer/state/0/exp_avg`: copies in host memory, which no later step
-    changes."""
+    changes. A GPU may still be copying them (`StagedCopies`)."""
 
 
-def encode(state: Mapping[str, Any], *, copy: bool = True) -> EncodedState:
+def encode(
+    state: Mapping[str, Any], *, copy: bool = True, staged: StagedCopies | None = None
+) -> EncodedState:
     """Encode nested mappings, lists, tuples, numbers, text, None and tensors; raises UnstorableError for
-    anything else. `copy=False` only checks, and gives no tensors.
+    anything else. `copy=False` only checks, and gives no tensors. `staged` copies what is on a GPU; without
+    it a GPU is waited for, tensor by tensor.
     """
     tensors: dict[str, Tensor] = {}
     into = tensors if copy else None
-    return EncodedState({key: _encode(value, key, into) for key, value in state.items()}, tensors)
+    tree = {key: _encode(value, key, into) for key, value in state.items()}
+    return EncodedState(tree, {name: _on_host(value, staged) for name, value in tensors.items()})
 
 
 def decode(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -92,12 +97,18 @@ def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor] | None) 
     name = path
     while name in tensors:  # two keys of a mapping may read alike
         name += "'"
-    copied = value.detach().to("cpu", copy=True).contiguous()
-    if copied.is_complex():
-        tensors[name] = torch.view_as_real(copied.resolve_conj())
+    if value.is_complex():
+        tensors[name] = torch.view_as_real(value.detach().resolve_conj())
         return {_TAG: "complex", "name": name}
-    tensors[name] = copied
+    tensors[name] = value.detach()
     return {_TAG: "tensor", "name": name}
+
+
+def _on_host(value: Tensor, staged: StagedCopies | None) -> Tensor:
+    """A copy of a tensor, in host memory without gaps."""
+    if staged is not None and value.device.type != "cpu":
+        return staged.copy(value)
+    return value.to("cpu", copy=True).contiguous()
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

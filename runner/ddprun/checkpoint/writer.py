@@ -23,6 +23,7 @@ from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState
 from ddprun.checkpoint.folder import Checkpoint, Files
 from ddprun_hooks.comm.control import Control
+from ddprun_hooks.comm.gpu import StagedCopies
 
 _OVER = "over"  # in the store: the number of the checkpoint that was over last, and whether it was written
 
@@ -43,6 +44,7 @@ class _Job:
     step: int
     unfinished: Path
     parts: Mapping[str, EncodedState]  # by the name of the files
+    staged: StagedCopies | None = None  # of a GPU's tensors in the parts, which may still be under way
     put_ns: int = field(default_factory=time.monotonic_ns)
 
 
@@ -82,21 +84,31 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._work, name="ddprun-checkpoints", daemon=True)
         self._thread.start()
 
-    def put(self, step: int, parts: Mapping[str, EncodedState], *, wait: bool = False) -> None:
+    def put(
+        self,
+        step: int,
+        parts: Mapping[str, EncodedState],
+        *,
+        staged: StagedCopies | None = None,
+        wait: bool = False,
+    ) -> None:
         """Have this rank's parts of a checkpoint written; called by all ranks with the same steps.
 
         One that comes while the one before it is still being written is skipped. With `wait` all are waited
-        for, until they are written or given up.
+        for, until they are written or given up. `staged`: of tensors in the parts, to be released.
         """
-        job, before = self._job(step, parts), self._under_way
+        job, before = self._job(step, parts, staged), self._under_way
         if wait or before is None:
             self._under_way = job
             self._jobs.put(job)
         else:
             self._post(job, f"rank {self.rank} was still writing the checkpoint of step {before.step}")
             self.after(job.put_ns, False)
+            if staged is not None:
+                staged.wait()
+                staged.release()
             if self.rank == 0:
-                self._jobs.put(replace(job, parts={}))
+                self._jobs.put(replace(job, parts={}, staged=None))
         if wait:
             self._jobs.join()
             if self.rank == 0:  # all ranks have written their parts: what is unfinished stays so
@@ -112,9 +124,9 @@ class CheckpointWriter:
             if self.rank == 0:
                 self._jobs.put(job)
 
-    def _job(self, step: int, parts: Mapping[str, EncodedState]) -> _Job:
+    def _job(self, step: int, parts: Mapping[str, EncodedState], staged: StagedCopies | None = None) -> _Job:
         number, self.count = self.count, self.count + 1
-        return _Job(number, step, folder.unfinished(self.root, step, f"{self.token}-{number}"), parts)
+        return _Job(number, step, folder.unfinished(self.root, step, f"{self.token}-{number}"), parts, staged)
 
     def close(self) -> None:
         """Finish what is being written, and end the thread."""
@@ -137,6 +149,8 @@ class CheckpointWriter:
             except Exception as error:
                 # The store or the other ranks are gone: the run is about to end, and says why itself.
                 outcome = Outcome(job.step, time.monotonic() - started, problem=repr(error))
+            if job.staged is not None:
+                job.staged.release()
             if self._under_way is job:
                 self._under_way = None
             if outcome is not None and job.step:  # without a step: this rank had not come to it
@@ -164,6 +178,8 @@ class CheckpointWriter:
 
     def _write(self, job: _Job) -> None:
         """Write this rank's files, and notify rank 0."""
+        if job.staged is not None:
+            job.staged.wait()
         self.before()
         try:
             files: Files = {}

@@ -808,6 +808,9 @@ class Pipeline(Options):
     precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] = "fp32"
     """bf16 and fp16 are autocast; with pure_ the model itself is half."""
 
+    deterministic: bool = False
+    """Use only algorithms that repeat bit for bit; an operation that has none is an error."""
+
     ddp: Ddp = Ddp()
     """What DistributedDataParallel is built with."""
 

@@ -263,6 +263,7 @@ def _from_map(session: Session) -> Iterator[tuple[Any, int]]:
         Batches(dataset, None, runtime.feed.collate),
         sampler=[list(part) for part, _ in calls],
         generator=torch.Generator(),
+        pin_memory=runtime.device.type == "cuda",
         **loading(loader.workers),
     )
     yield from zip(batches, [count for _, count in calls], strict=True)

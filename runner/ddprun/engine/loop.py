@@ -108,6 +108,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> bool:
         watchdog.step(number)
         watchdog.turn(b"data")
         recorder.start(number, run.stage.index)
+        run.session.runtime.take_marks(detailed=recorder.records_step)
         batches = next(batches_of_steps, None)
         if batches is None:
             recorder.cancel()

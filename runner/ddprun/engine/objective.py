@@ -17,6 +17,7 @@ from ddprun.engine import seeding
 from ddprun.engine.data import Feed
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.buffers import BufferUse, counters_of, probe
+from ddprun_hooks.comm.gpu import CopyStream, Gpu
 
 _NAME_THEM = "write weight_by: {targets: {of: labels}}, with the key of the targets"
 
@@ -35,6 +36,25 @@ class Scaler(torch.amp.GradScaler):
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         return super()._unscale_grads_(optimizer, torch.ones_like(inv_scale), found_inf, True)
 
+    def step_and_update(self, optimizer: Optimizer) -> bool:
+        """Take the optimizer's step, unless a gradient is not finite, and move the scale; whether it was
+        taken. Waits for the device once.
+        """
+        self._stepped: bool | None = None
+        self.step(optimizer)
+        if self._stepped is None:  # a fused optimizer looks itself, on the device
+            self._stepped = self._finite(self._per_optimizer_states[id(optimizer)])
+        self.update()
+        return self._stepped
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        self._stepped = self._finite(optimizer_state)
+        return optimizer.step(*args, **kwargs) if self._stepped else None
+
+    @staticmethod
+    def _finite(optimizer_state: Mapping[str, Any]) -> bool:
+        return not sum(found.item() for found in optimizer_state["found_inf_per_device"].values())
+
 
 class Precision:
     """One of the five kinds of `precision`.
@@ -50,6 +70,7 @@ class Precision:
         first_scale = 2.0**15 if self.pure else 2.0**16
         self.scaler = Scaler(device.type, first_scale) if name in ("fp16", "pure_fp16") else None
         self._half = _HALF.get(name.removeprefix("pure_"))
+        self._copies = CopyStream(Gpu(device)) if device.type == "cuda" else None
 
     @property
     def parameter_dtype(self) -> torch.dtype | None:
@@ -64,22 +85,16 @@ class Precision:
 
     def admit(self, content: Any) -> Any:
         """Move a batch (tensors in tuples, lists, mappings and dataclasses) to the device, floats in the
-        model's type.
+        model's type. A GPU copies while it still computes the batch before.
         """
-        if isinstance(content, Tensor):
-            tensor = content.to(self.device, non_blocking=True)
-            return tensor.to(self._half) if self.pure and tensor.is_floating_point() else tensor
-        if isinstance(content, Mapping):
-            return {key: self.admit(value) for key, value in content.items()}
-        if isinstance(content, tuple | list):
-            items = [self.admit(value) for value in content]
-            return type(content)(*items) if hasattr(content, "_fields") else items
-        if is_dataclass(content) and not isinstance(content, type):
-            moved = copy.copy(content)
-            for field in fields(content):
-                object.__setattr__(moved, field.name, self.admit(getattr(content, field.name)))
-            return moved
-        return content
+        if self._copies is not None:
+            content = _each(content, self._copies.send)
+            self._copies.join()
+        return _each(content, self._fitting)
+
+    def _fitting(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(self.device)
+        return tensor.to(self._half) if self.pure and tensor.is_floating_point() else tensor
 
     def loss_scale(self) -> Tensor | None:
         """The factor on the loss of this step, shape (); None where nothing is scaled."""
@@ -106,10 +121,7 @@ class Precision:
         if self.scaler is None:
             optimizer.step()
             return True
-        before = self.scaler.get_scale()
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        return bool(self.scaler.get_scale() >= before)
+        return self.scaler.step_and_update(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the loss scale."""
@@ -119,6 +131,23 @@ class Precision:
         """Bring back what `state_dict` gave."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+def _each(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch, each of its tensors changed."""
+    if isinstance(content, Tensor):
+        return change(content)
+    if isinstance(content, Mapping):
+        return {key: _each(value, change) for key, value in content.items()}
+    if isinstance(content, tuple | list):
+        items = [_each(value, change) for value in content]
+        return type(content)(*items) if hasattr(content, "_fields") else items
+    if is_dataclass(content) and not isinstance(content, type):
+        changed = copy.copy(content)
+        for field in fields(content):
+            object.__setattr__(changed, field.name, _each(getattr(content, field.name), change))
+        return changed
+    return content
 
 
 class Outcome(NamedTuple):

@@ -1,6 +1,7 @@
 """How a run ends: the summary and the closing table, or the report of a failure or a hang."""
 
 import json
+import math
 import os
 import platform
 import time
@@ -184,7 +185,16 @@ _NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_FR_BUFFER_SIZE": "2000",
-}  # what torch's own watchdog has to do so that ranks' watchdogs report first (`docs/reliability.md`)
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+}
+"""So that ranks' watchdogs report before torch's own, and process groups do not wait for each other on a GPU
+(`docs/reliability.md`).
+"""
+
+_HEARTBEAT_S = 480
+"""Torch's default: its monitor ends a process whose NCCL watchdog has been stuck for so long."""
+
+_HEARTBEAT_LATER_S = 60  # than a rank's watchdog, which knows more
 
 
 @dataclass(slots=True)
@@ -299,8 +309,12 @@ def _is_lost_peer(error: BaseException) -> bool:
 # Hangs.
 
 
-def prepare_nccl() -> None:
-    """Set torch's variables, where the user has not, before any process group is made."""
+def prepare_nccl(timeout_s: float) -> None:
+    """Set torch's and NCCL's variables, where the user has not, before any process group is made. A hang is
+    reported after `timeout_s`.
+    """
+    heartbeat_s = max(_HEARTBEAT_S, math.ceil(timeout_s) + _HEARTBEAT_LATER_S)
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(heartbeat_s))
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:  # the older name of the recorder's size
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"])
     # Torchelastic sets 1 where nothing is set: an error then waits for NCCL to clean up, which may hang, too.

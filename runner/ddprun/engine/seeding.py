@@ -1,5 +1,6 @@
 """Seeds: the same seed gives bitwise the same run (`docs/reproducibility.md`)."""
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +23,13 @@ def seed_host(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def make_deterministic(device: torch.device) -> None:
-    """Choose algorithms that repeat bit for bit where torch leaves a choice on a GPU."""
+def make_deterministic(device: torch.device, *, everything: bool = False) -> None:
+    """Choose algorithms that repeat bit for bit where torch leaves a choice on a GPU; `everything`: or raise
+    where there is none, as in the backward pass of some attention.
+    """
+    if everything:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS on several streams may differ
+        torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
@@ -48,7 +54,7 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
     keys, *numpy = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *numpy))
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda":
+    if device.type == "cuda" and "cuda" in state:  # a checkpoint taken on a CPU has none
         torch.cuda.set_rng_state(state["cuda"], device)
 
 

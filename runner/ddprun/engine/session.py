@@ -31,11 +31,12 @@ from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.frozen import FrozenParameters
 from ddprun.sync.plan import ReplicaConsistency
 from ddprun.sync.synchronizer import Synchronizer
-from ddprun.telemetry.clock import Clock, GradientTimes, StreamClock
+from ddprun.telemetry.clock import Clock, GradientTimes
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.recorder import GlobalStep, StepRecorder
 from ddprun.telemetry.writer import RecordFiles
 from ddprun_hooks.comm.exchange import Exchange
+from ddprun_hooks.comm.gpu import Staging
 
 _CLOCKS_EVERY_S = 60.0
 
@@ -69,10 +70,17 @@ class Runtime:
     held_out: HeldOut  # of the stage that is evaluating, or else what `data` holds out
     own_held_out: dict[int, HeldOut]  # of stages that name data to evaluate on, by their index in `stages`
     checkpoints: CheckpointWriter | None  # None: none are taken (`keep: 0`)
+    staging: Staging | None  # through which a GPU's tensors reach checkpoints; None: on a CPU
     finite: FiniteCheck
     gradients: GradientTimes | None  # None: the pipeline does not ask for them (`timings.gradients`)
     profiler: Profiler | None  # torch's; None: the pipeline does not ask for it (`timings.profile`)
     time_slices: TimeSliceClient | None = None  # None: not one of several runs of `ddprun compare`
+
+    def take_marks(self, *, detailed: bool) -> None:
+        """A step begins: whether all marks are wanted of it, for its record."""
+        self.exchange.begin_step(recorded=detailed)
+        if self.gradients is not None:
+            self.gradients.wanted = detailed
 
     @contextmanager
     def evaluating(self, stage: Stage) -> Iterator[None]:
@@ -216,9 +224,7 @@ class Session:
 
     def measure_clocks(self) -> None:
         """Measure each rank's clock against rank 0's; called by all ranks at the same moment."""
-        clock, control = self.runtime.clock, self.runtime.exchange.control
-        if isinstance(clock, StreamClock):
-            clock.tie()
+        control = self.runtime.exchange.control
         offset, bound = control.clock_offset()
         self.runtime.recorder.offset_us = offset
         measured = control.all_gather([offset, bound], "clock offsets")

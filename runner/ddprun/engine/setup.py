@@ -37,6 +37,7 @@ from ddprun.telemetry.stragglers import Stragglers
 from ddprun.telemetry.writer import RecordFiles, event_log
 from ddprun_hooks.comm.control import Control, open_control
 from ddprun_hooks.comm.exchange import Exchange
+from ddprun_hooks.comm.gpu import Gpu, Staging
 from ddprun_hooks.errors import HookSetupError
 
 
@@ -58,7 +59,7 @@ def open_session(
     pipeline, device = loaded.pipeline, place.device
     ranks.watchdog.turn(b"building")
     make_folder_importable(loaded.folder)
-    seeding.make_deterministic(device)
+    seeding.make_deterministic(device, everything=pipeline.deterministic)
     seeding.seed_everything(pipeline.seed)
     precision = Precision(pipeline.precision, device)
     model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
@@ -143,6 +144,7 @@ def open_session(
         held_out=build.held_out(loaded, data.evaluate),
         own_held_out=own_held_out,
         checkpoints=open_checkpoints(loaded, run_dir, ranks, records, token, finite),
+        staging=Staging(Gpu(device)) if device.type == "cuda" and pipeline.checkpoint.keep else None,
         finite=finite,
         gradients=GradientTimes(model, clock.mark) if timings.gradients else None,
         profiler=Profiler(timings.profile, records.writer, ranks.rank) if timings.profile else None,
@@ -198,6 +200,9 @@ def _open_exchange(
     except HookSetupError as error:
         by_hook = any(hook.name == "hierarchical" for _, settings in stages for hook in settings.hooks)
         at = "sync" if "two levels" in str(error) and not by_hook else "hooks"
+        for stage, _ in stages:
+            if place.device.type == "cuda" and stacks.all_ranks[stage.index].shared:
+                at = stage.key_path("hooks")
         raise loaded.error(at, str(error)) from None
 
 

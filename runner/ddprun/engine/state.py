@@ -435,7 +435,8 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
         whole["frozen"] = {name: parameters.pop(name) for name in equal}
         shared |= {"frozen"}
     own = {key: value for key, value in whole.items() if key not in shared}
-    parts = {rank_name(runtime.ranks.rank): encode(own)}
+    staged = None if runtime.staging is None else runtime.staging.begin()
+    parts = {rank_name(runtime.ranks.rank): encode(own, staged=staged)}
     if runtime.ranks.rank == 0:
         about = {
             "pipeline": runtime.loaded.plain(),
@@ -443,11 +444,13 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
             "layout": layout_of(session),
             "ddprun": __version__,
         }
-        parts["shared"] = encode({**{key: whole[key] for key in sorted(shared)}, **about})
+        parts["shared"] = encode({**{key: whole[key] for key in sorted(shared)}, **about}, staged=staged)
+    if staged is not None:
+        staged.sent()
     if runtime.records.remote_ranks and (state.synchronizer is None or not state.synchronizer.plan.never):
         runtime.records.collect()
     reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
-    writer.put(step, parts, wait=at_end)
+    writer.put(step, parts, staged=staged, wait=at_end)
     report_checkpoints(session)
     if at_end and writer.failed is not None:
         writer.lost = f"the checkpoint of step {step}, the last one: {writer.failed}"

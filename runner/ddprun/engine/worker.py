@@ -30,7 +30,7 @@ from ddprun.engine.setup import open_session
 from ddprun.engine.stage_run import equalize
 from ddprun.engine.state import close_checkpoints, take_checkpoint
 from ddprun.host import rank_files
-from ddprun.host.device import place_of
+from ddprun.host.device import Offer, Place, backend_of, device_of, offer
 from ddprun.host.processes import die_with_parent
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import Resuming
@@ -64,7 +64,7 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> 
     _tune_garbage_collector()
     stop = StopRequest()
     rank_files.keep_pid()
-    prepare_nccl()
+    prepare_nccl(loaded.pipeline.launch.timeout_s)
     progress = Progress()
     environment, timeout_s = Environment.read(), loaded.pipeline.launch.timeout_s
     watchdog = open_watchdog(environment, timeout_s, progress, lambda: ranks)
@@ -101,7 +101,9 @@ def _run(
 ) -> int:
     environment = ranks.environment
     ranks.watchdog.turn(b"joining")
-    place = place_of(loaded, environment.local_rank, environment.local_world_size)
+    device = device_of(loaded, environment.local_rank)
+    offers = [Offer(*one) for one in ranks.gather("device", offer(loaded, ranks.host, device))]
+    place = Place(device, backend_of(loaded, offers))
     ranks.join(place)
     folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=rank_files.run_dir())
     progress.run_dir = folder.path

@@ -1,10 +1,12 @@
 """Where a rank runs: its device and the backend between ranks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ddprun.config import Loaded, PipelineError
+from ddprun.config import Loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,34 +29,94 @@ def default_ranks(loaded: Loaded) -> int:
     return gpus if loaded.pipeline.launch.device != "cpu" and gpus else 2
 
 
-def place_of(loaded: Loaded, local_rank: int, local_ranks: int) -> Place:
-    """Choose the device and the backend of one rank.
+class Offer(NamedTuple):
+    """What one rank has, and what its file or command line asks for; ranks exchange them before they join."""
 
-    `device: auto` takes CUDA where there is a GPU. `backend: auto` takes NCCL where every rank of the host
-    has a GPU of its own, else Gloo.
+    host: str
+    device: str  # `launch.device`
+    backend: str  # `launch.backend`
+    gpu: str | None  # identifier of its GPU; None: it runs on a CPU
+
+
+def check_launch(loaded: Loaded, local_ranks: int) -> None:
+    """Refuse, before ranks are started, what this host cannot give so many of them.
 
     Raises:
         PipelineError: CUDA without a GPU, or NCCL with more ranks than GPUs.
     """
-    launch, gpus = loaded.pipeline.launch, gpu_count()
-
-    def refused(key: str, message: str, do: str) -> PipelineError:
-        return loaded.error(key, message, do)
-
-    if launch.device == "cuda" and not gpus:
-        raise refused("launch.device", "cuda is asked for, but torch sees no GPU here", "write auto or cpu")
-    if launch.device == "cpu" or not gpus:
-        if launch.backend == "nccl":
-            raise refused("launch.backend", "nccl needs GPUs, but torch sees none here", "write auto or gloo")
-        return Place(torch.device("cpu"), "gloo")
-    if launch.backend == "nccl" and local_ranks > gpus:
-        raise refused(
+    gpus, on_gpu = gpu_count(), device_of(loaded, 0).type == "cuda"
+    if on_gpu and loaded.pipeline.launch.backend == "nccl" and local_ranks > gpus:
+        raise loaded.error(
             "launch.backend",
             f"nccl needs a GPU for each rank; this host has {local_ranks} ranks and "
             f"{gpus} GPU{'s' if gpus > 1 else ''}",
             f"start at most {gpus} ranks here, or write gloo, which lets ranks share a GPU",
         )
-    backend = launch.backend
-    if backend == "auto":
-        backend = "nccl" if local_ranks <= gpus else "gloo"
-    return Place(torch.device("cuda", local_rank % gpus), backend)
+
+
+def device_of(loaded: Loaded, local_rank: int) -> torch.device:
+    """The device of a rank of this host; `device: auto` takes CUDA where there is a GPU.
+
+    A launcher may show each of its ranks one GPU alone (`srun --gpus-per-task=1`): which it is, only its
+    identifier says (`offer`).
+
+    Raises:
+        PipelineError: CUDA or NCCL without a GPU.
+    """
+    launch, gpus = loaded.pipeline.launch, gpu_count()
+    if launch.device == "cuda" and not gpus:
+        text = "cuda is asked for, but torch sees no GPU here"
+        raise loaded.error("launch.device", text, "write auto or cpu")
+    if launch.device == "cpu" or not gpus:
+        if launch.backend == "nccl":
+            text = "nccl needs GPUs, but torch sees none here"
+            raise loaded.error("launch.backend", text, "write auto or gloo")
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % gpus)
+
+
+def offer(loaded: Loaded, host: str, device: torch.device) -> Offer:
+    """This rank's."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    return Offer(host, loaded.pipeline.launch.device, loaded.pipeline.launch.backend, gpu)
+
+
+def backend_of(loaded: Loaded, offers: Sequence[Offer]) -> str:
+    """The backend of all ranks, by the offers of each, in rank order. `backend: auto` takes NCCL where every
+    rank has a GPU of its own, else Gloo.
+
+    Raises:
+        PipelineError: the ranks were asked for different things, some have a GPU and some have none, or NCCL
+            is wanted and two have the same one; on all ranks alike.
+    """
+
+    def named(rank: int) -> str:
+        return f"rank {rank} ({offers[rank].host})"
+
+    first = offers[0]
+    for rank, one in enumerate(offers):
+        for key, wanted, other in (
+            ("device", first.device, one.device),
+            ("backend", first.backend, one.backend),
+        ):
+            if wanted != other:
+                text = f"{named(0)} was given {wanted}, and {named(rank)} {other}"
+                raise loaded.error(f"launch.{key}", text, "give all ranks the same")
+    on_cpu = [rank for rank, one in enumerate(offers) if one.gpu is None]
+    if len(on_cpu) == len(offers):
+        return "gloo"
+    if on_cpu:
+        has = next(rank for rank, one in enumerate(offers) if one.gpu is not None)
+        text = f"{named(has)} sees a GPU, and {named(on_cpu[0])} sees none"
+        raise loaded.error("launch.device", text, "write cpu, or start ranks only where there are GPUs")
+    owners: dict[str | None, int] = {}
+    for rank, one in enumerate(offers):
+        owner = owners.setdefault(one.gpu, rank)
+        if owner != rank:
+            if first.backend != "nccl":
+                return "gloo"
+            text = f"nccl needs a GPU for each rank; {named(owner)} and {named(rank)} have the same one"
+            raise loaded.error(
+                "launch.backend", text, "start fewer ranks there, or write gloo, which lets ranks share a GPU"
+            )
+    return "gloo" if first.backend == "gloo" else "nccl"

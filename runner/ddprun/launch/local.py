@@ -31,7 +31,7 @@ from ddprun import BAD_INPUT, FAILED, INTERRUPTED, LAUNCHED, ON_USR1, QUEUE_AGAI
 from ddprun.checkpoint.folder import steps_in
 from ddprun.config import Loaded
 from ddprun.host import network, rank_files
-from ddprun.host.device import default_ranks, place_of
+from ddprun.host.device import check_launch, default_ranks
 from ddprun.host.processes import LAUNCHER, handle, in_background
 from ddprun.launch.launcher import export_overrides, flag_of
 from ddprun.launch.rendezvous import make_handler
@@ -216,7 +216,7 @@ def launch(
     """
     flags = {**_from_file(loaded, flags), **flags}
     if (ranks := str(flags.get("nproc_per_node", ""))).isdigit():
-        place_of(loaded, 0, int(ranks))
+        check_launch(loaded, int(ranks))
     _prepare_environment()
     if resuming == "yes":
         command = ["resume", str(run_dir)]

@@ -132,6 +132,7 @@ class Ranks:
         """Make the default process group, and learn which host each rank is on."""
         if place.device.type == "cuda":
             torch.cuda.set_device(place.device)
+            self.watchdog.uses(place.device)
         here = [self.host, self.environment.local_world_size, self.page, os.environ.get(STATUS_SERVER, "")]
         self.store.set(f"host/{self.rank}", json.dumps(here))
         with waiting(self._joining, "init_process_group", "making the process group of all ranks"):

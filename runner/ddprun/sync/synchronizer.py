@@ -244,7 +244,8 @@ class DeltaExchange:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there; without common weights in it, from those of `begin`."""
-        self._momentum = {index: one.clone() for index, one in state["momentum"].items()}
+        device = self.buckets.device
+        self._momentum = {index: one.to(device, copy=True) for index, one in state["momentum"].items()}
         if state.get("base"):
             self._base, self._left, self._means = (
                 [one.clone().to(base) for one, base in zip(state[name], self._base, strict=True)]
@@ -272,7 +273,8 @@ class DeltaExchange:
         """Start with the momentum that an earlier stage left, by parameter name."""
         for index, layout in enumerate(self.buckets.layouts):
             if self.outer.momentum and all(param.name in momentum for param in layout.params):
-                self._momentum[index] = torch.cat([momentum[param.name] for param in layout.params])
+                joined = torch.cat([momentum[param.name] for param in layout.params])
+                self._momentum[index] = joined.to(self.buckets.device)  # a checkpoint's is in host memory
 
     def hand_over(self, momentum: dict[str, Tensor]) -> None:
         """Hand the momentum to a later stage, by parameter name."""

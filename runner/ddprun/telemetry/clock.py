@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddprun_hooks.comm.gpu import Gpu, Mark, to_host
 from ddprun_hooks.comm.trace import BucketTrace, now_us
+
+_MOST_DRIFT = 1e-3  # how much faster or slower than the device's the time of marks may run
 
 
 class Clock:
@@ -46,8 +49,8 @@ class Clock:
         in_hooks: int = trace.handed_over - trace.ready
         return in_hooks
 
-    def rebase(self, mark: Any) -> None:
-        """Measure later marks from this one, which has been read."""
+    def rebase(self) -> None:
+        """Measure later marks from now."""
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was given to it."""
@@ -65,63 +68,74 @@ class StreamClock(Clock):
     """Marks on a GPU's stream, which the training thread works on: CUDA events, so that nothing in the step
     waits for the device.
 
-    An event is placed in time by its distance from the last base event. `cudaEventElapsedTime` gives
-    milliseconds as a 32-bit float, so the base moves along with the steps that are resolved; `tie` ties it to
-    the host's clock anew. Reading a mark waits until the device has passed it.
+    An event is placed in time by its distance from a base event. `cudaEventElapsedTime` gives milliseconds
+    as a 32-bit float, so the base moves along with the steps that are resolved. A base is recorded on a
+    stream that does nothing else, between two looks at the host's clock: what the device's clock has drifted
+    since the last base is taken back within a second, so that time never jumps. Reading a mark waits until
+    the device has passed it; each is read once.
     """
 
-    lag = 1
+    lag = 2
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.tie()
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self._idle = gpu, gpu.stream()
+        self._base, self._base_us = self._look()
+        self._rate = 1.0  # microseconds of the host's clock for one of the device's
 
-    def tie(self) -> None:
-        """Tie the device's time to the host's: waits for the device once."""
-        self._base = self.mark()
-        self._base.synchronize()
-        self._base_us = float(now_us())
+    def mark(self) -> Mark:
+        return self._gpu.mark()
 
-    def mark(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def us(self, mark: Mark | int) -> int:
+        if isinstance(mark, int):
+            return mark  # read ahead
+        if mark.us is None:
+            event = mark.event
+            event.synchronize()
+            self._gpu.settle(mark, round(self._time_of(event)))
+        assert mark.us is not None
+        return mark.us
 
-    def us(self, mark: torch.cuda.Event) -> int:
-        return round(self._exact(mark))
-
-    def times(self, marks: list[torch.cuda.Event]) -> list[int]:
+    def times(self, marks: list[Mark | int]) -> list[int]:
         return [self.us(mark) for mark in marks]
 
-    def read(self, traces: Sequence[BucketTrace[torch.cuda.Event]]) -> Sequence[BucketTrace[int]]:
-        return [trace.mapped(self.us) for trace in traces]
+    def read(self, traces: Sequence[BucketTrace[Any]]) -> Sequence[BucketTrace[int]]:
+        return [trace if isinstance(trace.ready, int) else trace.mapped(self.us) for trace in traces]
 
-    def in_hooks_us(self, trace: BucketTrace[torch.cuda.Event]) -> int:
-        return 0  # of the device: hooks work on a stream of their own
+    def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
+        return 0  # of the device: hooks work on streams of their own
 
-    def rebase(self, mark: torch.cuda.Event) -> None:
-        self._base_us = self._exact(mark)
-        self._base = mark
+    def rebase(self) -> None:
+        event, host_us = self._look()
+        device_us = self._time_of(event)
+        self._base, self._base_us = event, device_us
+        drift_us = host_us - device_us
+        self._rate = 1.0 + max(-_MOST_DRIFT, min(_MOST_DRIFT, drift_us / 1e6))
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
+        self._gpu.synchronize()
 
     def on_host(self, number: Tensor) -> Tensor:
-        # In page-locked memory; `.item()` would wait for all that is queued behind the number.
-        return torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+        return to_host(number)  # `.item()` would wait for all that is queued behind the number
 
     def numbers(self, on_host: list[Tensor]) -> list[float]:
         numbers: list[float] = torch.stack(on_host).tolist() if on_host else []
         return numbers
 
-    def _exact(self, mark: torch.cuda.Event) -> float:
-        mark.synchronize()
-        return self._base_us + 1000.0 * float(self._base.elapsed_time(mark))
+    def _look(self) -> tuple[torch.cuda.Event, float]:
+        """An event that is over, and the host's time of it."""
+        event = self._gpu.event()
+        before = now_us()
+        event.record(self._idle)
+        event.synchronize()
+        return event, (before + now_us()) / 2
+
+    def _time_of(self, event: torch.cuda.Event) -> float:
+        return self._base_us + self._rate * 1000.0 * float(self._base.elapsed_time(event))
 
 
 def clock_for(device: torch.device) -> Clock:
     """The clock that sees what `device` does."""
-    return StreamClock(device) if device.type == "cuda" else Clock()
+    return StreamClock(Gpu(device)) if device.type == "cuda" else Clock()
 
 
 class GradientTimes:
@@ -132,6 +146,7 @@ class GradientTimes:
     """
 
     def __init__(self, model: nn.Module, mark: Callable[[], Any]) -> None:
+        self.wanted = True  # of this step
         self._mark = mark
         self._marks: dict[str, Any] = {}
         for name, param in model.named_parameters():
@@ -144,4 +159,5 @@ class GradientTimes:
         return marks
 
     def _note(self, name: str, param: Tensor) -> None:
-        self._marks[name] = self._mark()
+        if self.wanted:
+            self._marks[name] = self._mark()

@@ -67,8 +67,8 @@ their time, and so does code that has not run for a while. A request to stop tak
 """
 
 _MOST_PER_POST, _MOST_ON_A_DEVICE = 256, 32
-"""Messages in a post, at most: this bounds what is kept of steps. Marks of a device take longer to read, and
-the host gives it nothing to do meanwhile.
+"""Messages in a post, at most: this bounds what is kept of steps. Those of a device take longer, and the host
+gives it nothing to do meanwhile.
 """
 
 _AT_ONCE = 8  # records that are made before looking whether there is still time
@@ -313,6 +313,8 @@ class StepRecorder:
         self._buffer.close(step)
         self._unposted += 1
         self._step = None
+        if self._clock.lag:
+            self._read_ahead()
         due = 0
         for batch in self._batches:
             due += batch.last_step + self.control_delay_steps <= step.number
@@ -389,6 +391,19 @@ class StepRecorder:
         self.deferred.do_all()
 
     # Steps that are over.
+
+    def _read_ahead(self) -> None:
+        """Read the marks of the step that the device has passed meanwhile: a little in each step, since the
+        device would run out of work while many were read at once.
+        """
+        buffer, index = self._buffer, len(self._buffer.steps) - 1 - self._clock.lag
+        if index < 0:
+            return
+        before = buffer.steps[index - 1] if index else Step(0, 0)
+        step = buffer.steps[index]
+        marks, traces = slice(before.marks_end, step.marks_end), slice(before.traces_end, step.traces_end)
+        buffer.marks[marks] = self._clock.times(buffer.marks[marks])
+        buffer.traces[traces] = self._clock.read(buffer.traces[traces])
 
     def _must_resolve(self) -> bool:
         """Whether steps are over that have a message, which is so on all ranks after the same step; or, if

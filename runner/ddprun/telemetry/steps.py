@@ -233,7 +233,7 @@ def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
     norms = clock.numbers([step.grad_norm for step in measured])
     for step, norm in zip(measured, norms, strict=True):
         step.grad_norm = norm
-    clock.rebase(buffer.marks[-1])
+    clock.rebase()
     return ResolvedSteps(
         steps=steps,
         parts=buffer.parts,

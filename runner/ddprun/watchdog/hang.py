@@ -115,7 +115,7 @@ def _report(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue]) -
         report = Report(text, "", text)
     if (log := context.log()) is not None:
         write_log(log, report)
-        dump_flight_recorder(log.parent / f"flight-recorder-{context.rank:05}.json")
+        dump_flight_recorders(log.parent, context.rank)
     if speaks and waits and context.first():
         context.speak(report)
     watchdog.page.reported()
@@ -330,17 +330,22 @@ def write_log(log: Path, report: Report) -> None:
         return
 
 
-def dump_flight_recorder(target: Path) -> None:
-    """Keep what torch's flight recorder has of this rank, as JSON, if it has anything.
+_RECORDERS = {
+    "flight-recorder": "_dump_fr_trace_json",
+    "flight-recorder-nccl": "_dump_nccl_trace_json",  # only torch with CUDA has it
+}
 
-    It notes every collective of Gloo and of NCCL when it is issued; of Gloo's it does not note the end.
+
+def dump_flight_recorders(folder: Path, rank: int) -> None:
+    """Keep what torch's flight recorders have of this rank, as JSON, if they have anything.
+
+    There are two: one of Gloo's collectives, whose end it does not note, and one of NCCL's.
     """
-    try:
-        from torch._C import _distributed_c10d
+    from torch._C import _distributed_c10d
 
-        trace: bytes = _distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
-        if json.loads(trace).get("entries"):
-            with replacing(target.parent, target.name) as file:
-                file.write(trace)
-    except (ImportError, AttributeError, OSError, ValueError, RuntimeError):
-        return
+    for name, dump in _RECORDERS.items():
+        with suppress(AttributeError, OSError, ValueError, RuntimeError):
+            trace: bytes = getattr(_distributed_c10d, dump)()
+            if json.loads(trace).get("entries"):
+                with replacing(folder, f"{name}-{rank:05}.json") as file:
+                    file.write(trace)

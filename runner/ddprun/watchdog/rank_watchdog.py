@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from ddprun.screen import say
 from ddprun.watchdog.status_page import StatusPage, Wait
 from ddprun_hooks.comm.observer import UNOBSERVED
@@ -30,6 +32,11 @@ or by the launcher's watchdog.
 _TICK_S = 0.2
 _LOST_S = 1.0
 """A tick that comes so late was not late: the process was stopped, and time did not count."""
+
+_ASK_AFTER_S = 1.0
+"""A device is asked about a collective of that age; younger ones are nearly always over soon. To ask holds
+Python's lock, and breaks the capture of a CUDA graph.
+"""
 
 _WAITS_NOTED = 4
 
@@ -71,6 +78,9 @@ class FailedChecks:
 
 class Onlooker:
     """What the engine reports of itself. This one does nothing, for a session that nobody watches."""
+
+    def uses(self, device: torch.device) -> None:
+        """The GPU of this rank."""
 
     def sequence(self, name: str, ranks: Sequence[int]) -> ObservedSequence:
         """As `ddprun_hooks.comm.observer.Observer.sequence`."""
@@ -196,6 +206,7 @@ class RankWatchdog(Onlooker):
 
     page: StatusPage = field(init=False)
     _sequences: list[CollectiveSequence] = field(default_factory=list)
+    _device: torch.device | None = None
     _training_thread: int = field(default_factory=threading.get_ident)
     _closed: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -219,6 +230,9 @@ class RankWatchdog(Onlooker):
         self._sequences.append(sequence)
         return sequence
 
+    def uses(self, device: torch.device) -> None:
+        self._device = device
+
     def stage(self, name: str) -> None:
         self.page.stage(name)
 
@@ -239,18 +253,24 @@ class RankWatchdog(Onlooker):
         return now_us() - self.lost_us
 
     def overdue(self, after_s: float) -> list[Overdue]:
-        """Collectives under way for longer than that, oldest first."""
+        """Collectives under way for longer than that, oldest first. On a device, one of a sequence that is
+        not over stands for those behind it.
+        """
         now, found = self.clock_us(), []
+        ask_after_s = max(after_s, min(_ASK_AFTER_S, self.timeout_s / 4))
         for sequence in self._sequences:
             for pending in list(sequence.outstanding.values()):
                 until = now if pending.broken_us is None else pending.broken_us
                 age_s = (until - pending.since_us) / 1e6
-                if age_s < after_s and pending.ended is None:
+                if age_s < (after_s if pending.ended is None else ask_after_s):
                     continue
-                if pending.ended is not None and self._has_ended(pending.ended):
-                    pending.done()
-                elif age_s >= after_s:
+                if pending.ended is None:
                     found.append(Overdue(pending, age_s))
+                elif self._has_ended(pending.ended):
+                    pending.done()
+                else:
+                    found.append(Overdue(pending, age_s))
+                    break
         return sorted(found, key=lambda one: -one.age_s)
 
     def note(self, waits: Sequence[Overdue]) -> None:
@@ -279,6 +299,8 @@ class RankWatchdog(Onlooker):
                 return
 
     def _has_ended(self, ended: Callable[[], bool]) -> bool:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # of this thread; else it would begin to use the first GPU
         # A device that has failed raises RuntimeError, as it will in the training thread. Whatever else is
         # raised, nobody can say whether the collective is over; the group's own timeout is left.
         with self._failed_checks.reporting(), suppress(RuntimeError):

@@ -152,7 +152,7 @@ class Docker(Cluster):
             "Mounts": mounts,
             "ShmSize": _bytes(options.shm),
             "ReadonlyRootfs": True,
-            "Tmpfs": {"/tmp": ""},
+            "Tmpfs": {"/tmp": "exec"},  # the engine's default is noexec; torch.compile loads what it makes
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges"],
         }

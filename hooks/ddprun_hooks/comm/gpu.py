@@ -1,0 +1,218 @@
+"""What is special about NVIDIA GPUs, in one place: streams, events, and copies between host and device."""
+
+import threading
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+_BLOCK_BYTES = 64 << 20
+_ALIGNED = 64  # where a tensor begins in a block, in bytes
+
+
+class Mark:
+    """A moment on a stream: a CUDA event, or once that was read its time."""
+
+    __slots__ = ("_event", "us")
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event: torch.cuda.Event | None = event
+        self.us: int | None = None  # microseconds of this rank's monotonic clock, once it was read
+
+    @property
+    def event(self) -> torch.cuda.Event:
+        """The event; only while the mark was not read."""
+        assert self._event is not None, "the mark was read"
+        return self._event
+
+    def over(self) -> bool:
+        """Whether the device has passed it. Any thread may ask; nothing waits, and a mark that was read asks
+        no device.
+        """
+        event = self._event
+        return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+
+
+class Gpu:
+    """One GPU, as this rank uses it. Events are used again once they were read: to make and destroy one costs
+    more than to record it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._events: list[torch.cuda.Event] = []  # shared by threads; taken and given in one operation each
+
+    def stream(self, *, urgent: bool = False) -> torch.cuda.Stream:
+        """A new stream; what an `urgent` one has ready runs before the kernels of others that wait."""
+        stream: torch.cuda.Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            self.device, priority=-1 if urgent else 0
+        )
+        return stream
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """The stream on which the calling thread works."""
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        """Inside, the calling thread works on a stream."""
+        context: AbstractContextManager[None] = torch.cuda.stream(stream)
+        return context
+
+    def uses(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        """A stream uses memory that was allocated on another one, and that stays until it is done."""
+        tensor.record_stream(stream)
+
+    def mark(self, stream: torch.cuda.Stream | None = None) -> Mark:
+        """Note this moment of a stream; None: of the current one."""
+        event = self.event()
+        event.record(stream or self.current_stream())
+        return Mark(event)
+
+    def event(self) -> torch.cuda.Event:
+        """An event with a time, not recorded yet."""
+        try:
+            return self._events.pop()
+        except IndexError:
+            return self._new_event()
+
+    def _new_event(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return event
+
+    def settle(self, mark: Mark, us: int) -> None:
+        """Give a mark its time; its event serves another one."""
+        event, mark.us, mark._event = mark.event, us, None
+        self._events.append(event)
+
+    def future(self) -> Future[Tensor]:
+        """A future that is set under a stream; who waits for it has its own stream wait."""
+        return Future(devices=[self.device])
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Page-locked host memory, to and from which a GPU copies while it computes: uint8, (nbytes,)."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has done all that was given to it."""
+        torch.cuda.synchronize(self.device)
+
+
+def to_host(number: Tensor) -> Tensor:
+    """A copy of a number, shape (), in page-locked memory: there when the current stream has come so far.
+    Nothing waits for it.
+    """
+    return torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+
+
+class LateNumber:
+    """A number, shape (), that is read later; a GPU then has to have come as far as when this was made."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._copy = to_host(number) if number.is_cuda else number.clone()
+        if number.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(number.device))
+
+    def read(self) -> float:
+        """The number."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._copy)
+
+
+class CopyStream:
+    """Copies from the host to a GPU on a stream of their own, beside what it computes."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self._stream = gpu, gpu.stream()
+        self._moved: list[Tensor] = []
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """Start to copy a tensor; `join` comes before it is used. One that is there already is given back."""
+        with self._gpu.on(self._stream):
+            moved = tensor.to(self._gpu.device, non_blocking=True)
+        if moved is not tensor:
+            self._moved.append(moved)
+        return moved
+
+    def join(self) -> None:
+        """Have the current stream wait for all copies that were started."""
+        if self._moved:
+            current = self._gpu.current_stream()
+            current.wait_stream(self._stream)
+            for moved in self._moved:
+                self._gpu.uses(moved, current)
+            self._moved.clear()
+
+
+class StagedCopies:
+    """Copies of tensors on a GPU, on their way into page-locked memory."""
+
+    def __init__(self, staging: "Staging") -> None:
+        self._staging = staging
+        self._done: Any = None
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy in host memory of the same shape and dtype, complete after `wait`."""
+        return self._staging._copy(tensor)
+
+    def sent(self) -> None:
+        """All copies were started. Later work of the current stream waits for them: it may overwrite what is
+        copied.
+        """
+        self._done = self._staging._end()
+
+    def wait(self) -> None:
+        """Wait for the copies; on any thread."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def release(self) -> None:
+        """The copies are not needed any more: their memory serves the next ones."""
+        self._staging._busy.release()
+
+
+class Staging:
+    """Page-locked memory through which tensors of a GPU reach the host while it computes on. It is kept:
+    page-locking takes longer than copying.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self._stream = gpu, gpu.stream()
+        self._busy = threading.Lock()
+        self._blocks: list[Tensor] = []
+        self._at: tuple[int, int] = 0, 0  # block, and offset in it, from which on there is room
+
+    def begin(self) -> StagedCopies | None:
+        """Start to copy; None: what was copied before is still in use."""
+        if not self._busy.acquire(blocking=False):
+            return None
+        self._at = 0, 0
+        self._stream.wait_stream(self._gpu.current_stream())
+        return StagedCopies(self)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        source = tensor.detach()
+        target = self._room(source.numel() * source.element_size()).view(source.dtype).view(source.shape)
+        with self._gpu.on(self._stream):
+            target.copy_(source, non_blocking=True)
+        return target
+
+    def _end(self) -> Any:
+        done = self._gpu.event()
+        done.record(self._stream)
+        self._gpu.current_stream().wait_event(done)
+        return done
+
+    def _room(self, nbytes: int) -> Tensor:
+        """The next `nbytes` of the blocks, of which there are as many as were ever needed."""
+        block, start = self._at
+        while block < len(self._blocks) and start + nbytes > self._blocks[block].numel():
+            block, start = block + 1, 0
+        if block == len(self._blocks):
+            self._blocks.append(self._gpu.pinned(max(nbytes, _BLOCK_BYTES)))
+        self._at = block, -(-(start + nbytes) // _ALIGNED) * _ALIGNED
+        return self._blocks[block][start : start + nbytes]

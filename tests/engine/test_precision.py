@@ -1,0 +1,91 @@
+"""Loss scaling: how often it waits for the device; and what a GPU is given without waiting."""
+
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddprun.engine import seeding
+from ddprun.engine.objective import Precision
+from ddprun_hooks.comm.gpu import CopyStream
+from tests.fake_gpu import FakeGpu
+
+OPTIMIZERS: dict[str, Any] = {
+    "plain": lambda params: torch.optim.SGD(params, lr=1.0),
+    "fused": lambda params: torch.optim.Adam(params, lr=1.0, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("value", [1.0, float("inf")])
+def test_a_step_with_loss_scaling_reads_one_number_of_the_device(kind: str, value: float) -> None:
+    """Whether it was skipped; torch's own scaler reads as much, and a fused optimizer looks itself."""
+    param = torch.zeros(3, requires_grad=True)
+    optimizer = OPTIMIZERS[kind]([param])
+    precision = Precision("fp16", torch.device("cpu"))
+    assert precision.scaler is not None
+    precision.loss_scale()
+    param.grad = torch.full((3,), value)
+    precision.check_gradients(optimizer)
+    read: list[int] = []
+    item = Tensor.item
+
+    def counted(self: Tensor) -> Any:
+        read.append(self.numel())
+        return item(self)
+
+    with mock.patch.object(Tensor, "item", counted):
+        applied = precision.step(optimizer)
+    assert read == [1]
+    assert applied == (value == 1.0)
+    assert bool((param == 0).all()) != applied
+    assert precision.scaler.get_scale() == (2.0**16 if applied else 2.0**15)
+
+
+def test_a_batch_is_copied_beside_what_the_gpu_computes() -> None:
+    """On a stream of its own; the compute stream waits for the copies, and keeps their memory."""
+    gpu = FakeGpu()
+    gpu.device = torch.device("meta")
+    precision = Precision("pure_bf16", torch.device("meta"))
+    precision._copies = CopyStream(gpu)
+    resident = torch.zeros(7, device="meta")
+    given = {"image": torch.zeros(5), "pair": (torch.zeros(2, dtype=torch.int64), resident), "name": "x"}
+    moved = precision.admit(given)
+    assert gpu.log == [
+        ("compute", "waits for", "stream 0"),
+        ("compute", "uses", "5"),
+        ("compute", "uses", "2"),
+    ]
+    image, (labels, still) = moved["image"], moved["pair"]
+    assert {one.device.type for one in (image, labels, still)} == {"meta"}
+    assert (image.dtype, labels.dtype, moved["name"]) == (torch.bfloat16, torch.int64, "x")
+
+
+def test_a_checkpoint_of_a_cpu_is_restored_on_a_gpu() -> None:
+    """Which has a generator more; one that is there is restored."""
+    gpu, set_to = torch.device("cuda", 0), list[Any]()
+    state = seeding.generator_state(torch.device("cpu"))
+    with mock.patch.object(torch.cuda, "set_rng_state", lambda *given: set_to.append(given)):
+        seeding.restore_generators(state, gpu)
+        assert not set_to
+        seeding.restore_generators({**state, "cuda": torch.zeros(16)}, gpu)
+    assert len(set_to) == 1
+
+
+def test_deterministic_refuses_what_cannot_repeat_its_bits() -> None:
+    """As torch does: attention's backward pass on a GPU is one of them unless it is asked for."""
+    values, index = torch.zeros(4), torch.tensor([0, 0])
+    with mock.patch.dict(os.environ):
+        seeding.make_deterministic(torch.device("cpu"), everything=False)
+        values.put_(index, torch.ones(2))
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        try:
+            seeding.make_deterministic(torch.device("cpu"), everything=True)
+            with pytest.raises(RuntimeError, match="deterministic"):
+                values.put_(index, torch.ones(2))
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        finally:
+            torch.use_deterministic_algorithms(False)

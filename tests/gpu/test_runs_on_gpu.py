@@ -1,0 +1,229 @@
+"""Whole runs on a GPU: broken off and resumed, hanging, and what they cost."""
+
+import importlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
+
+from ddprun.checkpoint.folder import steps_in
+from tests.engine.running import lines, summary
+from tests.gpu.conftest import Figure
+from tests.ranks import Running, as_processes, ddprun
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
+
+STEPS = 400
+RESUMED = """
+model: {mlp: {inputs: 64, outputs: 10, hidden: [96, 96]}}
+data: digits
+optimizer: {adamw: {lr: 0.01}}
+deterministic: true
+hooks: HOOKS
+sync: SYNC
+stages: [{train: {steps: 400}}, save]
+checkpoint: {every: 20, keep: 3}
+launch: {device: DEVICE, backend: BACKEND}
+"""
+RESUMABLE = {
+    "diloco-nccl": ("[]", "{diloco: {every: 8, overlap_steps: 3}}", 1, "nccl"),
+    "diloco-gloo": ("[fp16]", "{diloco: {every: 8, overlap_steps: 3}}", 2, "gloo"),
+    "powersgd": ("[{powersgd: {rank: 2}}]", "every_step", 2, "gloo"),
+    "fp16-int8": ("[fp16, int8]", "every_step", 2, "gloo"),
+}
+
+
+def broken_off_and_resumed(folder: Path, ranks: int, text: str, *changes: str) -> tuple[Path, Path]:
+    """An unbroken run, and one that is killed after a checkpoint and resumed; gives both folders."""
+    (folder / "p.yaml").write_text(text)
+    options = ["--nproc-per-node", str(ranks)]
+    whole = ddprun("p.yaml", *options, "--run-dir", "whole", cwd=folder)
+    assert whole.code == 0, whole.stderr
+    checkpoints = folder / "part" / "checkpoints"
+    with Running("p.yaml", *options, "--run-dir", "part", cwd=folder) as running:
+        until = time.monotonic() + 60
+        while not steps_in(checkpoints) and time.monotonic() < until:
+            time.sleep(0.005)
+        for rank in running.ranks():
+            os.kill(rank, signal.SIGKILL)
+    assert 0 < steps_in(checkpoints)[0] < STEPS, "it was broken off"
+    again = ddprun("resume", "part", *options, *changes, cwd=folder)
+    assert again.code == 0, again.stderr
+    assert summary(folder / "part")["steps"] == STEPS
+    return folder / "whole", folder / "part"
+
+
+def text_of(hooks: str, sync: str, device: str, backend: str) -> str:
+    found = RESUMED
+    for name, value in {"HOOKS": hooks, "SYNC": sync, "DEVICE": device, "BACKEND": backend}.items():
+        found = found.replace(name, value)
+    return found
+
+
+@pytest.mark.parametrize("kind", RESUMABLE)
+def test_a_resumed_run_on_a_gpu_ends_with_the_bits_of_the_unbroken_one(tmp_path: Path, kind: str) -> None:
+    hooks, sync, ranks, backend = RESUMABLE[kind]
+    whole, part = broken_off_and_resumed(tmp_path, ranks, text_of(hooks, sync, "cuda", backend))
+    expected, found = (load_file(run / "model.safetensors") for run in (whole, part))
+    assert expected.keys() == found.keys()
+    assert expected
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert summary(part)["device"] == "cuda"
+
+
+def test_a_checkpoint_of_a_cpu_is_resumed_on_the_gpu(tmp_path: Path) -> None:
+    """With DiLoCo, whose outer momentum is in it."""
+    text = text_of("[]", "{diloco: {every: 8}}", "cpu", "auto")
+    changes = "--set=launch.device=cuda", "--set=launch.backend=gloo"
+    _, part = broken_off_and_resumed(tmp_path, 2, text, *changes)
+    assert summary(part)["device"] == "cuda"
+
+
+def test_shared_memory_inside_a_host_is_refused_by_its_place_in_the_file(tmp_path: Path) -> None:
+    text = text_of("[{hierarchical: {hosts: 1, within: [shared_memory]}}]", "every_step", "auto", "gloo")
+    (tmp_path / "p.yaml").write_text(text)
+    done = ddprun("p.yaml", "--nproc-per-node", "2", cwd=tmp_path)
+    assert done.code == 2, done.stderr
+    assert "hooks" in done.stderr
+    assert '"shared_memory" sums tensors on the CPU' in done.stderr
+
+
+ASLEEP = """
+import torch
+from ddprun_hooks import Hook
+
+class Asleep(Hook):
+    rounds = 2
+    calls = 0
+
+    async def __call__(self, payload, comm):
+        Asleep.calls += 1
+        total = await comm.reduce(payload.tensor)
+        if Asleep.calls == 30:
+            torch.cuda._sleep(60_000_000_000)  # half a minute
+        return await comm.reduce(total)
+"""
+
+
+def test_a_collective_that_hangs_on_the_gpu_rings_the_alarm(tmp_path: Path) -> None:
+    """NCCL's flight recorder is kept, and the process ends though the device is still busy."""
+    (tmp_path / "mine.py").write_text(ASLEEP)
+    text = text_of("[mine.Asleep]", "every_step", "cuda", "nccl, timeout_s: 6")
+    (tmp_path / "p.yaml").write_text(text)
+    start = time.monotonic()
+    done = ddprun("p.yaml", "--nproc-per-node", "1", "--run-dir", "run", cwd=tmp_path)
+    assert done.code == 1
+    assert time.monotonic() - start < 40
+    assert "the run hangs" in done.stderr
+    recorded = json.loads((tmp_path / "run" / "logs" / "flight-recorder-nccl-00000.json").read_text())
+    assert any("nccl" in one["profiling_name"] for one in recorded["entries"])
+
+
+WIDTH, LAYERS, BATCH = 4096, 12, 2048
+
+WIDE = f"""
+import torch
+from torch import nn
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear({WIDTH}, {WIDTH}) for _ in range({LAYERS})))
+
+    def forward(self, x):
+        return self.layers(x[:1].expand({BATCH}, -1))
+
+class Same(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        x = torch.randn({WIDTH}, dtype=torch.bfloat16)
+        while True:
+            yield x, x
+
+def loss(output, target):
+    return output.float().square().mean()
+"""
+
+
+def plain_loop(folder: Path, steps: int) -> float:
+    """Seconds a step of DDP and SGD, as anyone would write it."""
+    sys.path.insert(0, str(folder))
+    wide = importlib.import_module("wide")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+    torch.manual_seed(0)
+    net = wide.Wide().to("cuda", torch.bfloat16)
+    model = DistributedDataParallel(net, device_ids=[0], gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    given = torch.randn(2, WIDTH, dtype=torch.bfloat16).pin_memory()
+    start = 0.0
+    for step in range(steps + 20):
+        if step == 20:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+        optimizer.zero_grad()
+        x = given.to("cuda", non_blocking=True)
+        wide.loss(model(x), x).backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps
+
+
+COST = """
+model: wide.Wide
+data: wide.Same
+loader: {batch_size: 2, shuffle: false}
+loss: wide.loss
+optimizer: {sgd: {lr: 0.001}}
+precision: pure_bf16
+stages: [{train: {steps: 320}}]
+checkpoint: {keep: 0}
+timings: {every: EVERY}
+hooks: HOOKS
+launch: {device: cuda, backend: nccl}
+"""
+
+
+@pytest.mark.parametrize(("hooks", "every"), [("[]", 1), ("[]", 100), ("[fp16]", 1)])
+def test_a_step_costs_what_a_plain_loops_does(tmp_path: Path, figure: Figure, hooks: str, every: int) -> None:
+    """Steps of about 10 ms and some 25 buckets, of one process over NCCL."""
+    (tmp_path / "wide.py").write_text(WIDE)
+    (tmp_path / "p.yaml").write_text(COST.replace("EVERY", str(every)).replace("HOOKS", hooks))
+    plain = [as_processes(1, plain_loop, tmp_path, 300)[0]]
+    done = ddprun("p.yaml", "--nproc-per-node", "1", "--run-dir", "run", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    plain.append(as_processes(1, plain_loop, tmp_path, 300)[0])
+    run = tmp_path / "run"
+    assert summary(run)["steps"] == 320
+    recorded = lines(run, "steps")
+    first, last = recorded[len(recorded) // 10], recorded[-1]
+    steps = last["step"] - first["step"]
+    ours = (last["start_us"] - first["start_us"]) / steps / 1e6
+    share = min(plain) / ours
+    figure("plain", f"{1000 * plain[0]:.2f} and {1000 * plain[1]:.2f} ms")
+    figure("ddprun", f"{1000 * ours:.2f} ms, {share:.3f}")
+    assert math.isfinite(share)
+    assert share > (0.99 if hooks == "[]" else 0.9)
+
+
+def test_the_clocks_of_a_run_do_not_jump(tmp_path: Path) -> None:
+    """Steps follow each other: what they take adds up to the time of the run, within 1 %."""
+    text = text_of("[int8]", "every_step", "cuda", "gloo")
+    (tmp_path / "p.yaml").write_text(text)
+    done = ddprun("p.yaml", "--nproc-per-node", "2", "--run-dir", "run", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    steps = [line for line in lines(tmp_path / "run", "steps") if line["rank"] == 0]
+    assert len(steps) == 400
+    whole = steps[-1]["start_us"] + steps[-1]["step_us"] - steps[0]["start_us"]
+    assert abs(sum(line["step_us"] for line in steps) / whole - 1) < 0.01

@@ -1,0 +1,34 @@
+"""A policy's state from a checkpoint, which is in host memory, for parameters that are on a device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddprun.sync.plan import OuterOptimizer
+from ddprun.sync.synchronizer import DeltaExchange
+from ddprun_hooks.buckets import ParameterBuckets
+
+
+def test_the_outer_momentum_is_where_the_parameters_are() -> None:
+    """Also that of an earlier stage. DiLoCo's outer step would mix devices in its first round."""
+    named = {"a": torch.zeros(3, device="meta"), "b": torch.zeros(2, 2, device="meta")}
+    nothing: Any = None
+    outer = OuterOptimizer(lr=0.7, momentum=0.9)
+    exchange = DeltaExchange(ParameterBuckets(named, 1e9), nothing, nothing, nothing, outer)
+    exchange.begin()
+    for load in (load_checkpoint, take_over):
+        load(exchange)
+        common: Tensor = exchange._outer_step(0, torch.ones(7, device="meta"))
+        assert common.device.type == "meta"
+        assert {one.device.type for one in exchange._momentum.values()} == {"meta"}
+
+
+def load_checkpoint(exchange: DeltaExchange) -> None:
+    state = {"momentum": {0: torch.ones(7)}, "base": [torch.ones(7)], "left": [], "means": [torch.ones(7)]}
+    exchange.load_state_dict(state)
+
+
+def take_over(exchange: DeltaExchange) -> None:
+    exchange._momentum.clear()
+    exchange.take_over({"a": torch.ones(3), "b": torch.ones(4)})
