@@ -161,7 +161,7 @@ def test_best_and_early_stop_are_agreed_and_survive_a_kill(tmp_path: Path) -> No
 
     broken = tmp_path / "broken"
     launch(broken, STOPPED, 4, kill="2 36", code=1)
-    assert checkpoints.steps_in(broken / "run" / "checkpoints")[0] in (12, 15)
+    assert checkpoints.steps_in(broken / "run" / "checkpoints")[0] in (12, 15, 18)
     assert final(launch(broken, STOPPED, 4)) == final(whole)
     again = summary(broken / "run")
     assert again["stages"][0]["steps"] == 25
