@@ -19,7 +19,7 @@ from ddprun.engine.loop import synchronize, train_step
 from ddprun.engine.session import RunState, Session
 from ddprun.engine.setup import open_session
 from ddprun.engine.stage_run import StageRun, begin_stage
-from ddprun.engine.state import restore, state_of
+from ddprun.engine.state import _State, restore, state_of
 from ddprun.host.device import Place
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.sync.audit import Finding
@@ -117,20 +117,30 @@ def changed_parts(folder: Path) -> dict[str, list[str]]:
     go(begin(session), 1)
     session.runtime.recorder.drain()
     found = {}
-    before = copy.deepcopy(state_of(session))
+    first = before = copy.deepcopy(state_of(session))
     for name, change in CHANGES.items():
         change(session.state)
         now = copy.deepcopy(state_of(session))
         found[name] = [part for part in now if repr(now[part]) != repr(before[part])]
         before = now
+    for name, saved in (("not reset", first), ("not restored", before)):
+        restore(session, saved)
+        now = state_of(session)
+        found[name] = [part for part in now if repr(now[part]) != repr(saved[part])]
+    found["not checked"] = [part for part in now if part not in _State.model_fields]
     return found
 
 
 def test_a_checkpoint_holds_every_field_of_the_state(tmp_path: Path) -> None:
-    """A field that is new has to be in it, and has to have a change here that shows it."""
+    """A field that is new has to be in it, and has to have a change here that shows it. All of it comes back;
+    what the running stage keeps, which is gone by then, does so in `restore_stage`.
+    """
     prepare(tmp_path, "[]", "{local_sgd: {every: 4}}", "schedule: CosineAnnealingLR")
     (found,) = as_processes(1, changed_parts, tmp_path)
     assert {field.name for field in fields(RunState)} == {*CHANGES, "mid_stage"}
+    assert sorted(found.pop("not reset")) == ["schedule", "sync"]
+    assert found.pop("not restored") == []
+    assert found.pop("not checked") == []
     assert [name for name, parts in found.items() if not parts] == []
 
 

@@ -74,9 +74,9 @@ class Exchange:
             backend: "gloo" or "nccl".
             hosts: host of each rank, in rank order.
             local_sizes: for each rank, how many ranks its launcher started on its host.
-            gradients: among which ranks that queue exchanges.
-            deltas: the same for that queue.
-            plain: the same for that queue.
+            gradients: the ranks, and rounds of collectives, that the queue of gradients needs.
+            deltas: those that the queue of deltas needs.
+            plain: those that the queue of plain tensors needs.
             timeout: how long a collective may take before it fails.
             observer: sees every collective.
 

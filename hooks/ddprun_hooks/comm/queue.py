@@ -1,11 +1,12 @@
 """Queues: how the coroutines of many buckets run at once without ever changing their order between ranks.
 
-The rule: *a bucket may issue its k-th collective among a group of ranks only when every earlier bucket of the
-queue has issued its k-th among that group or has finished*, and the k-th collectives of a group travel on a
-process group of their own. Then each process group sees the same collectives in the same order on every rank,
-however the ranks' threads are scheduled, and however many collectives a rank has with other groups in
-between. Issuing the next collective "when the last one is done" breaks this, and Gloo then sums the wrong
-tensors without an error.
+All ranks send the same buckets in the same order: DDP's layout is frozen before step 1, and what a sync
+policy sends depends on the step alone. From there on the rule is: *a bucket may issue its k-th collective
+among a group of ranks only when every earlier bucket of the queue has issued its k-th among that group or has
+finished*, and the k-th collectives of a group travel on a process group of their own. Then each process group
+sees the same collectives in the same order on every rank, however the ranks' threads are scheduled, and
+however many collectives a rank has with other groups in between. Issuing the next collective "when the last
+one is done" breaks this, and Gloo then sums the wrong tensors without an error.
 
 A queue in host memory (`HostQueue`) is driven by whatever thread has an event: the backward pass that brings
 a bucket, or the thread of the collective that has finished. On a GPU (`StreamQueue`) streams keep the order,

@@ -8,6 +8,7 @@ for each step:
                             buffers, if forward passes want them        sync_us
                             forward, loss                               forward_us
                             backward; hooks reduce buckets as they fill backward_us, exposed_*_us
+                            fidelity, if this step measures it          sync_us
                             optimizer_step: clip, optimizer,
                               schedule, ema                             optimizer_us
     synchronize           sync policy, buffers, mutate, audit           sync_us, exposed_*_us

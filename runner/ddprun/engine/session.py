@@ -172,13 +172,13 @@ class Evaluations:
     def of(cls, state: Mapping[str, Any]) -> Evaluations:
         """From what `asdict` gives."""
         kept, best = (Best(**state[name]) if state[name] else None for name in ("kept", "best"))
-        return cls(state["step"], kept, best, state["since"])
+        return cls(**{**state, "kept": kept, "best": best})
 
 
 @dataclass(slots=True)
 class RunState:
-    """What changes during the run. A checkpoint holds all of it (`engine/state.py`), but for what belongs to
-    the stage that is running: that holds its own in `synchronizer` and `schedule`.
+    """What changes during the run. A checkpoint holds all of it but `mid_stage` (`engine/state.py`), which
+    `tests/engine/test_session.py` checks field by field.
     """
 
     step: int = 0  # optimizer steps done

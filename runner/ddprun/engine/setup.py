@@ -103,7 +103,7 @@ def open_session(
     exchanger = ParameterExchanger(exchange, recorder, pipeline.ddp.bucket_cap_mb * 2**20)
     wanted = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
     automatic = any(setting.when == "auto" for setting in wanted)
-    ranks.watchdog.turn(b"warm-up passes")
+    ranks.watchdog.turn(b"passes before step 1")
     for name, each in feeds.named().items():
         _compare_data(each, name, control, reporter)
     use = find_buffer_use(model, objective, precision, feed, automatic=automatic)

@@ -147,7 +147,7 @@ class StageRun:
         return step - 1
 
     def skip(self, seconds: float) -> None:
-        """Time that does not count as the stage's."""
+        """Leave `seconds` out of the stage's time, and of the progress line's rate."""
         self.session.state.cursor.seconds -= seconds
         self.session.reporter.skip(seconds)
 

@@ -118,7 +118,7 @@ def _forward(stage: StageExplained, settings: TrainSettings) -> str:
     elif stage.stage.name == "forward" and settings.update is None:
         why = "Nothing changes them here."
     elif settings.plan.period == 1:
-        why = "Each rank changes its own, and they are averaged after the step."
+        why = "Each rank changes its own, and all have the same again after the step."
     else:
         why = "Each rank changes its own until ranks synchronise."
     return f"{always} {why}"

@@ -50,7 +50,7 @@ class Clock:
         return in_hooks
 
     def rebase(self) -> None:
-        """Measure later marks from now."""
+        """Tie the device's clock to the host's again; on a CPU there is nothing to tie."""
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was given to it."""

@@ -57,7 +57,8 @@ class Traffic:
 
     sent: list[BucketTrace[Any]] = field(default_factory=list)  # it may not have landed yet
     landed: list[BucketTrace[Any]] = field(default_factory=list)  # waited for; maybe sent in an earlier step
-    waits: list[tuple[Any, Any]] = field(default_factory=list)  # waiting only: marks, from and to
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
+    """When the training thread only waited: marks, from and to, of `ParameterExchanger`."""
 
 
 @dataclass(slots=True)
