@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ddprun.config import load
+from ddprun.explain import model_probe
 from ddprun.explain.explain import explain
 from ddprun.explain.traffic import Amount
 from tests.engine.running import events, lines, run_pipeline, summary
@@ -169,7 +170,7 @@ def test_whole_stages_are_sums_of_steps(sync: str, buffers: str, tmp_path: Path)
         file.write_text(f"{CNN}stages: [train: {stage}]\n")
         (stage_explained,) = explain(load(file), hosts=2, ranks_per_host=2).stages
         each = {step: pattern for pattern in stage_explained.patterns for step in pattern.steps}
-        sent = Amount.none(4)
+        sent = Amount.none((1,) * 4)
         for step in range(1, steps + 1):
             amount = each[(step - 1) % stage_explained.cycle + 1].amount
             assert amount is not None
@@ -241,3 +242,79 @@ launch: {nproc_per_node: 2}
     (bucket,) = found.probe.gradients or ()
     assert sorted(param.name for param in bucket.params) == ["head.bias", "head.weight"]
     assert explain(load(tmp_path / "shown.yaml"), importing=False).probe.feeds is None
+
+
+MANY = """
+  - train: {{steps: 3, hooks: [{stack}]}}
+  - train: {{steps: 9, sync: {{diloco: {{every: 4, fragments: 2}}}}, hooks: [{stack}]}}
+  - train: {{steps: 5, sync: {{broadcast: {{every: 2, source: 5}}}}}}
+  - train: {{steps: 5, sync: {{hierarchical_sgd: {{within: 2, across: 4}}}}}}
+  - broadcast: {{source: 3}}
+"""
+
+
+@pytest.mark.parametrize(
+    "stack",
+    ["int8", "{hierarchical: {across: [int4]}}", "{hierarchical: {hosts: 6, across: [powersgd, topk]}}"],
+)
+def test_ranks_that_send_alike_are_simulated_once(
+    stack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same comes out as of a simulation of every rank, for fewer ranks than there are."""
+    file = tmp_path / "many.yaml"
+    file.write_text(f"{CNN}stages:{MANY.format(stack=stack)}")
+    few = explain(load(file), hosts=12, ranks_per_host=2)
+    assert len(few.stages[0].counts) < few.stages[0].ranks == 24
+    every = {rank: (1, rank) for rank in range(24)}
+    monkeypatch.setattr("ddprun.explain.traffic._ranks_alike", lambda *_: every)
+    assert few.as_object() == explain(load(file), hosts=12, ranks_per_host=2).as_object()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "mlp: {inputs: 64, hidden: [700, 700, 700], outputs: 10}",
+        "cnn: {inputs: [1, 8, 8], channels: [64, 128, 256], outputs: 10}",
+        "transformer: {layers: 3, width: 160, heads: 4, context: 16}",
+    ],
+)
+def test_buckets_without_values_are_those_of_ddp(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP's buckets follow from the order of gradients, which a large model shows on shapes alone."""
+    text = HEAD.format(model=model)
+    if "transformer" in model:
+        (tmp_path / "words.txt").write_text("no rank sends what it has not been asked for\n" * 40)
+        text = text.replace("data: digits", "data: {text: {files: words.txt, context: 16}}")
+    file = tmp_path / "large.yaml"
+    file.write_text(f"{text}stages: [train: {{steps: 1}}]\n")
+    by_order = explain(load(file), hosts=1, ranks_per_host=2).probe.gradients
+    monkeypatch.setattr(model_probe, "_LARGE_BYTES", 0)
+    assert explain(load(file), hosts=1, ranks_per_host=2).probe.gradients == by_order
+    monkeypatch.setattr(model_probe, "_buckets", model_probe._buckets_by_ddp)
+    assert explain(load(file), hosts=1, ranks_per_host=2).probe.gradients == by_order
+    assert by_order is not None
+    assert len(by_order) > 1
+
+
+def test_a_model_that_looks_at_values_is_tried_with_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forward pass cannot run without them."""
+    (tmp_path / "looks.py").write_text(
+        """
+from torch import nn
+
+
+class Net(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1) if float(x.sum()) > -1e9 else -x)
+"""
+    )
+    file = tmp_path / "looks.yaml"
+    model = "looks.Net: {in_features: 64, out_features: 10}"
+    file.write_text(f"{HEAD.format(model=model)}stages: [train: {{steps: 1}}]\n")
+    monkeypatch.setattr(model_probe, "_LARGE_BYTES", 0)
+    gradients = explain(load(file), hosts=1, ranks_per_host=2).probe.gradients
+    assert gradients is not None
+    assert [param.name for param in gradients[0].params] == ["bias", "weight"]

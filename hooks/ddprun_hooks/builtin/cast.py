@@ -71,7 +71,7 @@ class Narrow(WireFormat):
 
     def subtract(self, x: Tensor, message: Tensor) -> None:
         x -= message
-        if x.is_cuda or not bool(torch.isfinite(x.sum())):
+        if not x.is_cpu or not bool(torch.isfinite(x.sum())):
             x.nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -90,7 +90,7 @@ def note_overflow(name: str, payload: Payload, total: Tensor) -> None:
     payload's tensor is still this rank's own.
     """
     lost = ~torch.isfinite(total.sum(dtype=torch.float32))  # a sum of 16-bit values does not overflow fp32
-    if lost.is_cuda or bool(lost):  # on a GPU to look would be to wait for it
+    if not lost.is_cpu or bool(lost):  # on a GPU to look would be to wait for it
         own = ~torch.isfinite(payload.tensor.sum(dtype=torch.float64))
         code = lost.int() * (1 + own.int())
         payload.findings.append(Finding(name, "overflow", to_host(code) if code.is_cuda else code))

@@ -102,7 +102,7 @@ class PowerSgd(ErrorFeedback):
     def _warm_start(self, kind: str, param: ParamSlice, q: Tensor, residual: Tensor) -> None:
         """Keep Q for the next step, unless it is not finite: then the matrix came out so, on all ranks."""
         lost = ~torch.isfinite(q).all()
-        if q.is_cuda or bool(lost):
+        if not q.is_cpu or bool(lost):
             param.of(residual).masked_fill_(lost, 0.0)
             q = torch.where(lost, self._factor(kind, param, q), q)
         self._factors.setdefault(kind, {})[param.name] = {"start": param.start, "q": q.clone()}

@@ -4,7 +4,6 @@ from torch import Tensor
 
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements
-from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import Payload
 
@@ -15,11 +14,6 @@ class SharedMemory(Hook):
     role = "reducer"
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
-        if payload.tensor.device.type != "cpu":
-            raise HookSetupError(
-                f'"shared_memory" sums tensors on the CPU, this one is on {payload.tensor.device.type}: '
-                "remove the hook, NCCL uses shared memory by itself"
-            )
         return await comm.in_shared_memory().all_reduce(payload.tensor)
 
     def requirements(self) -> GroupRequirements:

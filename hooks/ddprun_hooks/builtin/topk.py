@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
-from ddprun_hooks.comm.communicator import Communicator
+from ddprun_hooks.comm.communicator import Communicator, by_rank
 from ddprun_hooks.payload import Payload
 
 
@@ -40,7 +40,7 @@ class TopK(ErrorFeedback):
         gathered = await comm.all_gather(message)
 
         total = torch.zeros_like(residual)
-        for part in gathered.view(comm.size, -1):
+        for part in by_rank(gathered, comm.size):
             indices, values = part[: 4 * count].clone(), part[4 * count :].clone()  # aligned
             total.index_add_(0, indices.view(torch.int32).long(), values.view(dtype).to(residual.dtype))
         return payload.tensor.copy_(total)
@@ -51,5 +51,5 @@ def drop_not_finite(residual: Tensor, sent: Tensor) -> None:
 
     NaN and infinity count as the largest, so if there are any, one is among those sent.
     """
-    if residual.is_cuda or not bool(torch.isfinite(sent).all()):
+    if not residual.is_cpu or not bool(torch.isfinite(sent).all()):
         residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
-from ddprun_hooks.comm.communicator import Communicator
+from ddprun_hooks.comm.communicator import Communicator, by_rank
 from ddprun_hooks.payload import Payload
 
 
@@ -59,7 +59,7 @@ class TwoPhase(ErrorFeedback):
         wire.subtract(x, message)
 
         total = None
-        for part in arrived.view(comm.size, -1):
+        for part in by_rank(arrived, comm.size):
             share = wire.decode(part, x.dtype)
             total = share if total is None else total.add_(share)
         assert total is not None
@@ -125,7 +125,7 @@ class BlockScaled(WireFormat):
         x -= self.decode(message, x.dtype)
         scales = self._parts(message)[1].to(x.dtype)
         lost = ~torch.isfinite(scales * self.largest)
-        if x.is_cuda or bool(lost.any()):  # on a GPU to look would be to wait for it
+        if not x.is_cpu or bool(lost.any()):  # on a GPU to look would be to wait for it
             x.view(*scales.shape, self.block).masked_fill_(lost.unsqueeze(-1), 0.0)
 
     def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:

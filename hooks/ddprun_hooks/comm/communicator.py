@@ -122,3 +122,11 @@ class Communicator:
     def broadcast(self, tensor: Tensor, source: int) -> Collective:
         """Overwrite `tensor` with that of rank `source`, in place; gives `tensor`."""
         return Collective(self.group, "broadcast", tensor, tensor, source=source)
+
+
+def by_rank(gathered: Tensor, size: int) -> Tensor:
+    """What each of `size` ranks has sent, shape (size, n). Without values (on the meta device) it is the
+    first rank's alone, shape (1, n): the others' are alike, and a loop over many ranks would only take time.
+    """
+    whole = gathered.view(size, -1)
+    return whole[:1] if whole.is_meta else whole

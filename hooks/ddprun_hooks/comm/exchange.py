@@ -22,10 +22,10 @@ from ddprun_hooks.comm.groups import (
     GroupRequirements,
     Placement,
     RankGroup,
+    check_device,
 )
 from ddprun_hooks.comm.observer import UNOBSERVED, Observer, waiting
 from ddprun_hooks.comm.queue import CommQueue, HostQueue, StreamQueue
-from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import broadcast_stack
@@ -84,11 +84,7 @@ class Exchange:
             HookSetupError: the ranks do not lie as a stack needs them; shared memory, but on a GPU.
         """
         gpu = Gpu(device) if device.type == "cuda" else None
-        if gpu is not None and any(one.shared for each in (gradients, deltas, plain) for one in each):
-            raise HookSetupError(
-                '"shared_memory" sums tensors on the CPU, and these are on a GPU: remove the hook, NCCL uses '
-                "shared memory by itself; or run on the CPU"
-            )
+        check_device(device, [*gradients, *deltas, *plain])
         placement = Placement(dist.get_rank(), tuple(hosts), tuple(local_sizes))
         # Two groups may wait for each other on a GPU, unless NCCL starts all collectives in one order.
         groups_of_rounds = gpu is None or backend != "nccl" or os.environ.get(_ONE_ORDER) == "1"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -346,4 +347,13 @@ def check_one_host(hosts: Sequence[str]) -> None:
         raise HookSetupError(
             f'"shared_memory" sums over the ranks of one host, but these are on {", ".join(names)}: '
             "write hierarchical: {within: [shared_memory]}"
+        )
+
+
+def check_device(device: torch.device, requirements: Iterable[GroupRequirement]) -> None:
+    """Raise HookSetupError for shared memory where tensors are on a GPU."""
+    if device.type == "cuda" and any(one.shared for one in requirements):
+        raise HookSetupError(
+            '"shared_memory" sums tensors on the CPU, and these are on a GPU: remove the hook, NCCL uses '
+            "shared memory by itself; or run on the CPU"
         )

@@ -104,7 +104,12 @@ class StageExplained:
     end: tuple[Exchange, ...] | None  # after the last step, or of a stage without steps; None: not known
     exchanges: tuple[Exchange, ...]  # all of them, by number
     left_apart: bool = False  # the next stage wants ranks as they are: nothing makes them equal at the end
-    ranks: int
+    counts: tuple[int, ...]  # how many ranks each simulated one stands for
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return sum(self.counts)
 
     @property
     def index(self) -> int:
@@ -127,12 +132,12 @@ class StageExplained:
             cycles, rest = divmod(self.steps, self.cycle)
             cycle = self._of_steps(self.cycle)
             amounts += [None if cycle is None else cycle * cycles, self._of_steps(rest)]
-        return total(amounts, self.ranks)
+        return total(amounts, self.counts)
 
     def _of_steps(self, count: int) -> Amount | None:
         counted = [(one.amount, sum(step <= count for step in one.steps)) for one in self.patterns]
         amounts = [None if amount is None else amount * steps for amount, steps in counted if steps]
-        return total(amounts, self.ranks)
+        return total(amounts, self.counts)
 
     def as_object(self) -> dict[str, Any]:
         """For `--format json`."""
@@ -282,7 +287,7 @@ def _start(probe: ModelProbe, simulations: Simulations) -> Amount | None:
     held = dict[str, Tensor]([*probe.model.named_parameters(), *probe.model.named_buffers()])
     route = Route("parameters", "plain", "broadcast")
     buckets = [simulations.carry(None, route, one) for one in ParameterBuckets(held, _MESSAGE_BYTES).layouts]
-    return total([one.sent for one in buckets], len(simulations.groups))
+    return total([one.sent for one in buckets], simulations.counts)
 
 
 class _Planner:
@@ -290,7 +295,6 @@ class _Planner:
 
     def __init__(self, loaded: Loaded, probe: ModelProbe, simulations: Simulations) -> None:
         self._pipeline, self._probe, self._simulations = loaded.pipeline, probe, simulations
-        self._ranks = len(simulations.groups)
         self._cap_bytes = loaded.pipeline.ddp.bucket_cap_mb * 2**20
         self._model = probe.model
         self._trained = trained_parameters(probe.model) if probe.model is not None else None
@@ -321,7 +325,7 @@ class _Planner:
                 sent = self._before_reading("once")
                 self._buffers_used &= self._setting.when == "never"
         end = self._exchanges(sent)
-        return StageExplained(stage=stage, end=end, exchanges=end, ranks=self._ranks)
+        return StageExplained(stage=stage, end=end, exchanges=end, counts=self._simulations.counts)
 
     def _with_steps(self, stage: StepStage) -> StageExplained:
         settings = stage.effective(self._pipeline)
@@ -363,7 +367,7 @@ class _Planner:
         patterns = []
         for sent, steps_alike in alike.items():
             found = self._exchanges(sent)
-            amount = total([one.amount for one in found], self._ranks)
+            amount = total([one.amount for one in found], self._simulations.counts)
             patterns.append(Pattern(tuple(steps_alike), found, amount))
         end = None if steps is None and cycle > 1 else self._exchanges(last)
         return StageExplained(
@@ -378,7 +382,7 @@ class _Planner:
             end=end,
             exchanges=tuple(self._known.values()),
             left_apart=replicas.parameters != "common",
-            ranks=self._ranks,
+            counts=self._simulations.counts,
         )
 
     def _exchanges(self, sent: Sequence[Sent]) -> tuple[Exchange, ...]:
@@ -407,9 +411,9 @@ class _Planner:
             unknown = reasons.get(route.kind) or missing.model
         else:
             buckets = tuple(self._simulations.carry(self._stage, route, layout) for layout in layouts)
-            amount = total([one.sent and one.sent * times for one in buckets], self._ranks)
-        group = route.group(self._simulations.groups[0][route.queue])
-        return Exchange(len(self._known), moment, route, group.size, times, buckets, unknown, amount)
+            amount = total([one.sent and one.sent * times for one in buckets], self._simulations.counts)
+        ranks = self._simulations.group(route).size
+        return Exchange(len(self._known), moment, route, ranks, times, buckets, unknown, amount)
 
     def _make_equal(self, moment: Moment, source: int | None = None) -> tuple[Sent, ...]:
         """Parameters as they are, averaged or those of rank `source`, and the averages of the weights."""
@@ -460,7 +464,7 @@ class _Planner:
         found = []
         for sent, often in times.items():
             exchanges = self._exchanges(sent)
-            amount = total([one.amount for one in exchanges], self._ranks)
+            amount = total([one.amount for one in exchanges], self._simulations.counts)
             found.append(Evaluations(often or 1, exchanges, amount))
         return tuple(found)
 

@@ -3,15 +3,17 @@
 import gc
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from ddprun.config import Choice, Loaded
 from ddprun.engine import build, seeding
@@ -19,14 +21,17 @@ from ddprun.engine.data import Feed
 from ddprun.engine.objective import Objective, Precision, find_buffer_use, freeze_layout
 from ddprun.host.device import gpu_count
 from ddprun.host.import_path import make_folder_importable
-from ddprun.parallel.ddp import DdpReplica
+from ddprun.parallel.ddp import DdpReplica, layout_of
 from ddprun.sync.buffers import BufferUse
+from ddprun.sync.frozen import trained_parameters
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import Placement, RankGroup
 from ddprun_hooks.comm.queue import HostQueue
+from ddprun_hooks.payload import nbytes
 from ddprun_hooks.stack import Stack
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_LARGE_BYTES = 64 << 20  # of parameters, of which a pass with values would take seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +158,62 @@ def _sends_state(loaded: Loaded) -> bool:
 def _buckets(
     loaded: Loaded, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
 ) -> tuple[BucketLayout, ...]:
-    """DDP's buckets as they stay: what it makes of the gradients' order after throw-away backward passes."""
+    """DDP's buckets as they stay: what it makes of the gradients' order in a backward pass."""
+    ddp = loaded.pipeline.ddp
+    if ddp.static_graph or ddp.find_unused_parameters:  # it has other rules for these
+        return _buckets_by_ddp(loaded, model, objective, precision, feed)
+    with seeding.generators_kept(precision.device):
+        content, ready = precision.admit(feed.first_batch()), None
+        model.train()
+        if sum(map(nbytes, model.parameters())) > _LARGE_BYTES:
+            with suppress(Exception):  # of a model that looks at values; it runs with them, then
+                ready = _gradients_ready(model, objective, precision, content, _without_values)
+        if ready is None:
+            ready = _gradients_ready(model, objective, precision, content, lambda value: value)
+    if missing := [name for name in trained_parameters(model) if name not in ready]:
+        raise objective.unused(missing, "the loss of a rank's first batch")
+    return layout_of(ready, ddp.bucket_cap_mb)
+
+
+def _gradients_ready(
+    model: nn.Module, objective: Objective, precision: Precision, content: Any, view: Callable[[Any], Any]
+) -> dict[str, Tensor]:
+    """Parameters by name, in the order in which a backward pass completes their gradients. The passes see
+    parameters, buffers and the batch as `view` gives them.
+    """
+    step = _LossOfBatch(model, objective, tree_map(view, content))
+    held = {name: view(one) for name, one in (*step.named_parameters(), *step.named_buffers())}
+    ready: dict[str, Tensor] = {}
+    for name, param in held.items():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(partial(ready.setdefault, name.removeprefix("model.")))
+    with precision.computing():
+        loss: Tensor = torch.func.functional_call(step, held, ())
+    loss.backward()  # type: ignore[no-untyped-call]
+    model.zero_grad(set_to_none=True)
+    return ready
+
+
+def _without_values(value: Any) -> Any:
+    """A tensor of the same shape and type; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
+
+
+class _LossOfBatch(nn.Module):
+    def __init__(self, model: nn.Module, objective: Objective, content: Any) -> None:
+        super().__init__()
+        self.model, self._objective, self._content = model, objective, content
+
+    def forward(self) -> Tensor:
+        return self._objective(self.model, self._content).loss
+
+
+def _buckets_by_ddp(
+    loaded: Loaded, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
+) -> tuple[BucketLayout, ...]:
+    """DDP's buckets after throw-away backward passes under DDP itself."""
     with _one_rank():
         queue = HostQueue(RankGroup("world", 0, ("here",)))
         replica = DdpReplica(model, loaded.pipeline.ddp, precision.device, queue, Stack([]))

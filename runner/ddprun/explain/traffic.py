@@ -1,22 +1,26 @@
-"""What each bucket costs: every rank's part in it, simulated."""
+"""What each bucket costs: every rank's part in it, simulated.
+
+Ranks that send alike are simulated once, so that the cost grows with the buckets and not with the ranks.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import add
+from operator import add, mul
 from typing import Literal
 
 import torch
 
-from ddprun.config import Loaded, StepStage
+from ddprun.config import BroadcastStage, Loaded, StepStage
 from ddprun.engine import build
 from ddprun.explain.model_probe import World, is_foreign
 from ddprun.sync.plan import Partition
 from ddprun.sync.synchronizer import QueueRequirements, requirements
 from ddprun_hooks.buckets import BucketLayout
-from ddprun_hooks.comm.groups import GroupRequirements, RankGroup, combine
+from ddprun_hooks.comm.groups import GroupRequirements, RankGroup, check_device, combine
 from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_group
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace
 from ddprun_hooks.config.options import BUILT_IN, parse_spec
@@ -33,43 +37,48 @@ Among = Literal["all", "host", "across", "part"]
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Bytes that ranks send, each rank's own, in rank order."""
+    """Bytes that ranks send: each simulated rank's own, in rank order."""
 
     by_rank: tuple[int, ...]
     between_hosts: tuple[int, ...]  # the part that leaves each rank's host
+    counts: tuple[int, ...]  # how many ranks each stands for
 
     @classmethod
-    def none(cls, ranks: int) -> Amount:
+    def none(cls, counts: Sequence[int]) -> Amount:
         """Nothing."""
-        return cls((0,) * ranks, (0,) * ranks)
+        return cls((0,) * len(counts), (0,) * len(counts), tuple(counts))
 
     def __add__(self, other: Amount) -> Amount:
         between_hosts = map(add, self.between_hosts, other.between_hosts)
-        return Amount(tuple(map(add, self.by_rank, other.by_rank)), tuple(between_hosts))
+        return replace(
+            self, by_rank=tuple(map(add, self.by_rank, other.by_rank)), between_hosts=tuple(between_hosts)
+        )
 
     def __mul__(self, times: int) -> Amount:
-        return Amount(tuple(times * b for b in self.by_rank), tuple(times * b for b in self.between_hosts))
+        by_rank, between_hosts = (tuple(times * b for b in of) for of in (self.by_rank, self.between_hosts))
+        return replace(self, by_rank=by_rank, between_hosts=between_hosts)
 
     @property
     def all_ranks(self) -> int:
         """Of all ranks together."""
-        return sum(self.by_rank)
+        return sum(map(mul, self.by_rank, self.counts))
 
     def sizes(self, steps: int = 1, wanted: int = 1) -> dict[str, float]:
         """What `wanted` average steps send, in bytes, if `steps` of them send this amount."""
-        all_ranks, between_hosts = (sum(sent) * wanted / steps for sent in (self.by_rank, self.between_hosts))
+        sent = (self.all_ranks, sum(map(mul, self.between_hosts, self.counts)))
+        all_ranks, between_hosts = (one * wanted / steps for one in sent)
         sizes = {
-            "per_rank": all_ranks / len(self.by_rank),
+            "per_rank": all_ranks / sum(self.counts),
             "all_ranks": all_ranks,
             "between_hosts": between_hosts,
         }
         return {name: int(sent) if sent.is_integer() else sent for name, sent in sizes.items()}
 
 
-def total(amounts: Iterable[Amount | None], ranks: int) -> Amount | None:
+def total(amounts: Iterable[Amount | None], counts: Sequence[int]) -> Amount | None:
     """The sum; None if one of them is not known."""
     known = list(amounts)
-    return None if None in known else sum(filter(None, known), Amount.none(ranks))
+    return None if None in known else sum(filter(None, known), Amount.none(counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,19 +152,31 @@ class Simulations:
             needed.append(requirements(settings.plan, *stacks, world.ranks))
             self._check(stage, stacks[0], combine(needed[-1]))
         names: tuple[QueueName, ...] = ("world", "deltas", "plain")
-        by_queue = dict(zip(names, QueueRequirements.of_stages(needed), strict=True))
-        self.groups: list[dict[QueueName, RankGroup]] = [
-            {queue: simulated_group(queue, world.layout(rank), of) for queue, of in by_queue.items()}
-            for rank in range(world.ranks)
-        ]
-        """Of each rank, those of all ranks, by queue; the others are their splits."""
+        by_queue: dict[QueueName, GroupRequirements] = dict(
+            zip(names, QueueRequirements.of_stages(needed), strict=True)
+        )
+        alike = _ranks_alike(world, combine(by_queue.values()), _sources(loaded))
+        self.counts = tuple(count for count, _ in alike.values())
+        """How many ranks each simulated one stands for."""
 
+        self._ranks, self._by_queue = list(alike), by_queue
+        # Of each simulated rank, the one that sends the same in all that is no broadcast.
+        self._like = [self._ranks.index(like) for _, like in alike.values()]
+        self._worlds: dict[tuple[int, QueueName], RankGroup] = {}
         self._known: dict[tuple[str, Route, BucketLayout], Bucket] = {}
 
     def unknown(self, stage: StepStage | None, route: Route) -> str:
         """Why it cannot be known what the hooks on a route send; empty if it can."""
         names = self._not_imported(stage) if stage is not None and route.hooked else []
         return f'"hooks: {names[0]}" is not imported' if names else ""
+
+    def group(self, route: Route, index: int = 0) -> RankGroup:
+        """The group on a route of the simulated rank of this index."""
+        key = index, route.queue
+        if key not in self._worlds:
+            placement = self._world.layout(self._ranks[index])
+            self._worlds[key] = simulated_group(route.queue, placement, self._by_queue[route.queue])
+        return route.group(self._worlds[key])
 
     def carry(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Bucket:
         """What it takes to carry a bucket that meets the hooks of `stage`, if the route has any.
@@ -168,21 +189,23 @@ class Simulations:
         stack = self._stack(stage, route)
         key = stack.described if route.hooked else "", route, layout
         if key not in self._known:
-            # Where no hook looks at values there need not be any.
-            values = bool(stack.names) and route.through != "broadcast"
-            first = example_payload(layout, route.kind, self._device if values else torch.device("meta"))
-            traces = []
+            # Hooks of ours look at no values unless they are in host memory; those of others may.
+            device = self._device if stack.foreign and route.hooked else torch.device("meta")
+            first = example_payload(layout, route.kind, device)
+            like = range(len(self._ranks)) if route.through == "broadcast" else self._like
+            found: dict[int, BucketTrace[int]] = {}
             try:
-                for groups in self.groups:
+                for index in set(like):
                     payload = replace(first, tensor=first.tensor.clone(), findings=[])
-                    group = route.group(groups[route.queue])
-                    traces.append(simulate(payload, self._stack(stage, route), group))
+                    group = self.group(route, index)
+                    found[index] = simulate(payload, self._stack(stage, route), group)
             except HooksError as error:
                 path = stage.key_path("hooks") if stage is not None else ""
                 raise self._loaded.error(path, str(error)) from None
-            by_name = _groups_by_name(self.groups[0][route.queue])
-            legs = tuple(_joined([trace.collectives for trace in traces], by_name))
-            self._known[key] = _bucket(layout, _sent_by(traces), legs)
+            traces = [found[index] for index in like]
+            by_name = _groups_by_name(self._worlds[like[0], route.queue])
+            legs = tuple(_joined([trace.collectives for trace in traces], by_name, self.counts))
+            self._known[key] = _bucket(layout, _sent_by(traces, self.counts), legs)
         return self._known[key]
 
     def _stack(self, stage: StepStage | None, route: Route) -> Stack:
@@ -224,6 +247,7 @@ class Simulations:
             ("sync", needs),
         ):
             try:
+                check_device(self._device, of)
                 simulated_group("world", layout, of)
             except HookSetupError as error:
                 raise self._loaded.error(stage.key_path(key), str(error)) from None
@@ -236,11 +260,47 @@ def _bucket(layout: BucketLayout, sent: Amount | None, legs: tuple[Leg, ...] | N
     return Bucket(layout.index, layout.dtype, layout.numel, bytes_before, params, sent, legs)
 
 
-def _sent_by(traces: Sequence[BucketTrace[int] | CollectiveTrace[int] | None]) -> Amount:
-    """What each rank has sent; None: nothing."""
+def _ranks_alike(
+    world: World, needs: GroupRequirements, sources: Iterable[int]
+) -> dict[int, tuple[int, int]]:
+    """Ranks of which at least one sends as any other does; how many ranks each of them stands for, and which
+    of them sends the same in all that is no broadcast.
+
+    What a rank sends goes by its place in its host, and in the hosts into which a hook or a policy splits the
+    ranks, and that comes again from one block of ranks to the next. Only the ends of a broadcast's chain,
+    from one of `sources` round to the rank before it, send otherwise than others of their place.
+    """
+    ranks = world.ranks
+    splits = [ranks // one.hosts for one in needs if one.hosts]
+    block = math.lcm(world.ranks_per_host, *splits)
+    special = {rank % ranks // block for source in sources for rank in (source, source - 1)}
+    plain = [index for index in range(ranks // block) if index not in special]
+    if ranks % block or len(plain) < 2 or any(one.parts for one in needs):
+        return {rank: (1, rank) for rank in range(ranks)}
+    first = plain[0]
+    return {
+        index * block + place: (len(plain) if index == first else 1, first * block + place)
+        for index in sorted([*special, first])
+        for place in range(block)
+    }
+
+
+def _sources(loaded: Loaded) -> set[int]:
+    """Ranks whose parameters all others take, at the start or later."""
+    stages = loaded.pipeline.stages
+    plans = [stage.effective(loaded.pipeline).plan for stage in loaded.pipeline.step_stages()]
+    chosen = {one.source or 0 for plan in plans for one in plan.transfers}
+    return {0, *chosen, *(stage.source for stage in stages if isinstance(stage, BroadcastStage))}
+
+
+def _sent_by(
+    traces: Sequence[BucketTrace[int] | CollectiveTrace[int] | None], counts: tuple[int, ...]
+) -> Amount:
+    """What each simulated rank has sent; None: nothing."""
     return Amount(
         tuple(0 if trace is None else trace.wire_bytes for trace in traces),
         tuple(0 if trace is None else trace.between_hosts_bytes for trace in traces),
+        counts,
     )
 
 
@@ -252,7 +312,9 @@ def _groups_by_name(world: RankGroup) -> dict[str, tuple[Among, int]]:
     return found | {part.name: ("part", part.size) for part in world.parts.values()}
 
 
-def _joined(legs: list[list[CollectiveTrace[int]]], groups: dict[str, tuple[Among, int]]) -> Iterator[Leg]:
+def _joined(
+    legs: list[list[CollectiveTrace[int]]], groups: dict[str, tuple[Among, int]], counts: tuple[int, ...]
+) -> Iterator[Leg]:
     """The legs of all ranks, with those joined that are one collective on each.
 
     A rank may have fewer than others: one whose share of a bucket is empty sends nothing between hosts.
@@ -265,4 +327,6 @@ def _joined(legs: list[list[CollectiveTrace[int]]], groups: dict[str, tuple[Amon
             rows.setdefault((*what, times[what]), [None] * len(legs))[rank] = leg
             times[what] += 1
     for (op, group, dtype, _), row in rows.items():
-        yield Leg(op, *groups[group], dtype, max(leg.bytes for leg in row if leg is not None), _sent_by(row))
+        yield Leg(
+            op, *groups[group], dtype, max(leg.bytes for leg in row if leg is not None), _sent_by(row, counts)
+        )

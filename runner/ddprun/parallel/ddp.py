@@ -1,15 +1,16 @@
 """DistributedDataParallel around a model: the one place that knows it."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddprun.config import Ddp
-from ddprun_hooks.buckets import BucketLayout
+from ddprun_hooks.buckets import BucketLayout, real
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.queue import CommQueue
 from ddprun_hooks.comm.trace import BucketTrace
@@ -107,6 +108,24 @@ class DdpReplica:
             self.dispatcher.traces = None
         missing = self.dispatcher.missing if exchange else ()
         return missing and ([name for name in without_gradient(self.model) if name in missing] or missing)
+
+
+def layout_of(ready: Mapping[str, Tensor], bucket_cap_mb: float) -> tuple[BucketLayout, ...]:
+    """The buckets that DDP rebuilds, without DDP: as `DdpReplica.layout` has them once they are fixed.
+
+    Args:
+        ready: parameters by name, in the order in which backward completes their gradients.
+        bucket_cap_mb: largest size of a bucket, MiB; the first is `torch.distributed`'s own first size.
+    """
+    names, tensors = list(ready), [real(param) for param in ready.values()]
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(bucket_cap_mb * 2**20)]
+    buckets, _ = dist._compute_bucket_assignment_by_size(
+        tensors, limits, [False] * len(tensors), list(range(len(tensors)))
+    )
+    return tuple(
+        BucketLayout.of(number, tensors[bucket[0]].dtype, [(names[one], tensors[one]) for one in bucket])
+        for number, bucket in enumerate(buckets)
+    )
 
 
 def without_gradient(model: nn.Module) -> list[str]:
