@@ -23,6 +23,7 @@ _FIRST = (
     "launch/test_hosts.py",
     "checkpoint/test_resume.py",
     "launch/test_hangs.py",
+    "hooks/test_kernels.py",
     "hooks/test_stacks.py",
     "doctor/test_two_hosts.py",
     "launch/test_slurm.py",

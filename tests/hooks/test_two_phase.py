@@ -24,7 +24,7 @@ CODES: list[tuple[BlockScaled, list[float]]] = [
     (Int4(64), list(range(8))),
     (Fp8(256), E4M3),
 ]
-FORMATS: list[WireFormat] = [*(wire for wire, _ in CODES), *map(Narrow, DTYPES.values())]
+FORMATS: list[WireFormat] = [*(wire for wire, _ in CODES), *map(Narrow, DTYPES)]
 SUMMED_IN_FP32: list[HookSpec] = [{name: {"accumulate": "fp32"}} for name in DTYPES]
 
 

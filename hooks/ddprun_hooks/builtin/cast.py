@@ -5,7 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ddprun_hooks.builtin.two_phase import TwoPhase, WireFormat
+from ddprun_hooks import kernels
+from ddprun_hooks.builtin.two_phase import Reduction, TwoPhase, WireFormat
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.gpu import to_host
 from ddprun_hooks.hook import Hook
@@ -29,9 +30,17 @@ class Cast(Hook):
         self.dtype = DTYPES[name]
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
-        total = await comm.reduce(payload.tensor.to(self.dtype))
+        own = payload.tensor
+        if own.dtype != self.dtype and kernels.usable(own):
+            from ddprun_hooks.kernels import casts
+
+            sent, flags = casts.narrowed(own, None, self.dtype)
+            total = await comm.reduce(sent)
+            payload.findings.append(overflow(self.name, casts.widened(total, own, flags)))
+            return own
+        total = await comm.reduce(own.to(self.dtype))
         note_overflow(self.name, payload, total)
-        return payload.tensor.copy_(total)
+        return own.copy_(total)
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Takes nothing over of what a cast with `accumulate` has kept."""
@@ -48,20 +57,21 @@ class AccumulatingCast(TwoPhase):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(Narrow(DTYPES[name]))
-        self.name = name
-
-    def note(self, payload: Payload, gathered: Tensor) -> None:
-        note_overflow(self.name, payload, gathered)
+        super().__init__(Narrow(name))
 
 
 class Narrow(WireFormat):
-    """The nearest numbers of a narrower floating-point type."""
+    """The nearest numbers of a narrower floating-point type.
+
+    Args:
+        name: `fp16` or `bf16`.
+    """
 
     block = 1
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dtype = DTYPES[name]
 
     def encode(self, x: Tensor) -> Tensor:
         return x.to(self.dtype)
@@ -73,6 +83,45 @@ class Narrow(WireFormat):
         x -= message
         if not x.is_cpu or not bool(torch.isfinite(x.sum())):
             x.nan_to_num_(0.0, 0.0, 0.0)
+
+    def reduction(self, given: Tensor, residual: Tensor, rank: int, ranks: int) -> Reduction:
+        fused = kernels.usable(given, residual)
+        return (FusedCasts if fused else Casts)(self, given, residual, rank, ranks)
+
+
+class Casts(Reduction):
+    """Looks for what overflows, too."""
+
+    wire: Narrow
+
+    def decode(self, gathered: Tensor) -> Tensor:
+        self.overflow = find_overflow(self.wire.name, self.given, gathered)
+        return super().decode(gathered)
+
+
+class FusedCasts(Reduction):
+    """By kernels, each of which reads and writes memory once."""
+
+    wire: Narrow
+
+    def encode(self) -> Tensor:
+        from ddprun_hooks.kernels import casts
+
+        message, self._flags = casts.narrowed(
+            self.given, self.residual, self.wire.dtype, self.ranks * self.blocks
+        )
+        return message
+
+    def add(self, arrived: Tensor) -> Tensor:
+        from ddprun_hooks.kernels import casts
+
+        return casts.added(arrived, self.own_share(), self.ranks)
+
+    def decode(self, gathered: Tensor) -> Tensor:
+        from ddprun_hooks.kernels import casts
+
+        self.overflow = overflow(self.wire.name, casts.widened(gathered, self.given, self._flags))
+        return self.given
 
 
 def fp16(accumulate: Literal["fp32"] | None = None) -> Hook:
@@ -89,8 +138,28 @@ def note_overflow(name: str, payload: Payload, total: Tensor) -> None:
     """Leave a finding of the cast `name` if `total`, the sum over ranks in 16 bits, is not finite; the
     payload's tensor is still this rank's own.
     """
-    lost = ~torch.isfinite(total.sum(dtype=torch.float32))  # a sum of 16-bit values does not overflow fp32
-    if not lost.is_cpu or bool(lost):  # on a GPU to look would be to wait for it
-        own = ~torch.isfinite(payload.tensor.sum(dtype=torch.float64))
-        code = lost.int() * (1 + own.int())
-        payload.findings.append(Finding(name, "overflow", to_host(code) if code.is_cuda else code))
+    if (found := find_overflow(name, payload.tensor, total)) is not None:
+        payload.findings.append(found)
+
+
+def find_overflow(name: str, own: Tensor, total: Tensor) -> Finding | None:
+    """What there is to say if `total`, the sum over ranks in 16 bits, is not finite.
+
+    Args:
+        name: of the cast.
+        own: this rank's payload.
+        total: the sum, in 16 bits.
+    """
+    if not own.numel() or (total.is_cpu and not _lost(total)):  # on a GPU to look would be to wait for it
+        return None
+    return overflow(name, _lost(total).int() * (1 + _lost(own).int()))
+
+
+def overflow(name: str, code: Tensor) -> Finding:
+    """The finding of a code, shape (), which a GPU may still have to compute."""
+    return Finding(name, "overflow", to_host(code) if code.is_cuda else code)
+
+
+def _lost(x: Tensor) -> Tensor:
+    """Whether a value is not finite, shape ()."""
+    return ~torch.isfinite(torch.stack(torch.aminmax(x))).all()

@@ -5,9 +5,12 @@ import math
 import torch
 from torch import Tensor
 
+from ddprun_hooks import kernels
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
 from ddprun_hooks.comm.communicator import Communicator, by_rank
 from ddprun_hooks.payload import Payload
+
+_WORTH_A_KERNEL = 1 << 20  # values; of fewer, starting six kernels should take longer than they save
 
 
 class TopK(ErrorFeedback):
@@ -29,21 +32,32 @@ class TopK(ErrorFeedback):
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         dtype = payload.tensor.dtype
         residual = self.residual(payload, comm.size)
-        residual += payload.tensor
         count = math.ceil(self.density * residual.numel())
-        indices = residual.abs().topk(count, sorted=False).indices
-        values = residual[indices].to(dtype)
-        residual[indices] -= values.to(residual.dtype)
-        drop_not_finite(residual, values)
-
-        message = torch.cat([indices.int().view(torch.uint8), values.view(torch.uint8)])
-        gathered = await comm.all_gather(message)
+        gathered = await comm.all_gather(taken(payload.tensor, residual, count))
 
         total = torch.zeros_like(residual)
         for part in by_rank(gathered, comm.size):
             indices, values = part[: 4 * count].clone(), part[4 * count :].clone()  # aligned
             total.index_add_(0, indices.view(torch.int32).long(), values.view(dtype).to(residual.dtype))
         return payload.tensor.copy_(total)
+
+
+def taken(given: Tensor, residual: Tensor, count: int) -> Tensor:
+    """Add `given` to `residual`, take the `count` largest, and leave in `residual` what was not sent.
+
+    Returns:
+        The message: indices, int32, then values of the payload's type, as bytes.
+    """
+    if given.numel() >= _WORTH_A_KERNEL and kernels.usable(given, residual):
+        from ddprun_hooks.kernels import largest
+
+        return largest.taken(given, residual, count)
+    residual += given
+    indices = residual.abs().topk(count, sorted=False).indices
+    values = residual[indices].to(given.dtype)
+    residual[indices] -= values.to(residual.dtype)
+    drop_not_finite(residual, values)
+    return torch.cat([indices.int().view(torch.uint8), values.view(torch.uint8)])
 
 
 def drop_not_finite(residual: Tensor, sent: Tensor) -> None:

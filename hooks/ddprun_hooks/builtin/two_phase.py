@@ -7,9 +7,10 @@ rank that owns the share. Both times it is encoded, what was lost is fed back.
 import torch
 from torch import Tensor
 
+from ddprun_hooks import kernels
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
 from ddprun_hooks.comm.communicator import Communicator, by_rank
-from ddprun_hooks.payload import Payload
+from ddprun_hooks.payload import Finding, Payload
 
 
 class WireFormat:
@@ -30,12 +31,64 @@ class WireFormat:
         """Take from x, in place, what `message` carries of it; what travels as not finite leaves zeros."""
         raise NotImplementedError
 
+    def reduction(self, given: Tensor, residual: Tensor, rank: int, ranks: int) -> "Reduction":
+        """What computes the reduction of a payload: torch, by the methods above, or kernels."""
+        return Reduction(self, given, residual, rank, ranks)
+
+
+class Reduction:
+    """What a rank computes of one payload before, between and after two collectives: the reference, in torch.
+
+    Args:
+        wire: how values travel.
+        given: this rank's payload, shape (numel,); gets the sum over ranks.
+        residual: shape (numel,), at least fp32: is added to the payload, and gets what was not sent.
+        rank: this rank.
+        ranks: how many. Each owns an equal share, in whole blocks; the last ones are padded with zeros.
+    """
+
+    overflow: Finding | None = None
+    """What was found in the messages of all sums, once they are decoded."""
+
+    def __init__(self, wire: WireFormat, given: Tensor, residual: Tensor, rank: int, ranks: int) -> None:
+        self.wire, self.given, self.residual, self.rank, self.ranks = wire, given, residual, rank, ranks
+        self.blocks = -(-given.numel() // (ranks * wire.block))  # of a share
+
+    def encode(self) -> Tensor:
+        """The message of this rank's payload, a share for each rank."""
+        self._x = self.residual.new_zeros(self.ranks, self.blocks * self.wire.block)
+        self._flat = self._x.view(-1)[: self.given.numel()]
+        torch.add(self.given, self.residual, out=self._flat)
+        self._sent = self.wire.encode(self._x)
+        return self._sent.view(-1)
+
+    def add(self, arrived: Tensor) -> Tensor:
+        """The message of the sum, in rank order, of the shares that have arrived from all ranks."""
+        self.wire.subtract(self._x, self._sent)
+        total = None
+        for part in by_rank(arrived, self.ranks):
+            share = self.wire.decode(part, self._x.dtype)
+            total = share if total is None else total.add_(share)
+        assert total is not None
+        self._total, self._sent = total, self.wire.encode(total)
+        return self._sent
+
+    def decode(self, gathered: Tensor) -> Tensor:
+        """The sum, of the messages of all ranks' shares: the payload's tensor."""
+        self.wire.subtract(self._total, self._sent)
+        self._x[self.rank] += self._total  # one rank keeps what the second encoding lost
+        self.residual.copy_(self._flat)
+        mean = self.wire.decode(gathered.view(self.ranks, -1), self._x.dtype)
+        return self.given.copy_(mean.view(-1)[: self.given.numel()])
+
+    def own_share(self) -> Tensor:
+        """Of the residual: a view, shorter or empty where the last shares are padded."""
+        length = self.blocks * self.wire.block
+        return self.residual[self.rank * length : (self.rank + 1) * length]
+
 
 class TwoPhase(ErrorFeedback):
-    """All-to-all of encoded shares, sums in fp32 in rank order, all-gather of the encoded sums.
-
-    Each rank owns an equal share of the payload, in whole blocks; the last ones are padded with zeros.
-    """
+    """All-to-all of encoded shares, sums in fp32 in rank order, all-gather of the encoded sums."""
 
     role = "reducer"
     rounds = 2
@@ -45,36 +98,15 @@ class TwoPhase(ErrorFeedback):
         self.wire = wire
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
-        numel, wire = payload.tensor.numel(), self.wire
-        if not numel:
+        if not payload.tensor.numel():
             return payload.tensor
         residual = self.residual(payload, comm.size)
-        per_rank = -(-numel // (comm.size * wire.block)) * wire.block
-        x = residual.new_zeros(comm.size, per_rank)
-        flat = x.view(-1)[:numel]
-        torch.add(payload.tensor, residual, out=flat)
-
-        message = wire.encode(x)
-        arrived = await comm.all_to_all(message.view(-1))
-        wire.subtract(x, message)
-
-        total = None
-        for part in by_rank(arrived, comm.size):
-            share = wire.decode(part, x.dtype)
-            total = share if total is None else total.add_(share)
-        assert total is not None
-        message = wire.encode(total)
-        gathered = await comm.all_gather(message)
-        wire.subtract(total, message)
-        x[comm.rank] += total  # one rank keeps what the second encoding lost
-        residual.copy_(flat)
-
-        self.note(payload, gathered)
-        mean = wire.decode(gathered.view(comm.size, -1), x.dtype)
-        return payload.tensor.copy_(mean.view(-1)[:numel])
-
-    def note(self, payload: Payload, gathered: Tensor) -> None:
-        """Leave findings about the messages of all sums; the payload's tensor is still this rank's own."""
+        reduction = self.wire.reduction(payload.tensor, residual, comm.rank, comm.size)
+        arrived = await comm.all_to_all(reduction.encode())
+        mean = reduction.decode(await comm.all_gather(reduction.add(arrived)))
+        if reduction.overflow is not None:
+            payload.findings.append(reduction.overflow)
+        return mean
 
 
 class BlockScaled(WireFormat):
@@ -93,6 +125,9 @@ class BlockScaled(WireFormat):
     bits: int
     """Of a code."""
 
+    name: str
+    """By which kernels know the codes."""
+
     def __init__(self, block: int) -> None:
         codes = 4 * 8 // self.bits  # in 4 bytes: scales lie behind the codes, aligned
         if block % codes:
@@ -106,6 +141,10 @@ class BlockScaled(WireFormat):
     def from_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """The values of codes."""
         raise NotImplementedError
+
+    def reduction(self, given: Tensor, residual: Tensor, rank: int, ranks: int) -> Reduction:
+        fused = self.block <= kernels.LARGEST_BLOCK and kernels.usable(given, residual)
+        return (FusedBlocks if fused else Reduction)(self, given, residual, rank, ranks)
 
     def encode(self, x: Tensor) -> Tensor:
         blocks = x.view(*x.shape[:-1], -1, self.block)
@@ -136,10 +175,34 @@ class BlockScaled(WireFormat):
         return codes, scales.view(torch.float32)
 
 
+class FusedBlocks(Reduction):
+    """By kernels, each of which reads and writes memory once."""
+
+    wire: BlockScaled
+
+    def encode(self) -> Tensor:
+        from ddprun_hooks.kernels import blocks
+
+        return blocks.encoded(self.given, self.residual, *self._layout()).view(-1)
+
+    def add(self, arrived: Tensor) -> Tensor:
+        from ddprun_hooks.kernels import blocks
+
+        return blocks.added(arrived, self.own_share(), *self._layout())
+
+    def decode(self, gathered: Tensor) -> Tensor:
+        from ddprun_hooks.kernels import blocks
+
+        return blocks.decoded(gathered, self.given, *self._layout())
+
+    def _layout(self) -> tuple[str, int, int, int]:
+        return self.wire.name, self.wire.block, self.ranks, self.blocks
+
+
 class Int8(BlockScaled):
     """The nearest multiples of a 127th of the block's largest."""
 
-    largest, bits = 127, 8
+    name, largest, bits = "int8", 127, 8
 
     def to_codes(self, scaled: Tensor) -> Tensor:
         return scaled.round_().to(torch.int8).view(torch.uint8)
@@ -151,18 +214,19 @@ class Int8(BlockScaled):
 class Int4(BlockScaled):
     """The nearest multiples of a 7th of the block's largest.
 
-    Two codes share a byte: one of the first half of the values (low bits) and one of the second half.
+    Two codes that follow each other share a byte: the first one has the low bits.
     """
 
-    largest, bits = 7, 4
+    name, largest, bits = "int4", 7, 4
 
     def to_codes(self, scaled: Tensor) -> Tensor:
-        low, high = scaled.round_().to(torch.int8).chunk(2, -1)
-        return (low & 15 | high << 4).view(torch.uint8)
+        pairs = scaled.round_().to(torch.int8).view(torch.int16)  # the first one in the low byte
+        return (pairs & 15 | pairs >> 4 & 240).to(torch.uint8)
 
     def from_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        both = codes.view(torch.int8)
-        return torch.cat([both << 4 >> 4, both >> 4], -1).to(dtype)  # shifts that keep the sign
+        both = codes.to(torch.int16)
+        pairs = (both << 8 | both << 4).view(torch.int8)  # each in the high bits of a byte
+        return (pairs >> 4).to(dtype)  # a shift that keeps the sign
 
 
 class Fp8(BlockScaled):
@@ -171,7 +235,7 @@ class Fp8(BlockScaled):
     They have 4 bits of exponent and 3 of significand, from 2^-9 to 448, and no infinity.
     """
 
-    largest, bits = 448, 8
+    name, largest, bits = "fp8", 448, 8
 
     def to_codes(self, scaled: Tensor) -> Tensor:
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8)

@@ -1,0 +1,347 @@
+"""Kernels for codes with a scale for each block of values: int8, int4, fp8.
+
+Each value is read once and written once: a program has a tile of whole blocks in its registers, and finds
+there the largest value of each block, the codes, and what they lack.
+
+Arithmetic is that of `ddprun_hooks.builtin.two_phase.BlockScaled`, operation by operation, in fp32: divisions
+are rounded to the nearest, no product is fused with a sum, and denormal numbers are kept. The bits are the
+same, with one exception: the codes of a block that is not finite may be others. It comes out as not finite
+either way.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ddprun_hooks.kernels import LARGEST_BLOCK
+from ddprun_hooks.kernels.casts import finite, read
+
+# 1.5 * 2^23: a sum with it has no fraction, and the whole number in its low bits.
+_ROUNDS = tl.constexpr(12582912.0)
+_TILE = 2048
+
+
+@triton.jit(do_not_specialize=["numel", "in_share"])
+def encode(
+    given,  # the payload, (numel,)
+    residual,  # fp32, (numel,): gets what is not sent
+    message,  # bytes: for each share its codes, then its scales
+    numel,
+    in_share,  # blocks
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,  # values
+    COLUMNS: tl.constexpr,  # the power of two above
+    ROWS: tl.constexpr,  # blocks of a program
+):
+    """Encode payload and residual. One program for `ROWS` blocks of a share."""
+    first, share = tl.program_id(0) * ROWS, tl.program_id(1)
+    end = (share.to(tl.int64) * in_share + first + ROWS) * BLOCK
+    if (BLOCK == COLUMNS) & (first + ROWS <= in_share) & (end <= numel):
+        _encode(given, residual, message, numel, in_share, first, share, FORMAT, BLOCK, COLUMNS, ROWS, True)
+    else:
+        _encode(given, residual, message, numel, in_share, first, share, FORMAT, BLOCK, COLUMNS, ROWS, False)
+
+
+@triton.jit
+def _encode(
+    given,
+    residual,
+    message,
+    numel,
+    in_share,
+    first,
+    share,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    start = (share.to(tl.int64) * in_share + first) * BLOCK
+    at = _places(ROWS, BLOCK, COLUMNS)
+    there = None if WHOLE else _held(first, in_share, ROWS, BLOCK, COLUMNS) & (at < numel - start)
+    kept = residual + start + at
+    x = read(given + start + at, there) + read(kept, there)
+    codes, scales, left = _quantise(x, FORMAT)
+    tl.store(kept, left, there)
+    _store(message, codes, scales, first, share, in_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+
+
+@triton.jit(do_not_specialize=["ranks", "numel", "in_share"])
+def add(
+    arrived,  # bytes: a share from each rank
+    kept,  # fp32: this rank's share of the residual; what the sum's encoding lacks is added to it
+    message,
+    ranks,
+    numel,  # of `kept`
+    in_share,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Encode the sum over ranks, in rank order, of a share. One program for `ROWS` blocks."""
+    first = tl.program_id(0) * ROWS
+    if (BLOCK == COLUMNS) & (first + ROWS <= in_share) & ((first + ROWS).to(tl.int64) * BLOCK <= numel):
+        _add(arrived, kept, message, ranks, numel, in_share, first, FORMAT, BLOCK, COLUMNS, ROWS, True)
+    else:
+        _add(arrived, kept, message, ranks, numel, in_share, first, FORMAT, BLOCK, COLUMNS, ROWS, False)
+
+
+@triton.jit
+def _add(
+    arrived,
+    kept,
+    message,
+    ranks,
+    numel,
+    in_share,
+    first,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    total = _load(arrived, first, 0, in_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+    for rank in range(1, ranks):
+        total += _load(arrived, first, rank, in_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+    codes, scales, left = _quantise(total, FORMAT)
+    _store(message, codes, scales, first, 0, in_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+    start = first.to(tl.int64) * BLOCK
+    at = _places(ROWS, BLOCK, COLUMNS)
+    there = None if WHOLE else _held(first, in_share, ROWS, BLOCK, COLUMNS) & (at < numel - start)
+    kept += start + at
+    tl.store(kept, read(kept, there) + left, there)
+
+
+@triton.jit(do_not_specialize=["numel", "in_share"])
+def decode(
+    message,
+    values,  # the payload, (numel,)
+    numel,
+    in_share,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Decode a message. One program for `ROWS` blocks of a share."""
+    first, share = tl.program_id(0) * ROWS, tl.program_id(1)
+    end = (share.to(tl.int64) * in_share + first + ROWS) * BLOCK
+    if (BLOCK == COLUMNS) & (first + ROWS <= in_share) & (end <= numel):
+        _decode(message, values, numel, in_share, first, share, FORMAT, BLOCK, COLUMNS, ROWS, True)
+    else:
+        _decode(message, values, numel, in_share, first, share, FORMAT, BLOCK, COLUMNS, ROWS, False)
+
+
+@triton.jit
+def _decode(
+    message,
+    values,
+    numel,
+    in_share,
+    first,
+    share,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    given = _load(message, first, share, in_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+    start = (share.to(tl.int64) * in_share + first) * BLOCK
+    at = _places(ROWS, BLOCK, COLUMNS)
+    there = None if WHOLE else _held(first, in_share, ROWS, BLOCK, COLUMNS) & (at < numel - start)
+    tl.store(values + start + at, given.to(values.dtype.element_ty), there)
+
+
+@triton.jit
+def _places(ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Indices of values in a tile, (ROWS, COLUMNS), from its first one on."""
+    return tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def _held(first, in_share, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Which of a tile's values, or codes, a share has."""
+    rows, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    return (rows < in_share)[:, None] & (columns < BLOCK)[None, :]
+
+
+@triton.jit
+def _quantise(x, FORMAT: tl.constexpr):
+    """Codes (int32) and scales of blocks (rows of x), and what they lack; zeros where a block is lost."""
+    largest: tl.constexpr = 127.0 if FORMAT == "int8" else 7.0 if FORMAT == "int4" else 448.0
+    # As whole numbers magnitudes have the same order, and NaN is the largest.
+    most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+    scales = tl.math.div_rn(most, tl.full(most.shape, largest, tl.float32))
+    divisors = tl.where(scales > 0.0, scales, 1.0)
+    scaled = tl.math.div_rn(x, divisors[:, None])
+    scaled = tl.minimum(tl.maximum(scaled, -largest), largest)
+    if FORMAT == "fp8":
+        codes = _to_fp8(scaled)
+        given = _from_fp8(codes)
+    else:
+        rounded = scaled + _ROUNDS
+        codes = rounded.to(tl.int32, bitcast=True)
+        given = rounded - _ROUNDS
+    kept = finite(scales * largest)
+    return codes, scales, tl.where(kept[:, None], x - given * scales[:, None], 0.0)
+
+
+@triton.jit
+def _to_fp8(x):
+    """The nearest codes of e4m3, ties to even, of |x| <= 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20  # the exponent is less by 120
+    # Added to 2^14 a number is rounded to 2^-9, the least of e4m3.
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    codes = tl.where(size < (121 << 23), small, normal)
+    codes = tl.where(size > 0x7F800000, 0x7F, codes)
+    return codes | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _from_fp8(codes):
+    """The values of codes of e4m3."""
+    size = (codes & 0x7F) << 20
+    value = size.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    bits = tl.where(size == 0x7F << 20, 0x7FC00000, value.to(tl.int32, bitcast=True))
+    return (bits | ((codes & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store(
+    message,
+    codes,
+    scales,
+    first,
+    share,
+    in_share,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Write codes and scales of a tile into a share of a message."""
+    packed: tl.constexpr = 2 if FORMAT == "int4" else 1  # in a byte
+    if packed == 2:
+        low, high = tl.split(tl.reshape(codes, [ROWS, COLUMNS // 2, 2]))
+        codes = low & 15 | high << 4
+    to_codes, to_scales = _in_message(message, first, share, in_share, BLOCK // packed)
+    at = _places(ROWS, BLOCK // packed, COLUMNS // packed)
+    there = None if WHOLE else _held(first, in_share, ROWS, BLOCK // packed, COLUMNS // packed)
+    rows = tl.arange(0, ROWS)
+    tl.store(to_codes + at, codes.to(tl.uint8), there)
+    tl.store(to_scales + rows, scales, None if WHOLE else first + rows < in_share)
+
+
+@triton.jit
+def _load(
+    message,
+    first,
+    share,
+    in_share,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The values of a tile from a share of a message."""
+    packed: tl.constexpr = 2 if FORMAT == "int4" else 1
+    to_codes, to_scales = _in_message(message, first, share, in_share, BLOCK // packed)
+    at = _places(ROWS, BLOCK // packed, COLUMNS // packed)
+    there = None if WHOLE else _held(first, in_share, ROWS, BLOCK // packed, COLUMNS // packed)
+    rows = tl.arange(0, ROWS)
+    codes = tl.load(to_codes + at, there).to(tl.int32)
+    scales = tl.load(to_scales + rows, None if WHOLE else first + rows < in_share)
+    if FORMAT == "fp8":
+        values = _from_fp8(codes)
+    else:
+        if FORMAT == "int4":
+            codes = tl.reshape(tl.join(codes << 4, codes), [ROWS, COLUMNS])
+            codes = (codes << 24) >> 28
+        else:
+            codes = (codes << 24) >> 24
+        values = codes.to(tl.float32)
+    return values * scales[:, None]
+
+
+@triton.jit
+def _in_message(message, first, share, in_share, BYTES: tl.constexpr):
+    """Where in a message the codes of a tile lie, and where its scales; `BYTES` of codes make a block."""
+    words: tl.constexpr = BYTES // 4  # places are counted in words, so that four bytes go at a time
+    start = share * in_share.to(tl.int64) * (words + 1)
+    to_scales = message.to(tl.pointer_type(tl.float32)) + (start + in_share * words + first)
+    return message + (start + first * words) * 4, to_scales
+
+
+def encoded(given: Tensor, residual: Tensor, format: str, block: int, ranks: int, in_share: int) -> Tensor:
+    """Launch `encode`.
+
+    Args:
+        given: the payload, shape (numel,), fp32 or 16 bits.
+        residual: fp32, shape (numel,). Gets what is not sent.
+        format: `int8`, `int4` or `fp8`.
+        block: values for each scale.
+        ranks: shares in the message.
+        in_share: blocks of a share.
+
+    Returns:
+        The message, shape (ranks, bytes).
+    """
+    message = _message(given, format, block, ranks, in_share)
+    grid, options = _tiles(block, in_share, ranks)
+    encode[grid](given, residual, message, given.numel(), in_share, format, block, **options)
+    return message
+
+
+def added(arrived: Tensor, kept: Tensor, format: str, block: int, ranks: int, in_share: int) -> Tensor:
+    """Launch `add`.
+
+    Args:
+        arrived: a share of each rank's message, shape (ranks * bytes,).
+        kept: this rank's share of the residual, fp32; of the last ranks it is shorter, or empty.
+        format: `int8`, `int4` or `fp8`.
+        block: values for each scale.
+        ranks: how many.
+        in_share: blocks of a share.
+
+    Returns:
+        The message of the sum, shape (bytes,).
+    """
+    message = _message(arrived, format, block, 1, in_share)
+    grid, options = _tiles(block, in_share, 1)
+    add[grid](arrived, kept, message, ranks, kept.numel(), in_share, format, block, **options)
+    return message[0]
+
+
+def decoded(message: Tensor, out: Tensor, format: str, block: int, ranks: int, in_share: int) -> Tensor:
+    """Launch `decode` of a message, shape (ranks * bytes,), into `out`, shape (numel,), which it returns."""
+    grid, options = _tiles(block, in_share, ranks)
+    decode[grid](message, out, out.numel(), in_share, format, block, **options)
+    return out
+
+
+def _message(like: Tensor, format: str, block: int, shares: int, in_share: int) -> Tensor:
+    code_bytes = block // 2 if format == "int4" else block
+    return torch.empty(shares, in_share * (code_bytes + 4), dtype=torch.uint8, device=like.device)
+
+
+def _tiles(block: int, in_share: int, shares: int) -> tuple[tuple[int, int], dict[str, int | bool]]:
+    """The grid, and how a kernel is compiled: 16 values for each thread, nothing fused."""
+    assert block <= LARGEST_BLOCK
+    columns = triton.next_power_of_2(block)
+    rows = max(1, _TILE // columns)
+    options = {
+        "COLUMNS": columns,
+        "ROWS": rows,
+        "num_warps": rows * columns // 512,
+        "enable_fp_fusion": False,
+    }
+    return (triton.cdiv(in_share, rows), shares), options

@@ -1,0 +1,146 @@
+"""Triton's kernels on a GPU: the bits of the torch reference on the same GPU, and how fast they are."""
+
+import importlib.util
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ddprun_hooks import kernels
+from ddprun_hooks.builtin import topk
+from ddprun_hooks.builtin.cast import find_overflow
+from ddprun_hooks.builtin.two_phase import Fp8, FusedBlocks, Int4, Int8, Reduction
+from tests.gpu.conftest import Figure
+from tests.hooks import same_bits
+from tests.hooks.test_kernels import BLOCKS, DTYPES, KINDS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+GPU = "cuda:0"
+LARGE = 64 << 20  # values: 256 MiB
+SIZES = [(1, 1), (777, 3), ((1 << 20) + 5, 2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "block"), [*BLOCKS, ("int8", 4096)])
+def test_codes_have_the_bits_of_torch(name: str, block: int, kind: str, dtype: torch.dtype) -> None:
+    assert kernels.usable(torch.zeros(1, device=GPU)), "the kernels are what a hook would take"
+    for numel, ranks in SIZES:
+        assert same_bits.of_blocks(name, block, numel, ranks, dtype, kind, device=GPU) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_casts_have_the_bits_of_torch(name: str, kind: str) -> None:
+    for numel, ranks in SIZES:
+        assert same_bits.of_sums_in_fp32(name, numel, ranks, torch.float32, kind, device=GPU) == []
+    for large in (None, float("inf"), float("nan"), 60000.0):
+        assert same_bits.of_cast(name, 123_457, torch.float32, kind, large, device=GPU) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("numel", "k"), [(1, 1), (700, 699), (5_000_001, 50_000)])
+def test_the_largest_values_are_those_of_a_stable_sort(
+    numel: int, k: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that torch takes, where no magnitude is there twice."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert same_bits.of_largest(numel, k, dtype, kind, 2048, 512, GPU) == []
+    if kind != "normal":
+        return
+    given = same_bits.values(kind, numel, 3).to(GPU)
+    from ddprun_hooks.kernels import largest
+
+    monkeypatch.setattr(topk, "_WORTH_A_KERNEL", numel + 1)
+    messages = [
+        largest.taken(given, torch.zeros_like(given), k),
+        topk.taken(given, torch.zeros_like(given), k),
+    ]
+    ours, torchs = (one[: 4 * k].view(torch.int32).sort().values for one in messages)
+    assert torch.equal(ours, torchs)
+
+
+def ms(act: Callable[[], Any]) -> float:
+    """Median of 20 times on the device."""
+    times = []
+    for _ in range(25):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        act()
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)))
+    return statistics.median(times[5:])
+
+
+def copied_gb_per_s(nbytes: int) -> float:
+    """What a copy on the device reads and writes, of as much memory as a kernel."""
+    source = torch.empty(nbytes // 2, dtype=torch.uint8, device=GPU)
+    target = torch.empty_like(source)
+    return nbytes / ms(lambda: target.copy_(source)) / 1e6
+
+
+@pytest.mark.parametrize("wire", [Int8(256), Int4(64), Fp8(256)], ids=lambda wire: wire.name)
+def test_quantising_takes_as_long_as_copying_as_much(figure: Figure, wire: Any) -> None:
+    """Payload and residual of 256 MiB each are read, the message and what is left are written."""
+    given, residual = torch.randn(LARGE, device=GPU), torch.zeros(LARGE, device=GPU)
+    ours = FusedBlocks(wire, given, residual, 0, 2)
+    theirs = Reduction(wire, given, residual, 0, 2)
+    message = ours.encode()
+    encoded = 3 * 4 * LARGE + message.numel()
+    copied = copied_gb_per_s(encoded)
+    share = encoded / ms(ours.encode) / 1e6 / copied
+    figure("share of the copy's bandwidth (aim 0.98)", f"{share:.3f} of {copied:.0f} GB/s")
+
+    def in_torch() -> None:
+        theirs.encode()
+        wire.subtract(theirs._x, theirs._sent)
+
+    figure("faster than torch", f"{ms(in_torch) / ms(ours.encode):.1f} times")
+    assert share > 0.9
+
+
+def test_what_the_other_kernels_take(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of two ranks, decoding, casts, the largest values, beside what torch takes."""
+    from ddprun_hooks.kernels import casts, largest
+
+    given, residual = torch.randn(LARGE, device=GPU), torch.zeros(LARGE, device=GPU)
+    wire, k = Int8(256), LARGE // 100
+    ours = FusedBlocks(wire, given, residual, 0, 2)
+    message = ours.encode()
+    sums = ours.add(message).repeat(2)
+    monkeypatch.setattr(topk, "_WORTH_A_KERNEL", LARGE + 1)
+
+    def add_in_torch() -> None:
+        first, second = message.view(2, -1)
+        total = wire.decode(first, torch.float32).add_(wire.decode(second, torch.float32))
+        wire.subtract(total, wire.encode(total))
+
+    def decode_in_torch() -> None:
+        given.copy_(wire.decode(sums.view(2, -1), torch.float32).view(-1))
+
+    def cast_in_torch() -> None:
+        find_overflow("bf16", given, given.to(torch.bfloat16))
+
+    def cast() -> None:
+        casts.narrowed(given, None, torch.bfloat16)
+
+    pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "sum of two shares": (lambda: ours.add(message), add_in_torch),
+        "decoding": (lambda: ours.decode(sums), decode_in_torch),
+        "cast, and what overflows": (cast, cast_in_torch),
+        "1 % largest": (
+            lambda: largest.taken(given, residual, k),
+            lambda: topk.taken(given, residual, k),
+        ),
+    }
+    for what, (kernel, reference) in pairs.items():
+        fast, slow = ms(kernel), ms(reference)
+        figure(what, f"{fast:.2f} ms, torch {slow:.2f} ms")
+        assert fast < slow, what

@@ -1,0 +1,228 @@
+"""Kernels against the torch reference: on a GPU, or interpreted, on CPU tensors in a process of their own."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from ddprun_hooks import kernels
+from ddprun_hooks.builtin import topk
+from ddprun_hooks.builtin.cast import Casts, FusedCasts, Narrow, find_overflow, overflow
+from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, FusedBlocks, Int4, Int8, Reduction, WireFormat
+from ddprun_hooks.testing import run_hooks
+
+WIRES = {"int8": Int8, "int4": Int4, "fp8": Fp8}
+REDUCTIONS: dict[str, tuple[type[Reduction], type[Reduction]]] = {
+    "blocks": (Reduction, FusedBlocks),
+    "casts": (Casts, FusedCasts),
+}
+
+
+def prepare() -> None:
+    """Have Triton's interpreter round to bf16 as a GPU does (`cvt.rn.bf16.f32`): to the nearest. It cuts off,
+    and loses denormal numbers. And have numpy say nothing about overflows and NaN, which are meant.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    other = interpreter._convert_float
+
+    def convert(given: Any, from_type: Any, to_type: Any, rounding: Any) -> Any:
+        if (from_type, to_type) == (tl.float32, tl.bfloat16):
+            return torch.from_numpy(given.copy()).bfloat16().view(torch.int16).numpy().view("uint16")
+        if (from_type, to_type) == (tl.bfloat16, tl.float32):
+            return given.view("uint16").astype("uint32") << 16
+        return other(given, from_type, to_type, rounding)
+
+    interpreter._convert_float = convert
+    warnings.filterwarnings("ignore", category=RuntimeWarning)
+
+
+def values(kind: str, numel: int, seed: int) -> Tensor:
+    """Values of many magnitudes, fp32; the kinds are what arithmetic stumbles over."""
+    generator = torch.Generator().manual_seed(seed)
+    x = (
+        torch.randn(numel, generator=generator)
+        * torch.logspace(-4, 3, numel)[torch.randperm(numel, generator=generator)]
+    )
+    if kind == "zeros":
+        return torch.where(x > 0, 0.0, -0.0)
+    if kind == "denormal":
+        return x * 1e-42
+    if kind == "whole":  # halves: every quotient is a tie, or near one
+        return (x.sign() * (x.abs() % 255).floor()) / 2
+    if kind == "lost":
+        odd = [math.nan, math.inf, -math.inf, torch.finfo(torch.float32).max, -3e38, 1e5]
+        for place, value in zip(torch.randperm(numel, generator=generator).tolist(), odd, strict=False):
+            x[place] = value
+    return x
+
+
+def differences(
+    wire: WireFormat, which: str, ranks: int, steps: Sequence[Sequence[Tensor]], same_codes: bool
+) -> list[str]:
+    """What kernels and reference give differently, of payloads of all ranks in some steps."""
+    found = []
+    device = steps[0][0].device
+    residuals = [[torch.zeros(one.numel(), device=device) for one in steps[0]] for _ in range(2)]
+    for number, payloads in enumerate(steps):
+        outcomes = []
+        for made, kept in zip(REDUCTIONS[which], residuals, strict=True):
+            given = [one.clone() for one in payloads]
+            all_ranks = [made(wire, given[rank], kept[rank], rank, ranks) for rank in range(ranks)]
+            sent = torch.stack([one.encode().view(ranks, -1) for one in all_ranks])
+            sums = torch.cat([one.add(sent[:, rank].flatten()) for rank, one in enumerate(all_ranks)])
+            means = [one.decode(sums.clone()) for one in all_ranks]
+            assert all(torch.equal(bits(one), bits(means[0])) for one in means)
+            assert means[0].data_ptr() == given[0].data_ptr()
+            if device.type != "cpu":
+                torch.cuda.synchronize()  # codes are on their way to the host
+            codes = [one.overflow and int(one.overflow.code) for one in all_ranks]
+            outcomes.append({"sent": sent, "sums": sums, "mean": means[0], "kept": torch.stack(kept)})
+            outcomes[-1]["code"] = torch.tensor([code or 0 for code in codes])
+        reference, ours = outcomes
+        found += [
+            f"step {number}: {name}"
+            for name in (reference if same_codes else ("mean", "kept", "code"))
+            if not torch.equal(bits(reference[name]), bits(ours[name]))
+        ]
+        if not reference["mean"].any() and not reference["kept"].any() and steps[0][0].any():
+            found.append("nothing was computed")
+    return found
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of values; all that are not finite are the same."""
+    if not x.is_floating_point():
+        return x
+    x = torch.where(torch.isfinite(x), x, math.nan)
+    return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+
+def of_blocks(
+    name: str,
+    block: int,
+    numel: int,
+    ranks: int,
+    dtype: torch.dtype,
+    kind: str,
+    seed: int = 0,
+    device: str = "cpu",
+) -> list[str]:
+    """Differences of a format with scales, in two steps."""
+    wire: BlockScaled = WIRES[name](block)
+    steps = [
+        [values(kind, numel, seed + 10 * step + rank).to(device, dtype) for rank in range(ranks)]
+        for step in range(2)
+    ]
+    return differences(wire, "blocks", ranks, steps, kind != "lost")
+
+
+def of_sums_in_fp32(
+    name: str,
+    numel: int,
+    ranks: int,
+    dtype: torch.dtype,
+    kind: str,
+    seed: int = 0,
+    device: str = "cpu",
+) -> list[str]:
+    """Differences of a cast with `accumulate`, in two steps, findings included."""
+    steps = [
+        [values(kind, numel, seed + 10 * step + rank).to(device, dtype) for rank in range(ranks)]
+        for step in range(2)
+    ]
+    return differences(Narrow(name), "casts", ranks, steps, same_codes=True)
+
+
+def of_cast(
+    name: str, numel: int, dtype: torch.dtype, kind: str, large: float | None, device: str = "cpu"
+) -> list[str]:
+    """Differences of a cast that sums in 16 bits; `large` is what another rank has brought into the sum."""
+    from ddprun_hooks.kernels import casts
+
+    wire, own = Narrow(name), values(kind, numel, 1).to(device, dtype)
+    expected_sent = own.to(wire.dtype)
+    sent, flags = casts.narrowed(own, None, wire.dtype)
+    found = [] if torch.equal(bits(sent), bits(expected_sent)) else ["sent"]
+    total = expected_sent.clone()
+    if large is not None:
+        total[numel // 2] = large
+    expected = find_overflow(name, own, total)
+    ours = overflow(name, casts.widened(total, mean := own.clone(), flags))
+    if device != "cpu":
+        torch.cuda.synchronize()  # codes are on their way to the host
+    if int(ours.code) != (0 if expected is None else int(expected.code)):
+        found.append(f"code {ours.code}, not {expected}")
+    if not torch.equal(bits(mean), bits(own.copy_(total))):
+        found.append("mean")
+    return found
+
+
+def of_largest(
+    numel: int, k: int, dtype: torch.dtype, kind: str, tile: int, programs: int = 4, device: str = "cpu"
+) -> list[str]:
+    """Differences in what `topk` takes and leaves, in two steps, from a stable sort by magnitude."""
+    from ddprun_hooks.kernels import largest
+
+    found: list[str] = []
+    expected, ours = torch.zeros(numel), torch.zeros(numel, device=device)
+    with mock.patch.multiple(largest, _LAUNCH={**largest._LAUNCH, "TILE": tile}, _PROGRAMS=programs):
+        for step in range(2):
+            given = values(kind, numel, step).to(dtype)
+            message = largest.taken(given.to(device), ours, k).cpu()
+            expected += given
+            order = torch.where(expected.isnan(), math.inf, expected.abs()).double()
+            order[expected.isnan()] = torch.finfo(torch.float64).max
+            order[expected.isinf()] = 1e300
+            indices = order.sort(descending=True, stable=True).indices[:k]
+            sent = expected[indices].to(dtype)
+            expected[indices] -= sent.float()
+            topk.drop_not_finite(expected, sent)
+            places = message[: 4 * k].clone().view(torch.int32).long()
+            brought = torch.zeros(numel, dtype=dtype)
+            brought[places] = message[4 * k :].clone().view(dtype)
+            if sorted(places.tolist()) != sorted(indices.tolist()):
+                found.append(f"step {step}: indices")
+            elif not torch.equal(bits(brought[indices]), bits(sent)):
+                found.append(f"step {step}: values")
+            if not torch.equal(bits(expected), bits(ours.cpu())):
+                found.append(f"step {step}: kept")
+    return found
+
+
+def through_a_stack(hook: Any, numel: int) -> tuple[list[str], int]:
+    """Differences of what a hook gives and keeps with kernels and without, and how often one was launched."""
+    from ddprun_hooks.kernels import blocks, casts, largest
+    from ddprun_hooks.payload import ParamSlice
+    from ddprun_hooks.registry import make_stack
+
+    params = (ParamSlice("w", (numel,), 0, numel),)
+    outcomes, launched = [], 0
+    for usable in (kernels.usable, kernels.fits):
+        stack = make_stack([hook])
+
+        def body(rank: Any, stack: Any = stack) -> list[Tensor]:
+            rank.stack = stack
+            return [rank.send(values("normal", numel, step), params) for step in range(3)]
+
+        spies = [
+            mock.patch.object(module, name, wraps=getattr(module, name))
+            for module, name in ((blocks, "encoded"), (casts, "narrowed"), (largest, "taken"))
+        ]
+        with mock.patch.object(kernels, "usable", usable), mock.patch.object(topk, "_WORTH_A_KERNEL", 0):
+            with spies[0] as first, spies[1] as second, spies[2] as third:
+                given = run_hooks([hook], 1, body)[0]
+            launched = first.call_count + second.call_count + third.call_count
+            assert not launched or usable is kernels.fits
+        kept = stack.state_dict()
+        outcomes.append(given + ([next(iter(kept.values()))["gradient"]["w"]["residual"]] if kept else []))
+    return [
+        f"{number}"
+        for number, (reference, ours) in enumerate(zip(*outcomes, strict=True))
+        if not torch.equal(bits(reference), bits(ours))
+    ], launched
