@@ -184,6 +184,7 @@ def _containers(value: Any) -> list[dict[str, Any]]:
 POD_SECRETS = [
     "initContainers: [{name: a, image: b, env: [{name: HUB_TOKEN, value: hunter2hunter2}]}]",
     "initContainers: [{name: a, image: b, env: [{value: hunter2hunter2, name: dbPassword}]}]",
+    "initContainers: [{name: a, image: b, env: [{name: ARGS, value: --api-key=hunter2hunter2}]}]",
     "initContainers: [{name: a, image: b, args: [--api-key=hunter2hunter2]}]",
     "initContainers: [{name: a, image: b, command: [curl, --token, hunter2hunter2]}]",
     "initContainers: [{name: a, image: b, command: [curl, -token, hunter2hunter2]}]",
@@ -318,6 +319,14 @@ def test_containers_do_not_get_the_engines_machine(tmp_path: Path, keys: str, to
     assert told in fault.message
     assert fault.line == 7
     assert fault.path.startswith(f"docker.{keys.partition(':')[0]}")
+
+
+def test_what_docker_inspect_shows_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the option, and on the page."""
+    assert main(["catalog", "docker"]) == 0
+    assert "`docker inspect` shows them" in " ".join(capsys.readouterr().out.split())
+    page = Path(__file__).parents[2] / "docs/clusters.md"
+    assert "**`docker inspect` shows the values of `docker.env`**" in page.read_text("utf-8")
 
 
 def test_folders_of_ones_own_are_mounted(submitted: Submitted) -> None:

@@ -325,9 +325,13 @@ def test_equal_runs_leave_equal_files(tmp_path: Path) -> None:
     stages = "stages: [{train: {steps: 1}}, save]\n"
     found: dict[str, set[str]] = {}
     (tmp_path / "p.yaml").write_text(text + stages)
-    for number in range(2):  # processes of their own, since forks of one draw alike
+    for number in range(2):
         run_dir = tmp_path / f"run-{number}"
-        done = ddprun("p.yaml", "--run-dir", run_dir.name, "--nproc-per-node", "1", cwd=tmp_path)
+        done = ddprun(
+            *("p.yaml", "--run-dir", run_dir.name, "--nproc-per-node", "1"),
+            cwd=tmp_path,
+            environment={"PYTHONHASHSEED": str(number)},  # fresh processes, since forks of one draw alike
+        )
         assert done.code == 0, done.stderr
         files = [run_dir / name for name in ("model.safetensors", "model.yaml", "pipeline.yaml", "run.json")]
         for file in (

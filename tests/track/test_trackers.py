@@ -13,6 +13,8 @@ import pytest
 
 from ddprun.config import PipelineError, load
 from ddprun.engine.reporter import check_trackers, open_trackers
+from ddprun.plugins import TRACKERS
+from ddprun.run_files import NotPlainError
 from ddprun.track import RunInfo, StepInfo, Tracker, trackers
 from ddprun.track.backends.mlflow import Mlflow
 from ddprun.track.backends.tensorboard import Tensorboard
@@ -197,6 +199,21 @@ def test_weights_and_biases_keeps_a_run_offline(tmp_path: Path) -> None:
         assert name in kept
     assert kept.count(b"loss/rank_0") >= 3, "steps 4, 8 and 12"
     assert b"batch_size" in kept
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_trackers_folder_is_not_followed_elsewhere(tmp_path: Path, name: str) -> None:
+    """In a run's folder that somebody else has made."""
+    pytest.importorskip(name)
+    made, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    made.mkdir()
+    elsewhere.mkdir()
+    (made / name).symlink_to(elsewhere)
+    tracker = TRACKERS.load(name)
+    options = tracker.Options.model_validate({"mode": "offline"} if name == "wandb" else {})
+    with pytest.raises(NotPlainError, match=f"{name} is a symbolic link, not a folder"):
+        tracker(options, RunInfo("run", made, {}))
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_mlflow_gets_every_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from ddprun import options
 from ddprun.plugins import Plugin
+from ddprun.run_files import check_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,15 @@ class RunInfo:
 
     folder: Path
     pipeline: Mapping[str, Any]
+
+    def own_folder(self, name: str) -> Path:
+        """Where below the run's folder a tracker may keep files of its own; need not exist.
+
+        Raises:
+            NotPlainError: something else has that name, such as a link that leads elsewhere.
+        """
+        check_folder(self.folder, name)
+        return self.folder / name
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class Tensorboard(CurveTracker):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         super().__init__(options, run)
-        self._writer = EventFileWriter(str(run.folder / "tensorboard"))
+        self._writer = EventFileWriter(str(run.own_folder("tensorboard")))
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Bring everything to disk."""

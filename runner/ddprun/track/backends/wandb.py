@@ -36,7 +36,7 @@ class Wandb(CurveTracker):
             mode=options.mode,
             name=run.folder.name,
             group=run.name,
-            dir=str(run.folder),
+            dir=str(run.own_folder("wandb").parent),
             config=dict(run.pipeline),
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
