@@ -178,8 +178,9 @@ def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> 
     charts = over_steps(charts_in(page_of(one)))
     labels = [{trace["name"] for trace in chart["data"] if "name" in trace} for chart in charts]
     assert {"rank 0", "rank 1", "mean over ranks", "held-out"} in labels
-    assert {"group 0", "group 1"} in labels
-    assert {"gradient norm"} in labels
+    groups = {"group 0: head.*, *.bias", "group 1: the rest"}
+    assert groups in labels, "learning rates"
+    assert {"all gradients", *groups} in labels, "norms of gradients"
     assert {"buckets of 2.00 kB"} in labels
     for chart in (*charts, *over_steps(charts_in(page_of(one, two)))):
         shapes = [(shape["name"], shape["x0"]) for shape in chart["layout"]["shapes"]]

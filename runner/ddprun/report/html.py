@@ -383,15 +383,30 @@ def _held_out(runs: Runs) -> Iterator[Block]:
 
 
 def _groups(runs: Runs) -> Iterator[Block]:
-    for key, label in (("lr", "Learning rate"), ("grad_norm", "Gradient norm")):
+    for key, label in (("lr", "Learning rate"), ("group_grad_norms", "Gradient norm")):
         lines: dict[str, _Line] = {}
         for name, digest in runs:
-            curves = digest.groups[key]
-            for group, curve in enumerate(curves):
-                about = [name] * (len(runs) > 1) + [f"group {group}"] * (len(curves) > 1)
+            for group, curve in _of_groups(digest, key):
+                about = [name] * (len(runs) > 1) + [group] * bool(group)
                 lines[", ".join(about) or label.lower()] = _Line(curve, len(lines))
         if lines:
             yield from _over_steps(f"{label} over steps", label.lower(), lines, runs)
+
+
+def _of_groups(digest: Digest, key: str) -> Iterator[tuple[str, Curve]]:
+    """The curve of each group of parameters, by what it is called if there are several; of gradients that of
+    all together, too.
+    """
+    curves = digest.groups[key]
+    if key != "lr" and digest.grad_norm.steps:
+        yield "all gradients" if len(curves) > 1 else "", digest.grad_norm
+    elif len(curves) == 1:
+        yield "", curves[0]
+    if len(curves) > 1:
+        patterns = (digest.run.first("started") or {}).get("groups")
+        names = [*patterns, "the rest"] if patterns else []
+        for number, curve in enumerate(curves):
+            yield f"group {number}" + (f": {names[number]}" if number < len(names) else ""), curve
 
 
 def _step_time(runs: Runs) -> Iterator[Block]:
