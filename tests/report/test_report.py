@@ -190,6 +190,13 @@ def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> 
             *(("evaluation", step) for step in (20, 40, 60)),
         ]
         assert chart["layout"]["xaxis"]["range"] == [0.5, 60.5]
+    norms = [chart for chart in charts if "all gradients" in {trace.get("name") for trace in chart["data"]}]
+    rates = [chart for chart in charts if {trace.get("name") for trace in chart["data"]} == groups]
+    looks = [
+        {trace["name"]: trace["line"]["color"] for trace in chart["data"] if trace.get("name") in groups}
+        for chart in (*norms, *rates)
+    ]
+    assert looks[0] == looks[1], "a group has one colour"
     other = digest(Run(make(tmp_path / "other", evaluated=(10,))))
     loss = over_steps(charts_in(page_of(one, other)))[0]
     colours = {shape["name"]: shape["line"]["color"] for shape in loss["layout"]["shapes"]}

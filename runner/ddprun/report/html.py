@@ -386,27 +386,28 @@ def _groups(runs: Runs) -> Iterator[Block]:
     for key, label in (("lr", "Learning rate"), ("group_grad_norms", "Gradient norm")):
         lines: dict[str, _Line] = {}
         for name, digest in runs:
-            for group, curve in _of_groups(digest, key):
+            curves = _of_groups(digest, key)
+            if key != "lr" and len(runs) > 1:  # those of groups would be too many
+                curves = {"": digest.grad_norm} if digest.grad_norm.steps else {}
+            for group, curve in curves.items():  # of one run a group looks alike in both charts
                 about = [name] * (len(runs) > 1) + [group] * bool(group)
                 lines[", ".join(about) or label.lower()] = _Line(curve, len(lines))
         if lines:
             yield from _over_steps(f"{label} over steps", label.lower(), lines, runs)
 
 
-def _of_groups(digest: Digest, key: str) -> Iterator[tuple[str, Curve]]:
+def _of_groups(digest: Digest, key: str) -> dict[str, Curve]:
     """The curve of each group of parameters, by what it is called if there are several; of gradients that of
-    all together, too.
+    all together behind them.
     """
     curves = digest.groups[key]
+    several = len(curves) > 1
+    patterns = (digest.run.first("started") or {}).get("groups")
+    names = [f": {name}" for name in (*patterns, "the rest")] if patterns else []
+    found = {f"group {n}{''.join(names[n : n + 1])}" * several: curve for n, curve in enumerate(curves)}
     if key != "lr" and digest.grad_norm.steps:
-        yield "all gradients" if len(curves) > 1 else "", digest.grad_norm
-    elif len(curves) == 1:
-        yield "", curves[0]
-    if len(curves) > 1:
-        patterns = (digest.run.first("started") or {}).get("groups")
-        names = [*patterns, "the rest"] if patterns else []
-        for number, curve in enumerate(curves):
-            yield f"group {number}" + (f": {names[number]}" if number < len(names) else ""), curve
+        found["all gradients" * several] = digest.grad_norm
+    return found
 
 
 def _step_time(runs: Runs) -> Iterator[Block]:
@@ -503,13 +504,16 @@ def _communication(digest: Digest) -> Iterator[Block]:
 
 def _fidelity(digest: Digest) -> Iterator[Block]:
     labels = {
-        "cosine": "Cosine of the mean gradient with hooks and the exact mean",
-        "relative_l2": "Distance of the mean gradient with hooks from the exact mean, as a share of its norm",
+        "cosine": ("Cosine of the mean gradient with hooks and the exact mean", "cosine"),
+        "relative_l2": (
+            "Distance of the mean gradient with hooks from the exact mean, as a share of its norm",
+            "relative L2 error",
+        ),
     }
     draw = partial(_curve_chart, breaks=_begins(digest))
     for measure, curves in digest.fidelity.items():
         lines = {name: _Line(curve, index) for index, (name, curve) in enumerate(curves.items())}
-        yield from _over_steps(labels[measure], measure.replace("_", " "), lines, [("", digest)], draw)
+        yield from _over_steps(*labels[measure], lines, [("", digest)], draw)
     if not digest.fidelity:
         yield Text("Not measured: `timings.fidelity_every` is 0.", "note")
 
@@ -696,8 +700,9 @@ def _curve_chart(lines: Mapping[str, _Line], y: str, breaks: Sequence[float] = (
         one = {"x": xs, "y": _rounded(means), "name": name, "mode": mode, "line": line, "cliponaxis": False}
         data.append({**one, "marker": marker} if marked else one)
     layout = _layout("step", y)
-    layout["yaxis"]["rangemode"] = "normal"
     known = [value for value in values if value is not None] or [0.0]
+    if len(set(known)) > 1:  # around one value plotly would show a whole on either side
+        layout["yaxis"]["rangemode"] = "normal"
     return {"data": data, "layout": layout, "values": ("yaxis", min(known), max(known))}
 
 
