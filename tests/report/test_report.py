@@ -230,6 +230,22 @@ def test_fidelity_is_not_joined_over_a_change_of_hooks(tmp_path: Path) -> None:
     assert gaps == [0.5, 20.5, 40.5]
 
 
+@pytest.mark.parametrize("runs", [1, 3])
+def test_a_constant_is_drawn_from_zero(tmp_path: Path, runs: int) -> None:
+    """Not in the middle of a scale of two wholes; as learning rates without a schedule are."""
+    made = [digest(Run(everything(tmp_path / f"run-{n}"))) for n in range(runs)]
+    charts = over_steps(charts_in(page_of(*made)))
+    axes = [chart["layout"]["yaxis"] for chart in charts if is_constant(chart)]
+    assert len(axes) >= 2
+    for axis in axes:
+        assert axis["rangemode"] == "tozero"
+        assert axis.get("range", [0])[0] == 0
+
+
+def is_constant(chart: dict[str, Any]) -> bool:
+    return len({y for trace in chart["data"] for y in trace["y"] if y is not None}) == 1
+
+
 def test_losses_of_ranks_are_below_their_mean(tmp_path: Path) -> None:
     """What is drawn last is on top."""
     loss = over_steps(charts_in(page_of(digest(Run(everything(tmp_path / "run"))))))[0]

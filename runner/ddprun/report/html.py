@@ -623,6 +623,8 @@ def _share_scales(figures: Sequence[Figure]) -> None:
         for chart in (chart for figure in alike for chart in figure.charts.values()):
             axis, *own = chart["values"]
             low, high = min(own[0], *(one[1] for one in first)), max(own[1], *(one[2] for one in first))
+            if high - low <= 1e-5 * abs(high):  # one value
+                low, high = min(low, 0.0), max(high, 0.0)
             room = (high - low) * 0.04
             chart["layout"][axis]["range"] = [low - room if low else 0, high + room]
 
@@ -701,7 +703,7 @@ def _curve_chart(lines: Mapping[str, _Line], y: str, breaks: Sequence[float] = (
         data.append({**one, "marker": marker} if marked else one)
     layout = _layout("step", y)
     known = [value for value in values if value is not None] or [0.0]
-    if len(set(known)) > 1:  # around one value plotly would show a whole on either side
+    if len(set(_rounded(known))) > 1:  # around one value plotly would show a whole on either side
         layout["yaxis"]["rangemode"] = "normal"
     return {"data": data, "layout": layout, "values": ("yaxis", min(known), max(known))}
 
