@@ -276,6 +276,13 @@ def test_a_comparison_has_one_scale_and_one_speed(tmp_path: Path) -> None:
     assert "steps per second 100.0 33.3" in told
 
 
+def test_what_tells_runs_apart_is_on_top(tmp_path: Path) -> None:
+    """How each synchronises and through which hooks: the names of folders do not say it."""
+    plain = make(tmp_path / "plain")
+    told = words(page_of(*(digest(Run(folder)) for folder in (plain, everything(tmp_path / "several")))))
+    assert "stages that take steps train train; train (int8); train (int8)" in told
+
+
 def test_steps_that_are_not_timed_count_in_curves_only(tmp_path: Path) -> None:
     """As the first turn of a comparison does; if no step is left, nothing is said about time."""
     run = Run(make(tmp_path / "run", steps=20, stages=((), ())))

@@ -39,6 +39,7 @@ _FAULTS = [
 ]
 _MOST_FAULTS = 50
 _MOST_EVALUATIONS = 50
+_MOST_STAGES = 6  # that are named in one cell
 _MOST_BARS = 24
 _MARKED_POINTS = 30  # a line of so few has a mark at each
 _MOST_MARKS = 200  # evaluations in a chart
@@ -308,6 +309,10 @@ def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
     yield "status", summary.get("status", "still running, or killed")
     yield "ranks", f"{world} on {count(hosts, 'host')}"
     yield "device", f"{started.get('device')} over {started.get('backend')}"
+    if digest.stages:
+        shown_stages = [stage.described for stage in digest.stages[:_MOST_STAGES]]
+        more = ["…"] * (len(digest.stages) > _MOST_STAGES)
+        yield "stages that take steps", "; ".join([*shown_stages, *more])
     yield "steps", summary.get("steps", run.last_step)
     yield "steps per second", digest.steps_per_s
     yield "samples, all ranks", summary.get("samples")
