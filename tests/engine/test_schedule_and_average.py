@@ -200,11 +200,12 @@ def test_half_precision_weights_have_an_average_in_fp32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clip", ["null", "0.05"])
-def test_the_gradient_norm_is_that_before_clipping(tmp_path: Path, clip: str) -> None:
-    """By hand, from what plain SGD did to the weights in the first step; the same on all ranks, and only in
-    recorded steps.
+@pytest.mark.parametrize("group", ["", '{match: "*.bias", momentum: 0}'])
+def test_the_gradient_norm_is_that_before_clipping(tmp_path: Path, clip: str, group: str) -> None:
+    """By hand, from what plain SGD did to the weights in the first step, also of each parameter group; the
+    same on all ranks, and only in recorded steps.
     """
-    timings = "timings: {every: 2, grad_norm_every: 1}"
+    timings = f"timings: {{every: 2, grad_norm_every: 1}}\ngroups: [{group}]"
     text = BASE + f"optimizer: {{sgd: {{lr: 0.25}}}}\nclip_norm: {clip}\n{timings}\nstages:\n"
     # A step at a rate of 0 leaves the initial weights.
     stages = (
@@ -214,12 +215,20 @@ def test_the_gradient_norm_is_that_before_clipping(tmp_path: Path, clip: str) ->
     )
     run_dir = run_pipeline(tmp_path, text + stages, 2)
     before, after = (load_file(run_dir / f"{name}.safetensors") for name in ("before", "after"))
-    moved = torch.cat([(before[name] - after[name]).flatten().double() for name in before])
+    biases = {name for name in before if group and name.endswith(".bias")}
+    groups = [biases, before.keys() - biases] if group else [before.keys()]
+    norms = [
+        torch.cat([(before[name] - after[name]).flatten().double() for name in names]).norm().item() / 0.25
+        for names in groups
+    ]
     found = lines(run_dir, "steps")
     assert [line["step"] for line in found] == [2, 4, 6] * 2
-    assert found[0]["grad_norm"] == pytest.approx(moved.norm().item() / 0.25, rel=1e-4)
-    assert [line["grad_norm"] for line in found[:3]] == [line["grad_norm"] for line in found[3:]]
-    assert all(line["lr"] == [0.25] for line in found)
+    assert found[0]["group_grad_norms"] == pytest.approx(norms, rel=1e-4)
+    for line in found:
+        assert line["grad_norm"] == pytest.approx(math.hypot(*line["group_grad_norms"]), rel=1e-6)
+        assert line["lr"] == [0.25] * len(groups)
+    for key in ("grad_norm", "group_grad_norms"):
+        assert [line[key] for line in found[:3]] == [line[key] for line in found[3:]]
     if clip != "null":
         assert all(line["grad_norm"] > 0.06 for line in found if line["step"] > 2), "before clipping"
 

@@ -61,7 +61,8 @@ def make(
             for step in range(every, steps + 1, every):
                 record = step_record(rank, step, late, above) | {"stage": stage_of(step)}
                 if groups:
-                    record |= {"lr": [0.1, 0.01 / step], "grad_norm": 1.0 + rank}
+                    norms = {"grad_norm": 1.0 + rank, "group_grad_norms": [0.8 + rank, 0.6]}
+                    record |= {"lr": [0.1, 0.01 / step], **norms}
                 file.write(json.dumps(record) + "\n")
         with (folder / "buckets" / f"rank-{rank:05}.jsonl").open("w") as file:
             for step in range(every, steps + 1, every):
@@ -70,9 +71,8 @@ def make(
                     if fidelity_every and step % fidelity_every == 0:
                         record["fidelity"] = {"cosine": 1 - stage_of(step) / 10, "relative_l2": 0.1}
                     file.write(json.dumps(record) + "\n")
-    (folder / "events.jsonl").write_text(
-        "".join(json.dumps(e) + "\n" for e in events(ranks, steps, late, name, stacks, evaluated, above))
-    )
+    told = events(ranks, steps, late, name, stacks, evaluated, above, groups)
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
     episodes = [] if late is None else [episode(late, steps)]
     summary = {
         "v": 1,
@@ -194,6 +194,7 @@ def events(
     stacks: tuple[tuple[str, ...], ...],
     evaluated: tuple[int, ...],
     above: float,
+    groups: bool,
 ) -> list[dict[str, Any]]:
     """What rank 0 told."""
 
@@ -219,6 +220,7 @@ def events(
             device="cpu",
             backend="gloo",
             buckets=[],
+            groups=["head.*, *.bias"] if groups else [],
         ),
         event("buffers", 1_000_200, verdict="the model has no buffers: nothing is sent"),
         *(

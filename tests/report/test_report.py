@@ -178,8 +178,9 @@ def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> 
     charts = over_steps(charts_in(page_of(one)))
     labels = [{trace["name"] for trace in chart["data"] if "name" in trace} for chart in charts]
     assert {"rank 0", "rank 1", "mean over ranks", "held-out"} in labels
-    assert {"group 0", "group 1"} in labels
-    assert {"gradient norm"} in labels
+    groups = {"group 0: head.*, *.bias", "group 1: the rest"}
+    assert groups in labels, "learning rates"
+    assert {"all gradients", *groups} in labels, "norms of gradients"
     assert {"buckets of 2.00 kB"} in labels
     for chart in (*charts, *over_steps(charts_in(page_of(one, two)))):
         shapes = [(shape["name"], shape["x0"]) for shape in chart["layout"]["shapes"]]
@@ -189,6 +190,13 @@ def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> 
             *(("evaluation", step) for step in (20, 40, 60)),
         ]
         assert chart["layout"]["xaxis"]["range"] == [0.5, 60.5]
+    norms = [chart for chart in charts if "all gradients" in {trace.get("name") for trace in chart["data"]}]
+    rates = [chart for chart in charts if {trace.get("name") for trace in chart["data"]} == groups]
+    looks = [
+        {trace["name"]: trace["line"]["color"] for trace in chart["data"] if trace.get("name") in groups}
+        for chart in (*norms, *rates)
+    ]
+    assert looks[0] == looks[1], "a group has one colour"
     other = digest(Run(make(tmp_path / "other", evaluated=(10,))))
     loss = over_steps(charts_in(page_of(one, other)))[0]
     colours = {shape["name"]: shape["line"]["color"] for shape in loss["layout"]["shapes"]}
@@ -222,6 +230,22 @@ def test_fidelity_is_not_joined_over_a_change_of_hooks(tmp_path: Path) -> None:
     assert gaps == [0.5, 20.5, 40.5]
 
 
+@pytest.mark.parametrize("runs", [1, 3])
+def test_a_constant_is_drawn_from_zero(tmp_path: Path, runs: int) -> None:
+    """Not in the middle of a scale of two wholes; as learning rates without a schedule are."""
+    made = [digest(Run(everything(tmp_path / f"run-{n}"))) for n in range(runs)]
+    charts = over_steps(charts_in(page_of(*made)))
+    axes = [chart["layout"]["yaxis"] for chart in charts if is_constant(chart)]
+    assert len(axes) >= 2
+    for axis in axes:
+        assert axis["rangemode"] == "tozero"
+        assert axis.get("range", [0])[0] == 0
+
+
+def is_constant(chart: dict[str, Any]) -> bool:
+    return len({y for trace in chart["data"] for y in trace["y"] if y is not None}) == 1
+
+
 def test_losses_of_ranks_are_below_their_mean(tmp_path: Path) -> None:
     """What is drawn last is on top."""
     loss = over_steps(charts_in(page_of(digest(Run(everything(tmp_path / "run"))))))[0]
@@ -250,6 +274,13 @@ def test_a_comparison_has_one_scale_and_one_speed(tmp_path: Path) -> None:
     assert len(areas) == 2
     assert areas[0]["layout"]["yaxis"]["range"] == areas[1]["layout"]["yaxis"]["range"]
     assert "steps per second 100.0 33.3" in told
+
+
+def test_what_tells_runs_apart_is_on_top(tmp_path: Path) -> None:
+    """How each synchronises and through which hooks: the names of folders do not say it."""
+    plain = make(tmp_path / "plain")
+    told = words(page_of(*(digest(Run(folder)) for folder in (plain, everything(tmp_path / "several")))))
+    assert "stages that take steps train train; train (int8); train (int8)" in told
 
 
 def test_steps_that_are_not_timed_count_in_curves_only(tmp_path: Path) -> None:

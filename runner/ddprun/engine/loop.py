@@ -23,7 +23,7 @@ end_stage                 make ranks equal; evaluate_in_stage once more
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -234,13 +234,14 @@ def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> b
     precision, optimizer, model = runtime.precision, runtime.optimizer, runtime.model
     if from_backward:
         precision.check_gradients(optimizer)
-    norm = clip_gradients(run)
+    norm, group_norms = clip_gradients(run)
     with warmed_up(optimizer, run.warmed_up_for(step), settings.warmup_steps):
-        runtime.recorder.note_update([float(group["lr"]) for group in optimizer.param_groups], norm)
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        runtime.recorder.note_update(rates, norm, group_norms)
         if from_backward:
             applied = precision.step(optimizer)
         else:  # in half precision a score overflows sooner than a loss that is scaled
-            gradients = [param.grad for param in model.parameters() if param.grad is not None]
+            gradients = _gradients(model.parameters())
             applied = precision.scaler is None or all(bool(one.isfinite().all()) for one in gradients)
             if applied:
                 optimizer.step()
@@ -283,23 +284,40 @@ def mean_loss(session: Session, loss: Tensor, samples: int) -> Tensor:
     return loss / samples if session.runtime.objective.summed and samples else loss
 
 
-def clip_gradients(run: StageRun) -> Tensor | None:
-    """Clip the gradients; gives their 2-norm before that, shape (): where `clip_norm` needs it anyway, and in
-    every n-th step (`timings.grad_norm_every`), since it reads all gradients once more.
+def clip_gradients(run: StageRun) -> tuple[Tensor | None, list[Tensor] | None]:
+    """Clip the gradients; gives their 2-norm before that and those of each parameter group, shape () each: in
+    every n-th step (`timings.grad_norm_every`), since they read all gradients once more; what `clip_norm`
+    needs anyway in each.
     """
-    settings, model = run.settings, run.session.runtime.model
-    measured = run.measures_norm(run.session.state.step + 1)
-    norm = None
-    if measured and (settings.clip_norm is None or settings.clip_value is not None):
-        gradients = [param.grad for param in model.parameters() if param.grad is not None]
-        if not any(one.is_sparse for one in gradients):  # which have no norm in torch
-            norm = torch.nn.utils.get_total_norm(gradients)
+    settings, runtime = run.settings, run.session.runtime
+    model, groups = runtime.model, runtime.optimizer.param_groups
+    norm = group_norms = None
+    by_norm_alone = settings.clip_norm is not None and settings.clip_value is None
+    measures = run.measures_norm(run.session.state.step + 1)
+    if measures and not (by_norm_alone and len(groups) == 1):
+        group_norms = _norms([_gradients(group["params"]) for group in groups])
+        if group_norms is not None:
+            norm = torch.linalg.vector_norm(torch.stack(group_norms))
     if settings.clip_value is not None:
         torch.nn.utils.clip_grad_value_(model.parameters(), settings.clip_value)
     if settings.clip_norm is not None:
         total = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
-        norm = total if settings.clip_value is None else norm
-    return norm
+        if by_norm_alone:
+            norm, group_norms = total, [total] if len(groups) == 1 else group_norms
+    return norm, group_norms
+
+
+def _norms(groups: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
+    """The 2-norm of each group of gradients, shape (); None if one is sparse, which has no norm in torch."""
+    every = [one for group in groups for one in group]
+    if not every or any(one.is_sparse for one in every):
+        return None
+    none = torch.zeros((), device=every[0].device)
+    return [torch.nn.utils.get_total_norm(group).float() if group else none for group in groups]
+
+
+def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
 
 
 @contextmanager

@@ -196,6 +196,7 @@ def _announce(session: Session) -> None:
             {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
             for b in (runtime.replica.layout if runtime.replica is not None else ())
         ],
+        groups=[", ".join(group.match) for group in pipeline.groups],
     )
     # What the model's buffers do, and what follows from that under the file's settings.
     use = runtime.buffers.use

@@ -204,7 +204,8 @@ class Digest:
     loss: Curve
     rank_losses: list[Curve]  # of the first ranks
     parts_ms: dict[str, Curve]  # each part of a step, mean over ranks
-    groups: dict[str, list[Curve]]  # `lr` and `grad_norm` of the first groups of parameters, if recorded
+    groups: dict[str, list[Curve]]  # learning rate and gradient norm of the first groups of parameters
+    grad_norm: Curve  # of all gradients together
     held_out: dict[str, Curve]  # each metric of the evaluations
     fidelity: dict[str, dict[str, Curve]] = field(default_factory=dict)  # each measure, by size of buckets
     gathered: dict[int, Gathered] = field(default_factory=dict)  # by gradient bucket, if measured
@@ -281,16 +282,12 @@ def _index(steps: Sequence[int], step: int) -> int | None:
     return index if index < len(steps) and steps[index] == step else None
 
 
-def _per_group(value: Any) -> Sequence[float | None]:
-    return value[:_GROUPS] if isinstance(value, list) else [value]
-
-
 def digest(run: Run, timed: Callable[[int], bool] = lambda _: True) -> Digest:
     """Read a run's records; the time of the steps that are not `timed` does not count."""
     steps = run.recorded
     rank_losses = [_Column(steps) for _ in run.ranks]
-    columns = {name: _Column(steps) for name in ("mean_loss", *PARTS, "step_us")}
-    groups: dict[str, list[_Column]] = {"lr": [], "grad_norm": []}
+    columns = {name: _Column(steps) for name in ("mean_loss", "grad_norm", *PARTS, "step_us")}
+    groups: dict[str, list[_Column]] = {"lr": [], "group_grad_norms": []}
     of_stages: dict[int, Stage] = {}
     begun = {event["stage"]: event for event in run.all("stage_started")}
     for position, (rank, own_loss) in enumerate(zip(run.ranks, rank_losses, strict=True)):
@@ -299,9 +296,9 @@ def digest(run: Run, timed: Callable[[int], bool] = lambda _: True) -> Digest:
             at = _index(steps, step)
             own_loss.add(at, line["loss"])
             for name, column in columns.items():
-                column.add(at, line[name])
+                column.add(at, line.get(name))
             for name, known in groups.items():
-                for group, value in enumerate(_per_group(line.get(name))):
+                for group, value in enumerate((line.get(name) or ())[:_GROUPS]):
                     if group == len(known):
                         known.append(_Column(steps))
                     known[group].add(at, value)
@@ -322,6 +319,7 @@ def digest(run: Run, timed: Callable[[int], bool] = lambda _: True) -> Digest:
         rank_losses=[column.curve(stages) for column in rank_losses[:_RANK_LOSSES]],
         parts_ms={part: columns[part].curve(stages, 1e-3) for part in PARTS},
         groups={name: _curves(known, stages) for name, known in groups.items()},
+        grad_norm=columns["grad_norm"].curve(stages),
         held_out=_held_out(run),
     )
     if found.recorded:

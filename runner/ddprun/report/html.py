@@ -39,6 +39,7 @@ _FAULTS = [
 ]
 _MOST_FAULTS = 50
 _MOST_EVALUATIONS = 50
+_MOST_STAGES = 6  # that are named in one cell
 _MOST_BARS = 24
 _MARKED_POINTS = 30  # a line of so few has a mark at each
 _MOST_MARKS = 200  # evaluations in a chart
@@ -308,6 +309,10 @@ def _facts_of(digest: Digest) -> Iterator[tuple[str, Any]]:
     yield "status", summary.get("status", "still running, or killed")
     yield "ranks", f"{world} on {count(hosts, 'host')}"
     yield "device", f"{started.get('device')} over {started.get('backend')}"
+    if digest.stages:
+        shown_stages = [stage.described for stage in digest.stages[:_MOST_STAGES]]
+        more = ["…"] * (len(digest.stages) > _MOST_STAGES)
+        yield "stages that take steps", "; ".join([*shown_stages, *more])
     yield "steps", summary.get("steps", run.last_step)
     yield "steps per second", digest.steps_per_s
     yield "samples, all ranks", summary.get("samples")
@@ -383,15 +388,31 @@ def _held_out(runs: Runs) -> Iterator[Block]:
 
 
 def _groups(runs: Runs) -> Iterator[Block]:
-    for key, label in (("lr", "Learning rate"), ("grad_norm", "Gradient norm")):
+    for key, label in (("lr", "Learning rate"), ("group_grad_norms", "Gradient norm")):
         lines: dict[str, _Line] = {}
         for name, digest in runs:
-            curves = digest.groups[key]
-            for group, curve in enumerate(curves):
-                about = [name] * (len(runs) > 1) + [f"group {group}"] * (len(curves) > 1)
+            curves = _of_groups(digest, key)
+            if key != "lr" and len(runs) > 1:  # those of groups would be too many
+                curves = {"": digest.grad_norm} if digest.grad_norm.steps else {}
+            for group, curve in curves.items():  # of one run a group looks alike in both charts
+                about = [name] * (len(runs) > 1) + [group] * bool(group)
                 lines[", ".join(about) or label.lower()] = _Line(curve, len(lines))
         if lines:
             yield from _over_steps(f"{label} over steps", label.lower(), lines, runs)
+
+
+def _of_groups(digest: Digest, key: str) -> dict[str, Curve]:
+    """The curve of each group of parameters, by what it is called if there are several; of gradients that of
+    all together behind them.
+    """
+    curves = digest.groups[key]
+    several = len(curves) > 1
+    patterns = (digest.run.first("started") or {}).get("groups")
+    names = [f": {name}" for name in (*patterns, "the rest")] if patterns else []
+    found = {f"group {n}{''.join(names[n : n + 1])}" * several: curve for n, curve in enumerate(curves)}
+    if key != "lr" and digest.grad_norm.steps:
+        found["all gradients" * several] = digest.grad_norm
+    return found
 
 
 def _step_time(runs: Runs) -> Iterator[Block]:
@@ -488,13 +509,16 @@ def _communication(digest: Digest) -> Iterator[Block]:
 
 def _fidelity(digest: Digest) -> Iterator[Block]:
     labels = {
-        "cosine": "Cosine of the mean gradient with hooks and the exact mean",
-        "relative_l2": "Distance of the mean gradient with hooks from the exact mean, as a share of its norm",
+        "cosine": ("Cosine of the mean gradient with hooks and the exact mean", "cosine"),
+        "relative_l2": (
+            "Distance of the mean gradient with hooks from the exact mean, as a share of its norm",
+            "relative L2 error",
+        ),
     }
     draw = partial(_curve_chart, breaks=_begins(digest))
     for measure, curves in digest.fidelity.items():
         lines = {name: _Line(curve, index) for index, (name, curve) in enumerate(curves.items())}
-        yield from _over_steps(labels[measure], measure.replace("_", " "), lines, [("", digest)], draw)
+        yield from _over_steps(*labels[measure], lines, [("", digest)], draw)
     if not digest.fidelity:
         yield Text("Not measured: `timings.fidelity_every` is 0.", "note")
 
@@ -604,6 +628,8 @@ def _share_scales(figures: Sequence[Figure]) -> None:
         for chart in (chart for figure in alike for chart in figure.charts.values()):
             axis, *own = chart["values"]
             low, high = min(own[0], *(one[1] for one in first)), max(own[1], *(one[2] for one in first))
+            if high - low <= 1e-5 * abs(high):  # one value
+                low, high = min(low, 0.0), max(high, 0.0)
             room = (high - low) * 0.04
             chart["layout"][axis]["range"] = [low - room if low else 0, high + room]
 
@@ -681,8 +707,9 @@ def _curve_chart(lines: Mapping[str, _Line], y: str, breaks: Sequence[float] = (
         one = {"x": xs, "y": _rounded(means), "name": name, "mode": mode, "line": line, "cliponaxis": False}
         data.append({**one, "marker": marker} if marked else one)
     layout = _layout("step", y)
-    layout["yaxis"]["rangemode"] = "normal"
     known = [value for value in values if value is not None] or [0.0]
+    if len(set(_rounded(known))) > 1:  # around one value plotly would show a whole on either side
+        layout["yaxis"]["rangemode"] = "normal"
     return {"data": data, "layout": layout, "values": ("yaxis", min(known), max(known))}
 
 

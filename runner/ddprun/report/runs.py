@@ -51,8 +51,9 @@ class _Step(BaseModel):
     mean_loss: _Number | None
     start_us: _Number
     step_us: _Number
-    lr: _Number | list[_Number | None] | None = None
-    grad_norm: _Number | list[_Number | None] | None = None
+    lr: list[_Number | None] | None = None
+    grad_norm: _Number | None = None
+    group_grad_norms: list[_Number | None] | None = None
     laps: list[tuple[str, _Number]] = _OPTIONAL
     waits: list[tuple[_Number, _Number]] = _OPTIONAL
 
@@ -144,6 +145,7 @@ class _ClockOffsets(_Event):
 class _Started(_Event):
     hosts: list[str] = _OPTIONAL
     world_size: _Count = _OPTIONAL
+    groups: list[str] = _OPTIONAL
     time: str = _OPTIONAL
 
 

@@ -274,14 +274,20 @@ class StepRecorder:
         """Whether the running step has a record, in a file or for trackers."""
         return self.current.number % self._every == 0 or self.observe is not None
 
-    def note_update(self, lr: Sequence[float], grad_norm: Tensor | None) -> None:
-        """Note the learning rate of each parameter group, and the norm of all gradients, shape ().
+    def note_update(
+        self, lr: Sequence[float], grad_norm: Tensor | None, group_norms: Sequence[Tensor] | None
+    ) -> None:
+        """Note the parameter groups' learning rates, the norm of all gradients, and those of the groups.
 
-        On a device the norm is read some steps later, as losses are.
+        Norms are of shape (); None: not measured. On a device they are read some steps later, as losses are.
         """
-        if self.records_step:
-            self.current.lr = lr
-            self.current.grad_norm = None if grad_norm is None else self._clock.on_host(grad_norm.float())
+        if not self.records_step:
+            return
+        step, on_host = self.current, self._clock.on_host
+        step.lr = lr
+        step.grad_norm = None if grad_norm is None else on_host(grad_norm.float())
+        if group_norms is not None:
+            step.group_grad_norms = [on_host(norm.float()) for norm in group_norms]
 
     def lap(self, part: str) -> None:
         """End a part of the step (one of `PARTS`); what follows belongs to the next."""

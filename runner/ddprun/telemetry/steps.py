@@ -15,7 +15,7 @@ step has two *sections* in which buckets travel, with traces and waits of their 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +77,7 @@ class Step:
     requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
     lr: Sequence[float] | None = None  # of each parameter group, if the optimizer has stepped
     grad_norm: Any = None  # of all gradients before clipping, from `Clock.on_host`; None: not measured
+    group_grad_norms: list[Any] | None = None  # the same of each parameter group
 
 
 @dataclass(slots=True)
@@ -230,10 +231,7 @@ def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
         for step in steps
     ]
     loss_sums, counts, samples = _losses(buffer, clock)
-    measured = [step for step in steps if step.grad_norm is not None]
-    norms = clock.numbers([step.grad_norm for step in measured])
-    for step, norm in zip(measured, norms, strict=True):
-        step.grad_norm = norm
+    _read_norms(steps, clock)
     clock.rebase()
     return ResolvedSteps(
         steps=steps,
@@ -363,6 +361,18 @@ def _losses(buffer: MarkBuffer, clock: Clock) -> tuple[list[float], list[float],
     return loss_sums, of_steps, samples
 
 
+def _read_norms(steps: Sequence[Step], clock: Clock) -> None:
+    """Make numbers of the norms that were measured."""
+    measured = [step for step in steps if step.grad_norm is not None]
+    of_groups = [norm for step in measured for norm in step.group_grad_norms or ()]
+    norms = iter(clock.numbers([*(step.grad_norm for step in measured), *of_groups]))
+    for step in measured:
+        step.grad_norm = next(norms)
+    for step in measured:
+        if step.group_grad_norms is not None:
+            step.group_grad_norms = list(islice(norms, len(step.group_grad_norms)))
+
+
 def _table(numbers: Sequence[int], columns: int) -> Ints:
     return np.array(numbers, dtype=np.int64).reshape(-1, columns).T
 
@@ -432,6 +442,7 @@ def step_records(
             "mean_loss": mean_losses[row],
             "lr": step.lr,
             "grad_norm": step.grad_norm,
+            "group_grad_norms": step.group_grad_norms,
             "start_us": times[first],
             "data_us": data,
             "forward_us": forward,

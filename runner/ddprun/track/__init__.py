@@ -99,6 +99,9 @@ def curves(step: StepInfo) -> dict[str, float]:
     found |= {f"lr/group_{index}": lr for index, lr in enumerate(record["lr"] or ())}
     if record["grad_norm"] is not None:
         found["grad_norm"] = record["grad_norm"]
+    norms = record["group_grad_norms"] or ()
+    if len(norms) > 1:
+        found |= {f"grad_norm/group_{index}": norm for index, norm in enumerate(norms)}
     found["communication/bytes"] = float(sum(step.sent.values()))
     return finite_only(found)
 

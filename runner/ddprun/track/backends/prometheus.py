@@ -48,6 +48,8 @@ class Prometheus(Tracker):
         self._loss = gauge("ddprun_loss", "Mean loss over all ranks.")
         self._lr = gauge("ddprun_learning_rate", "Learning rate by parameter group.", ["group"])
         self._grad_norm = gauge("ddprun_gradient_norm", "Norm of rank 0's gradients before clipping.")
+        norms = "The same by parameter group."
+        self._group_norms = gauge("ddprun_group_gradient_norm", norms, ["group"])
         self._measured = gauge("ddprun_evaluation", "What was measured last.", ["metric"])
         about = {"pipeline": run.name, "run": run.folder.name}
         Info("ddprun_run", "The run.", registry=registry).info(about)
@@ -73,6 +75,8 @@ class Prometheus(Tracker):
             self._lr.labels(str(group)).set(lr)
         if record["grad_norm"] is not None:
             self._grad_norm.set(record["grad_norm"])
+        for group, norm in enumerate(record["group_grad_norms"] or ()):
+            self._group_norms.labels(str(group)).set(norm)
         if time.monotonic() - self._written_s >= _WRITE_EVERY_S:
             self._write()
 
