@@ -172,6 +172,34 @@ def test_advice_knows_what_other_stages_have_tried(tmp_path: Path, slow: int, pa
     assert list(told.values())[slow][2] == advice
 
 
+@pytest.mark.parametrize(
+    ("part", "advice"),
+    [
+        ("exposed_wire_us", "Try to send less (`ddprun compare`"),
+        ("exposed_hook_us", "Try without the hooks, or with cheaper ones"),
+    ],
+)
+def test_advice_puts_nothing_down_to_hooks_that_the_policy_does(
+    tmp_path: Path, part: str, advice: str
+) -> None:
+    """A stage that seldom synchronises is fast with any hooks, and without any."""
+    stacks = ((), ("int8",)) if part == "exposed_wire_us" else (("int8",), ())
+    folder = make(tmp_path / "run", steps=40, stages=stacks)
+    for file in (folder / "steps").iterdir():
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        for record in records[:20]:
+            record["step_us"] += 10_000
+            record[part] += 10_000
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    events = folder / "events.jsonl"
+    seldom = '"stage": 1, "kind": "train", "sync": {"local_sgd": {"every": 8}}'
+    text = events.read_text().replace('"stage": 1, "kind": "train", "sync": "every_step"', seldom)
+    assert seldom in text
+    events.write_text(text)
+    told = sentences(digest(Run(folder)))
+    assert next(iter(told.values()))[2].startswith(advice)
+
+
 def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> None:
     """Of one run, and of several: in the colour of each run where they are not the same."""
     one, two = (digest(Run(everything(tmp_path / name))) for name in ("one", "two"))

@@ -600,7 +600,7 @@ def _what(digest: Digest, stage: Stage, sums: Sequence[StragglerTotal]) -> str:
     if shares["data"] > _MUCH:
         return "Try more `loader.workers`: the training thread waits for its data."
     if shares["hook"] > _MUCH:
-        plain = [one for one in digest.stages if not one.hooks and one.kind == stage.kind]
+        plain = [one for one in _alike(digest, stage) if not one.hooks]
         if plain and (fastest := min(plain, key=lambda one: one.step_ms)).step_ms < stage.step_ms:
             there = f"a step took {fastest.step_ms:.1f} ms in stage {fastest.index}, which has none"
             return f"Try without the hooks: {there}."
@@ -630,7 +630,7 @@ def _what(digest: Digest, stage: Stage, sums: Sequence[StragglerTotal]) -> str:
 def _against_the_wire(digest: Digest, stage: Stage) -> str:
     if {one.hooks for one in stage.sent if one.kind in ("gradient", "delta")} != {()}:
         return f"Try {_less_often(digest, stage)}."
-    if hooked := [one for one in digest.stages if one.hooks and one.kind == stage.kind]:
+    if hooked := [one for one in _alike(digest, stage) if one.hooks]:
         fastest = min(hooked, key=lambda one: one.step_ms)
         there = f"with those of stage {fastest.index} a step took {fastest.step_ms:.1f} ms"
         if fastest.step_ms < stage.step_ms:
@@ -641,6 +641,11 @@ def _against_the_wire(digest: Digest, stage: Stage) -> str:
         f"Try to send less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`{also}), or try "
         f"{_less_often(digest, stage)}."
     )
+
+
+def _alike(digest: Digest, stage: Stage) -> list[Stage]:
+    """The stages of the same kind and sync policy: what differs between them may come from the hooks."""
+    return [one for one in digest.stages if (one.kind, one.sync) == (stage.kind, stage.sync)]
 
 
 def _less_often(digest: Digest, stage: Stage) -> str:
