@@ -15,6 +15,7 @@ from ddprun.config.schema import (
     Audit,
     Batch,
     Checkpoint,
+    Compile,
     Ddp,
     Launch,
     Loader,
@@ -70,6 +71,12 @@ def test_every_key_is_on_the_page_with_its_default() -> None:
         )
     )
     assert rows == defaults()
+
+
+def test_how_to_compile_is_on_the_page() -> None:
+    """Each option with its default."""
+    rows = {key.strip("`"): default for key, default, _ in cells("### Compiling")[1:]}
+    assert rows == {name: shown(field.default) for name, field in Compile.model_fields.items()}
 
 
 def cells(section: str) -> list[list[str]]:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddprun.config import Choice, Loaded
-from ddprun.engine import build, seeding
+from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
-from ddprun.engine.objective import Objective, Precision, find_buffer_use, freeze_layout
+from ddprun.engine.objective import Objective, Precision, find_buffer_use, first_pass, freeze_layout
 from ddprun.host.device import gpu_count
 from ddprun.host.import_path import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica
@@ -58,6 +58,16 @@ class Unknown:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """What torch.compile makes of the model in a training step."""
+
+    blocks: tuple[str, ...]  # names of the modules that are compiled; ("",) is the model
+    what: str  # the same in plain words
+    graphs: tuple[compiling.Graph, ...]
+    breaks: tuple[compiling.GraphBreak, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelProbe:
     """What is known about a run before it starts."""
 
@@ -69,6 +79,7 @@ class ModelProbe:
     feeds: build.Feeds | None
     unknown: Unknown
     device: torch.device
+    compiled: Compiled | None  # None: the pipeline does not compile its model, or it is not known
 
 
 def probe_model(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
@@ -103,13 +114,31 @@ def probe_model(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
 
     verdict = None
     gradients: tuple[BucketLayout, ...] | None = None if _any_gradients(loaded) else ()
+    compiled = None
+    compiling.check_dynamo(loaded)
     if model is not None and feeds is not None and not unknown.batch:
         objective = Objective(loaded, build.build_loss(loaded, device))
         verdict = find_buffer_use(model, objective, precision, feeds.main, automatic=True)
+        if pipeline.compile is not None:
+            compiled = _compiled(loaded, model, objective, precision, feeds.main)
         if gradients is None:
             gradients = _buckets(loaded, model, objective, precision, feeds.main)
     state = _state(optimizer) if optimizer is not None and _sends_state(loaded) else {}
-    return ModelProbe(model, gradients, verdict, optimizer, state, feeds, unknown, device)
+    return ModelProbe(model, gradients, verdict, optimizer, state, feeds, unknown, device, compiled)
+
+
+def _compiled(
+    loaded: Loaded, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
+) -> Compiled:
+    """Compile the model without building kernels: graphs, and the order of gradients, are those of a run."""
+    first_pass(model, objective, precision, feed, backward=False)  # what fails here is the model's own
+    compiler, blocks = compiling.compile_model(loaded, model, backend="aot_eager")
+    try:
+        first_pass(model, objective, precision, feed, backward=bool(loaded.pipeline.train_stages()))
+    except Exception as error:
+        raise compiling.as_fault(loaded, error, compiling=True) or error from error
+    what = compiling.describe(blocks)
+    return Compiled(tuple(blocks), what, tuple(compiler.graphs), compiler.breaks)
 
 
 def is_foreign(choice: Choice) -> bool:

@@ -1,7 +1,8 @@
 """DistributedDataParallel around a model: the one place that knows it."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,10 +62,9 @@ class DdpReplica:
             unused: the error for parameters that got no gradient, though DDP waits for all.
             barrier: waits for all ranks.
         """
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         settings = self._settings
         self.model.train()
-        with self.dispatcher.learning_layout():
+        with buffers_kept(self.model), self.dispatcher.learning_layout():
             for _ in range(3 if settings.static_graph else 2):
                 loss().backward()  # type: ignore[no-untyped-call]
                 missing = without_gradient(self.model)
@@ -72,9 +72,6 @@ class DdpReplica:
                     raise unused(missing)
                 self.model.zero_grad(set_to_none=True)
                 barrier()  # the next pass begins with an exchange of DDP's own, which no watchdog sees
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
     def begin_stage(self, stack: Stack, group: RankGroup) -> str:
         """Average gradients by these hooks, and among these ranks, from now on; gives what must be
@@ -107,6 +104,16 @@ class DdpReplica:
             self.dispatcher.traces = None
         missing = self.dispatcher.missing if exchange else ()
         return missing and ([name for name in without_gradient(self.model) if name in missing] or missing)
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Whatever changes in the model's buffers inside has never changed."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
 
 def without_gradient(model: nn.Module) -> list[str]:
