@@ -24,6 +24,9 @@ from tests.checkpoint.runs import CNN, check
 from tests.engine.running import events, lines, summary, to_its_end, weights
 from tests.ranks import as_processes
 
+# Torch looks whether inputs of blocks have gradients. It hides its own warning of that, but not the error.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))),
     reason="torch.compile needs a C++ compiler: apt-get install g++",
@@ -106,7 +109,7 @@ def test_blocks_that_are_not_there(pipeline: Any) -> None:
     """The fault is at the pattern, and lists what there is."""
     loaded = pipeline('{blocks: ["layers.*", "block.*"]}')
     found = fault(lambda: blocks_of(loaded, Net(), loaded.pipeline.compile))
-    assert found.startswith('4:33: compile.blocks[1]: no module, and no class of one, is called "block.*"; ')
+    assert found.startswith('4:32: compile.blocks[1]: no module, and no class of one, is called "block.*"; ')
     assert "there are first, last, " in found
     assert "of the classes Linear, Layer, " in found
     loaded = pipeline("true")
@@ -147,7 +150,7 @@ def test_a_graph_is_cut_where_gradients_fill_a_bucket(pipeline: Any) -> None:
     net = Net()
     compiler = graphs(pipeline("{blocks: [layers.*]}", "ddp: {bucket_cap_mb: 1}\n"), net, 4)
     assert [len(graph.parts) for graph in compiler.graphs] == [1]
-    assert net.layers[0].linear.weight.grad is not None
+    assert all(param.grad is not None for param in net.layers.parameters())
 
 
 def test_graph_breaks_are_named_with_their_place(pipeline: Any) -> None:
@@ -207,7 +210,7 @@ timings: {gradients: true, fidelity_every: 2}
 stages:
   - train: {steps: 3}
   - train: {steps: 2, accumulate: 2, hooks: [int8]}
-  - train: {steps: 4, sync: {local_sgd: {every: 2}}, mutate: {noise: {std: 0.0}}, evaluate: {every: 2}}
+  - train: {steps: 4, sync: {local_sgd: {every: 2}}, mutate: {noise: {std: 1e-6}}, evaluate: {every: 2}}
   - forward: {steps: 2, update: {evolution_strategies: {std: 0.01, population: 1}}}
   - evaluate: {metrics: [accuracy]}
   - save
@@ -337,13 +340,13 @@ def test_a_cache_that_may_not_execute_is_refused(tmp_path: Path) -> None:
         "from ddprun.engine.compiling import check_compiler\n"
         "check_compiler(load(pathlib.Path(sys.argv[1])), torch.device('cuda'))\n"
     )
-    mounted = f"mount -t tmpfs -o noexec tmpfs {tmp_path}/cache && exec {sys.executable} -c '{script}' $0"
     (tmp_path / "cache").mkdir()
     enter = ["unshare", "--mount", "--map-root-user"]
     if shutil.which("unshare") is None or subprocess.run([*enter, "true"], check=False).returncode:
         pytest.skip("this user may make no namespace of mounts")
+    mount = f'mount -t tmpfs -o noexec tmpfs {tmp_path}/cache && exec "$@"'
     done = subprocess.run(
-        [*enter, "sh", "-c", mounted, str(tmp_path / "p.yaml")],
+        [*enter, "sh", "-c", mount, "sh", sys.executable, "-c", script, str(tmp_path / "p.yaml")],
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/cache/kernels"},
         capture_output=True,
         text=True,

@@ -49,7 +49,7 @@ def json_schema() -> Schema:
         "key": _KEY,
         "init": {"anyOf": [{"type": "string"}, _model_schema(Init, definitions)]},
         "blocks": {"anyOf": [{"type": ["string", "null"], "minLength": 1}, _PATTERNS]},
-        "compile": {"anyOf": [{"type": ["boolean", "null"]}, _model_schema(Compile, definitions)]},
+        "compile": {"anyOf": [{"type": "boolean"}, _model_schema(Compile, definitions)]},
         "group": {
             "type": "object",
             "properties": {"match": {"anyOf": [{"type": "string"}, _PATTERNS]}},

@@ -239,8 +239,10 @@ _BLOCKS = "write auto, a pattern of names, a class, or a list of these"
 
 
 def _read_blocks(value: Any) -> tuple[str, ...] | Literal["auto"] | None:
-    if value is None or value == "auto":
-        return value  # type: ignore[return-value]
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not names:
         raise expected("blocks to compile", _BLOCKS)
@@ -854,7 +856,7 @@ class Pipeline(Options):
     deterministic: bool = False
     """Use only algorithms that repeat bit for bit; an operation that has none is an error."""
 
-    compile: Annotated[Compile | None, Validated(_read_compile, "compile")] = None
+    compile: Annotated[Compile, Validated(_read_compile, "compile")] | None = None
     """Compile the model with `torch.compile`: true, or how; null and false run it as it is."""
 
     ddp: Ddp = Ddp()

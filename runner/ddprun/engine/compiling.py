@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo
@@ -245,22 +245,23 @@ def compile_model(
     for block in blocks.values():
         # What `Module.compile` sets. That leaves torch's own modules, such as Sequential, as they are without
         # a word: torch.compile skips all calls that begin in torch's code. This one begins here.
-        block._compiled_call_impl = partial(call, block)  # type: ignore[assignment]
+        block._compiled_call_impl = partial(call, block)
     return compiler, blocks
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def _backend(settings: Compile, name: str) -> _GraphBackend:
     if name != "inductor":
-        found: _GraphBackend = torch._dynamo.lookup_backend(name)
-        return found
+        found: Any = torch._dynamo.lookup_backend(name)
+        return cast("_GraphBackend", found)
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    return partial(compile_fx, config_patches=list_mode_options(settings.mode, settings.dynamic))
+    patches = list_mode_options(settings.mode, settings.dynamic)
+    return cast("_GraphBackend", partial(compile_fx, config_patches=patches))
 
 
 def describe(blocks: Mapping[str, nn.Module]) -> str:
@@ -290,7 +291,10 @@ def as_fault(loaded: Loaded, error: BaseException, *, compiling: bool = False) -
         of_inductor.InvalidCxxCompiler,
         of_inductor.CppCompileError,
     )
-    if compiling or any(isinstance(one, kinds) for one in _chain(error)):
+    chain = list(_chain(error))
+    # What an operation refuses, such as shapes that do not fit, is no matter of compiling.
+    of_the_model = any(isinstance(one, torch._dynamo.exc.TorchRuntimeError) for one in chain)
+    if compiling or (not of_the_model and any(isinstance(one, kinds) for one in chain)):
         return _refused(loaded, error)
     return None
 

@@ -195,7 +195,9 @@ def _compile(
         for feed, backward in dict.fromkeys(stages):
             first_pass(model, objective, precision, feed, backward=backward)
     except Exception as error:
-        raise compiling.as_fault(loaded, error, compiling=True) or error from error
+        if (fault := compiling.as_fault(loaded, error, compiling=True)) is not None:
+            raise fault from error
+        raise
     finally:
         soon.cancel()
     if stages and not compiler.graphs:

@@ -136,7 +136,9 @@ def _compiled(
     try:
         first_pass(model, objective, precision, feed, backward=bool(loaded.pipeline.train_stages()))
     except Exception as error:
-        raise compiling.as_fault(loaded, error, compiling=True) or error from error
+        if (fault := compiling.as_fault(loaded, error, compiling=True)) is not None:
+            raise fault from error
+        raise
     what = compiling.describe(blocks)
     return Compiled(tuple(blocks), what, tuple(compiler.graphs), compiler.breaks)
 
