@@ -128,9 +128,10 @@ def check_compiler(loaded: Loaded, device: torch.device) -> None:
     try:
         if device.type == "cpu":
             get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError):
+        raise _refused(loaded, InvalidCxxCompiler()) from None
+    try:
         folder = cache_dir()
-    except InvalidCxxCompiler as error:
-        raise _refused(loaded, error) from None
     except OSError as error:
         text = f"torch.compile cannot keep its kernels in {error.filename}: {error.strerror}"
         raise loaded.error("compile", text, _CACHE) from None
