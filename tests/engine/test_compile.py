@@ -255,7 +255,7 @@ def test_a_compiled_run_ends_as_one_that_is_not(runs: dict[str, Path]) -> None:
     for name, value in plain.items():
         assert torch.allclose(compiled[name], value, rtol=1e-3, atol=1e-4), name
     ends = [summary(runs[name]) for name in ("true", "null")]
-    assert ends[1]["loss"] < 2, "it has learned something"
+    assert ends[1]["loss"] < 2.2, "it has learned something"
     assert ends[0]["loss"] == pytest.approx(ends[1]["loss"], rel=1e-3)
     assert ends[0]["metrics"]["loss"] == pytest.approx(ends[1]["metrics"]["loss"], rel=1e-3)
 
