@@ -30,6 +30,7 @@ def compared(loaded: Load, *overrides: str, next_stage: int = 2, begun: int | No
     [
         ("stages[2].train.steps=30", "stages[2].train.steps: 20 in the checkpoint, 30 now"),
         ("ddp.bucket_cap_mb=2", "ddp.bucket_cap_mb: 25.0 in the checkpoint, 2.0 now"),
+        ("compile=true", "compile: null in the checkpoint, {mode: default, "),
         ("hooks=[int8]", "hooks[0]: fp16 in the checkpoint, {int8: "),
         ("timings.every=5", "timings.every: 1 in the checkpoint, 5 now"),
         ("optimizer.sgd.lr=0.5", "optimizer: SGD in the checkpoint, {SGD: {lr: 0.5}} now"),

@@ -352,6 +352,15 @@ def test_hosts_that_may_leave_need_restarts(loaded: Load) -> None:
     assert told(loaded, 'launch: {nnodes: "2:2"}\n') == []
 
 
+def test_cuda_graphs_on_a_cpu(loaded: Load) -> None:
+    """The mode that is nothing but CUDA graphs has no effect there."""
+    on_cpu = "launch: {device: cpu}\ncompile: {mode: MODE}\n"
+    path, problem = told(loaded, on_cpu.replace("MODE", "reduce-overhead"))[0]
+    assert (path, problem.partition(" with ")[0]) == ("compile.mode", '"mode: reduce-overhead" has no effect')
+    assert told(loaded, on_cpu.replace("MODE", "max-autotune")) == []
+    assert told(loaded, "compile: {mode: reduce-overhead}\n") == []
+
+
 def test_every_policy_says_its_period() -> None:
     """The option that a message names is the one that the plan goes by; without one, ranks synchronise at
     every step or never.

@@ -15,6 +15,7 @@ from ddprun.config.schema import (
     Audit,
     Batch,
     Checkpoint,
+    Compile,
     Ddp,
     Launch,
     Loader,
@@ -72,6 +73,12 @@ def test_every_key_is_on_the_page_with_its_default() -> None:
     assert rows == defaults()
 
 
+def test_how_to_compile_is_on_the_page() -> None:
+    """Each option with its default."""
+    rows = {key.strip("`"): default for key, default, _ in cells("### Compiling")[1:]}
+    assert rows == {name: shown(field.default) for name, field in Compile.model_fields.items()}
+
+
 def cells(section: str) -> list[list[str]]:
     """Rows of the first table after a heading, each as its cells."""
     text = TEXT.split(section)[1].split("\n#")[0]
@@ -112,7 +119,7 @@ def test_every_stage_is_on_the_page_with_its_keys() -> None:
 def test_the_examples_are_good(tmp_path: Path) -> None:
     """The page's pipelines have neither faults nor warnings; a part of one goes with what is required."""
     examples = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
-    assert len(examples) == 6
+    assert len(examples) == 7
     for example in examples:
         needed = {"model": "mylab.nets.Net", "data": "digits", "optimizer": "sgd"}
         given = re.findall(r"^(\w+):", example, re.MULTILINE)

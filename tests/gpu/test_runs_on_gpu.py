@@ -1,9 +1,11 @@
 """Whole runs on a GPU: broken off and resumed, hanging, and what they cost."""
 
 import importlib
+import importlib.util
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -89,6 +91,29 @@ def test_a_checkpoint_of_a_cpu_is_resumed_on_the_gpu(tmp_path: Path) -> None:
     changes = "--set=launch.device=cuda", "--set=launch.backend=gloo"
     _, part = broken_off_and_resumed(tmp_path, 2, text, *changes)
     assert summary(part)["device"] == "cuda"
+
+
+@pytest.mark.skipif(
+    shutil.which("gcc") is None or importlib.util.find_spec("triton") is None,
+    reason="torch.compile needs triton and a C compiler here",
+)
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_run_ends_as_one_that_is_not(tmp_path: Path, mode: str) -> None:
+    """With CUDA graphs, too, while gradients stay from one micro-step to the next."""
+    text = text_of("[fp16]", "every_step", "cuda", "nccl").replace("steps: 400", "steps: 20")
+    (tmp_path / "p.yaml").write_text(text.replace("deterministic: true", "accumulate: 2"))
+    ended: dict[str, dict[str, torch.Tensor]] = {}
+    for compiled in ("null", f"{{mode: {mode}}}"):
+        run_dir = f"run-{len(ended)}"
+        done = ddprun(
+            "p.yaml", f"--set=compile={compiled}", "--nproc-per-node=1", "--run-dir", run_dir, cwd=tmp_path
+        )
+        assert done.code == 0, done.stderr
+        ended[compiled] = load_file(tmp_path / run_dir / "model.safetensors")
+    plain, found = ended.values()
+    assert plain.keys() == found.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-3)
 
 
 def test_shared_memory_inside_a_host_is_refused_by_its_place_in_the_file(tmp_path: Path) -> None:

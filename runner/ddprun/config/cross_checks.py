@@ -403,7 +403,31 @@ def _nothing_held_out(data: Choice | DataPair) -> str | None:
     return None if data.options["held_out"] else f'"held_out" of "{data.name}" keeps nothing'
 
 
-# DDP's settings, the launch, and hooks
+# What is compiled, DDP's settings, the launch, and hooks
+
+
+@_reads("compile", "model")
+def _blocks_of_built_in(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    """Which modules a built-in model has is known without building it, and which of them repeat."""
+    wanted, model = pipeline.compile, pipeline.model
+    if wanted is None or wanted.blocks != "auto" or not isinstance(model.settings, Mlp | Cnn):
+        return
+    text = f'"blocks: auto" clashes with "model: {model.name}", in which no block repeats'
+    yield CrossCheck(("compile", "blocks"), text, "write compile: true, or name the modules")
+
+
+@_reads("compile", "launch", "deterministic")
+def _mode_of_compiling(pipeline: Pipeline) -> Iterator[CrossCheck]:
+    if pipeline.compile is None:
+        return
+    mode = pipeline.compile.mode
+    if mode == "reduce-overhead" and pipeline.launch.device == "cpu":
+        text = f'"mode: {mode}" has no effect with "device: cpu" of "launch": it uses CUDA graphs'
+        yield CrossCheck(("compile", "mode"), text, "remove it", "warning")
+    if mode.startswith("max-autotune") and pipeline.deterministic:
+        text = f'"mode: {mode}" clashes with "deterministic: true": each process takes the kernels that it '
+        text += "has timed as the fastest, and another time others"
+        yield CrossCheck(("compile", "mode"), text, "use another mode")
 
 
 @_reads("ddp", "accumulate", "sync", "stages")

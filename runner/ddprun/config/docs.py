@@ -60,6 +60,8 @@ _DEFINITIONS = {
     "mutate": "a mutation",
     "update": "an update",
     "data": "data",
+    "blocks": "auto, a pattern, a class, or a list of these, or null",
+    "compile": "true or false or {mode, blocks, dynamic, fullgraph}",
     "buffers": "auto or every_forward or before_evaluate or never or {every: N, reduce: broadcast or mean}",
 }
 """Types that functions of ours read, where `a` and their name do not say it."""

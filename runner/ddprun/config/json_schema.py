@@ -12,6 +12,7 @@ from ddprun.config.schema import (
     OVERRIDABLE,
     STAGES,
     TIMES,
+    Compile,
     DataPair,
     Init,
     Period,
@@ -47,6 +48,8 @@ def json_schema() -> Schema:
         "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _model_schema(DataPair, definitions)]},
         "key": _KEY,
         "init": {"anyOf": [{"type": "string"}, _model_schema(Init, definitions)]},
+        "blocks": {"anyOf": [{"type": ["string", "null"], "minLength": 1}, _PATTERNS]},
+        "compile": {"anyOf": [{"type": "boolean"}, _model_schema(Compile, definitions)]},
         "group": {
             "type": "object",
             "properties": {"match": {"anyOf": [{"type": "string"}, _PATTERNS]}},

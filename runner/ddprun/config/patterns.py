@@ -1,4 +1,4 @@
-"""Patterns of parameters' names, as a shell has them."""
+"""Patterns of the names of parameters and modules, as a shell has them."""
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase

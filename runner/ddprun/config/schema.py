@@ -235,6 +235,51 @@ class Batch(Options):
     """What the loss compares the output with: a key, or a list or mapping of keys."""
 
 
+_BLOCKS = "write auto, a pattern of names, a class, or a list of these"
+
+
+def _read_blocks(value: Any) -> tuple[str, ...] | Literal["auto"] | None:
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not names:
+        raise expected("blocks to compile", _BLOCKS)
+    for index, name in enumerate(names):
+        if not isinstance(name, str) or not name:
+            text = f"expected a pattern of names or a class, got {name!r:.40}"
+            raise problem(text, _BLOCKS, at=(index,) if names is value else ())
+    return tuple(names)
+
+
+class Compile(Options):
+    """`torch.compile` of the model, before DDP wraps it."""
+
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """What torch optimises for; `reduce-overhead` and `max-autotune` use CUDA graphs on a GPU."""
+
+    blocks: Annotated[tuple[str, ...] | Literal["auto"] | None, Validated(_read_blocks, "blocks")] = None
+    """The modules that are compiled, by patterns of their names or by their class; `auto` finds those that
+    repeat. null compiles the whole model."""
+
+    dynamic: bool = False
+    """One kernel for all sizes of batches; false compiles once more for each size."""
+
+    fullgraph: bool = False
+    """What cannot be compiled is an error, not run as it is."""
+
+
+def _read_compile(value: Any) -> Compile | None:
+    if value is None or isinstance(value, Compile):
+        return value
+    if isinstance(value, bool):
+        return Compile() if value else None
+    if not isinstance(value, dict):
+        raise expected("whether to compile the model", "write true, false, or {mode: …, blocks: …}")
+    return validate(Compile, value)
+
+
 class Ddp(Options):
     """What DistributedDataParallel is built with."""
 
@@ -810,6 +855,9 @@ class Pipeline(Options):
 
     deterministic: bool = False
     """Use only algorithms that repeat bit for bit; an operation that has none is an error."""
+
+    compile: Annotated[Compile, Validated(_read_compile, "compile")] | None = None
+    """Compile the model with `torch.compile`: true, or how; null and false run it as it is."""
 
     ddp: Ddp = Ddp()
     """What DistributedDataParallel is built with."""

@@ -398,6 +398,8 @@ def between_steps(
     if requested or session.checkpoint_is_due:
         take_checkpoint(session, requested=requested)
     report_checkpoints(session)
+    if runtime.compiler is not None:
+        session.reporter.compiled_more(runtime.compiler, number)
     if any(one.compare_clocks for one in known):
         session.measure_clocks()
     if run.never_synchronizes and run.stops_alone():

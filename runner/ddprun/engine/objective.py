@@ -15,7 +15,7 @@ from ddprun.config import Loaded, PipelineError
 from ddprun.config.options import Targets
 from ddprun.engine import seeding
 from ddprun.engine.data import Feed
-from ddprun.parallel.ddp import DdpReplica
+from ddprun.parallel.ddp import DdpReplica, buffers_kept
 from ddprun.sync.buffers import BufferUse, counters_of, probe
 from ddprun_hooks.comm.gpu import CopyStream, Gpu
 
@@ -370,6 +370,20 @@ def find_buffer_use(
                 return objective(model, content).loss
 
         return probe(model, forward)
+
+
+def first_pass(
+    model: nn.Module, objective: Objective, precision: Precision, feed: Feed, *, backward: bool
+) -> None:
+    """A pass on this rank's first batch that leaves no trace, forwards alone or `backward`, too."""
+    model.train()
+    with seeding.generators_kept(precision.device), buffers_kept(model), torch.set_grad_enabled(backward):
+        content = precision.admit(feed.first_batch())
+        with precision.computing():
+            loss = objective(model, content).loss
+        if backward:
+            loss.backward()  # type: ignore[no-untyped-call]
+        model.zero_grad(set_to_none=True)
 
 
 def _call(name: str, positional: Sequence[Any], named: Mapping[str, Any] | None = None) -> str:

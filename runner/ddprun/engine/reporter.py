@@ -17,6 +17,7 @@ from structlog.typing import FilteringBoundLogger
 
 from ddprun import LAUNCHED
 from ddprun.config import Loaded, PipelineError
+from ddprun.engine.compiling import GraphCompiler
 from ddprun.engine.nonfinite import Nonfinite
 from ddprun.plugins import TRACKERS
 from ddprun.sync.audit import Finding
@@ -26,6 +27,7 @@ from ddprun.telemetry.recorder import GlobalStep, StepRecorder
 from ddprun.telemetry.stragglers import Straggler
 from ddprun.track import RunInfo, StepInfo, Tracker
 from ddprun.track.trackers import Trackers, nobody
+from ddprun.units import count
 from ddprun_hooks.comm.trace import BucketTrace
 
 
@@ -38,6 +40,7 @@ class Reporter:
         self.where = "before the first stage"  # for an error's message
         self.apart_reported = False  # that ranks differ, and not yet that they are equal again
         self._straggler: Straggler | None = None
+        self._compiler_gave_up = False
 
     def note(self, text: str) -> None:
         """Show a line."""
@@ -123,6 +126,38 @@ class Reporter:
         """Report the first loss or parameter that is not finite."""
         self.events.warning("nonfinite", **asdict(found))
         self.note(found.describe())
+
+    def compiled(self, compiler: GraphCompiler, what: str, blocks: Sequence[str], seconds: float) -> None:
+        """Report what has been compiled before the first step, and how long it took."""
+        graphs, parts = len(compiler.graphs), sum(len(graph.parts) for graph in compiler.graphs)
+        compiler.reported = graphs
+        self.events.info(
+            "compiled",
+            blocks=list(blocks),
+            graphs=graphs,
+            parts=parts,
+            breaks=[asdict(one) for one in compiler.breaks],
+            seconds=round(seconds, 3),
+        )
+        made = count(graphs, "graph") + (
+            f", cut into {parts} at the size of buckets" if parts > graphs else ""
+        )
+        made += f", {count(len(compiler.breaks), 'graph break')}" if compiler.breaks else ""
+        self.note(f"compiled {what} in {seconds:.1f} s: {made}")
+
+    def compiled_more(self, compiler: GraphCompiler, step: int) -> None:
+        """Report what was compiled in a step or an evaluation: its time is part of theirs."""
+        more = len(compiler.graphs) - compiler.reported
+        compiler.reported += more
+        if more:
+            self.events.info("compiled_more", step=step, graphs=more, all_graphs=compiler.reported)
+        if compiler.gave_up and not self._compiler_gave_up:
+            self._compiler_gave_up = True
+            self.events.warning("compiled_no_more", step=step, all_graphs=compiler.reported)
+            self.note(
+                f"step {step}: torch.compile has made all graphs that it makes ({compiler.reported}), and "
+                "batches of further sizes run uncompiled: write compile: {dynamic: true}"
+            )
 
     def frozen_differ(self, names: Sequence[str]) -> None:
         """Report frozen parameters of which not all ranks hold the same, though nothing trains them."""

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import Loaded, Stage
 from ddprun.engine.build import Feeds, HeldOut, Stacks
+from ddprun.engine.compiling import GraphCompiler
 from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
@@ -74,6 +75,7 @@ class Runtime:
     finite: FiniteCheck
     gradients: GradientTimes | None  # None: the pipeline does not ask for them (`timings.gradients`)
     profiler: Profiler | None  # torch's; None: the pipeline does not ask for it (`timings.profile`)
+    compiler: GraphCompiler | None = None  # None: the model is not compiled
     time_slices: TimeSliceClient | None = None  # None: not one of several runs of `ddprun compare`
 
     def take_marks(self, *, detailed: bool) -> None:

@@ -1,18 +1,20 @@
 """Builds what the stages of one run share, once, in an order that all ranks follow."""
 
+import threading
+import time
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ddprun.config import Loaded
-from ddprun.engine import build, seeding
+from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
 from ddprun.engine.interrupts import StopRequest
 from ddprun.engine.nonfinite import FiniteCheck
-from ddprun.engine.objective import Objective, Precision, find_buffer_use, freeze_layout
+from ddprun.engine.objective import Objective, Precision, find_buffer_use, first_pass, freeze_layout
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import differing, shards_itself
@@ -40,6 +42,9 @@ from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.gpu import Gpu, Staging
 from ddprun_hooks.errors import HookSetupError
 
+_SAY_COMPILING_AFTER_S = 3.0
+_TAKE_BLOCKS = "write compile: false, or name other modules in blocks"
+
 
 def open_session(
     loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop: StopRequest, token: str = "0"
@@ -48,7 +53,7 @@ def open_session(
 
     1. seed; model, data, loss, optimizer, hooks: what is missing is reported before anything is exchanged
     2. process groups, all of them; parameters and buffers of rank 0 for all
-    3. forward passes that leave no trace, to see what buffers do
+    3. forward passes that leave no trace, to see what buffers do; passes that compile the model
     4. if some stage exchanges gradients: DDP around the model, the dispatcher in it, and throw-away backward
        passes until DDP's buckets are as they stay
     5. seed again, each rank differently
@@ -68,6 +73,8 @@ def open_session(
     data = build.build_data(loaded)
     own_held_out = build.held_out_of_stages(loaded)
     check_trackers(loaded)
+    compiling.check_dynamo(loaded)
+    compiling.check_compiler(loaded, device)
     build.check_metrics(loaded, device)
     objective = Objective(loaded, build.build_loss(loaded, device), build.build_weight(loaded))
     optimizer = build.build_optimizer(loaded, model)
@@ -108,6 +115,11 @@ def open_session(
         _compare_data(each, name, control, reporter)
     use = find_buffer_use(model, objective, precision, feed, automatic=automatic)
     buffers = BufferSync(model, exchanger, agree(use, model, control), pipeline.buffers)
+    compiler = None
+    if pipeline.compile is not None:
+        ranks.watchdog.turn(b"compiling")
+        compiler = _compile(loaded, model, objective, precision, feeds, ranks, reporter)
+        ranks.watchdog.turn(b"warm-up passes")
     replica = None
     if any(stage.effective(pipeline).gradients for stage in pipeline.train_stages()):
         replica = DdpReplica(model, pipeline.ddp, device, exchange.gradients, stacks.first)
@@ -148,6 +160,7 @@ def open_session(
         finite=finite,
         gradients=GradientTimes(model, clock.mark) if timings.gradients else None,
         profiler=Profiler(timings.profile, records.writer, ranks.rank) if timings.profile else None,
+        compiler=compiler,
     )
     session = Session(runtime, RunState(), reporter)
     check_state(session)
@@ -155,6 +168,45 @@ def open_session(
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
         open_trackers(loaded, run_dir, reporter, recorder)
     return session
+
+
+def _compile(
+    loaded: Loaded,
+    model: nn.Module,
+    objective: Objective,
+    precision: Precision,
+    feeds: build.Feeds,
+    ranks: Ranks,
+    reporter: Reporter,
+) -> compiling.GraphCompiler:
+    """Compile the model, by passes as its stages take them, so that no step's time holds that."""
+    stages = [(feeds.of(stage.index), stage.name == "train") for stage in loaded.pipeline.step_stages()]
+    for feed in {feed: None for feed, _ in stages}:  # what fails here has nothing to do with compiling
+        first_pass(model, objective, precision, feed, backward=False)
+    started = time.monotonic()
+    compiler, blocks = compiling.compile_model(loaded, model, ranks_here=ranks.environment.local_world_size)
+    what = compiling.describe(blocks)
+    soon = threading.Timer(
+        _SAY_COMPILING_AFTER_S, reporter.note, [f"compiling {what}: this may take minutes"]
+    )
+    soon.daemon = True
+    soon.start()
+    try:
+        for feed, backward in dict.fromkeys(stages):
+            first_pass(model, objective, precision, feed, backward=backward)
+    except Exception as error:
+        if (fault := compiling.as_fault(loaded, error, compiling=True)) is not None:
+            raise fault from error
+        raise
+    finally:
+        soon.cancel()
+    if stages and not compiler.graphs:
+        why = "; ".join(one.reason for one in compiler.breaks) or "torch says no reason"
+        raise loaded.error(
+            "compile", f"torch.compile found nothing to compile in {what}: {why}", _TAKE_BLOCKS
+        )
+    reporter.compiled(compiler, what, list(blocks), time.monotonic() - started)
+    return compiler
 
 
 def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks, backend: str) -> None:

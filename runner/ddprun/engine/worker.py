@@ -11,6 +11,7 @@ from typing import Any
 
 from ddprun import DONE, FAILED, INTERRUPTED, LAUNCHED, __version__, screen
 from ddprun.config import AverageStage, BroadcastStage, Evaluate, Forward, Loaded, Save, Stage, Train
+from ddprun.engine.compiling import as_fault
 from ddprun.engine.evaluate import check_best, evaluate
 from ddprun.engine.interrupts import StopRequest, TimeSliceClient
 from ddprun.engine.loop import run_stage
@@ -77,7 +78,7 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> 
         # A broken collective only shows that others have ended: the watchdog says why.
         if watchdog.hang_found:
             time.sleep(_WATCH_ENDS_S)
-        code = report_failure(error, ranks, progress, loaded.secrets)
+        code = report_failure(as_fault(loaded, error) or error, ranks, progress, loaded.secrets)
         screen.flush()
         os._exit(code)  # threads may hang in collectives whose peers are gone
     # Process groups have threads of their own. One that outlives this function would be taken down with the
@@ -147,6 +148,8 @@ def _run_stages(session: Session) -> Status:
         watchdog.step(0)
         watchdog.turn(stage.name.encode())
         entry = {"kind": stage.name, "index": stage.index, **_STAGES[type(stage)](session, stage)}
+        if runtime.compiler is not None:
+            session.reporter.compiled_more(runtime.compiler, session.state.step)
         entry = runtime.loaded.secrets.redact_all(entry)  # checkpoints hold it
         watchdog.turn(b"collecting records")
         runtime.records.collect()

@@ -235,11 +235,22 @@ class Explained:
             "ranks": self.world.ranks,
             "hosts": self.world.hosts,
             "model": model,
+            "compile": self._compile(),
             "buffers": buffers,
             "unknown": list(dict.fromkeys(filter(None, (unknown.model, unknown.batch, unknown.optimizer)))),
             "start": plain(self.start),
             "stages": [stage.as_object() for stage in self.stages],
         }
+
+    def _compile(self) -> dict[str, Any] | None:
+        settings, compiled = self.loaded.pipeline.compile, self.probe.compiled
+        if settings is None:
+            return None
+        found: dict[str, Any] = {"mode": settings.mode, "blocks": None, "graphs": None, "breaks": None}
+        if compiled is not None:
+            found |= {"blocks": list(compiled.blocks), "breaks": plain(compiled.breaks)}
+            found["graphs"] = plain(compiled.graphs)
+        return found
 
 
 def plain(value: Any) -> Any:

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ddprun.config import Choice, Loaded
-from ddprun.engine import build, seeding
+from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
-from ddprun.engine.objective import Objective, Precision, find_buffer_use, freeze_layout
+from ddprun.engine.objective import Objective, Precision, find_buffer_use, first_pass, freeze_layout
 from ddprun.host.device import gpu_count
 from ddprun.host.import_path import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica, layout_of
@@ -63,6 +63,16 @@ class Unknown:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """What torch.compile makes of the model in a training step."""
+
+    blocks: tuple[str, ...]  # names of the modules that are compiled; ("",) is the model
+    what: str  # the same in plain words
+    graphs: tuple[compiling.Graph, ...]
+    breaks: tuple[compiling.GraphBreak, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelProbe:
     """What is known about a run before it starts."""
 
@@ -74,6 +84,7 @@ class ModelProbe:
     feeds: build.Feeds | None
     unknown: Unknown
     device: torch.device
+    compiled: Compiled | None  # None: the pipeline does not compile its model, or it is not known
 
 
 def probe_model(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
@@ -108,13 +119,33 @@ def probe_model(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
 
     verdict = None
     gradients: tuple[BucketLayout, ...] | None = None if _any_gradients(loaded) else ()
+    compiled = None
+    compiling.check_dynamo(loaded)
     if model is not None and feeds is not None and not unknown.batch:
         objective = Objective(loaded, build.build_loss(loaded, device))
         verdict = find_buffer_use(model, objective, precision, feeds.main, automatic=True)
+        if pipeline.compile is not None:
+            compiled = _compiled(loaded, model, objective, precision, feeds.main)
         if gradients is None:
             gradients = _buckets(loaded, model, objective, precision, feeds.main)
     state = _state(optimizer) if optimizer is not None and _sends_state(loaded) else {}
-    return ModelProbe(model, gradients, verdict, optimizer, state, feeds, unknown, device)
+    return ModelProbe(model, gradients, verdict, optimizer, state, feeds, unknown, device, compiled)
+
+
+def _compiled(
+    loaded: Loaded, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
+) -> Compiled:
+    """Compile the model without building kernels: graphs, and the order of gradients, are those of a run."""
+    first_pass(model, objective, precision, feed, backward=False)  # what fails here is the model's own
+    compiler, blocks = compiling.compile_model(loaded, model, backend="aot_eager")
+    try:
+        first_pass(model, objective, precision, feed, backward=bool(loaded.pipeline.train_stages()))
+    except Exception as error:
+        if (fault := compiling.as_fault(loaded, error, compiling=True)) is not None:
+            raise fault from error
+        raise
+    what = compiling.describe(blocks)
+    return Compiled(tuple(blocks), what, tuple(compiler.graphs), compiler.breaks)
 
 
 def is_foreign(choice: Choice) -> bool:
@@ -160,7 +191,8 @@ def _buckets(
 ) -> tuple[BucketLayout, ...]:
     """DDP's buckets as they stay: what it makes of the gradients' order in a backward pass."""
     ddp = loaded.pipeline.ddp
-    if ddp.static_graph or ddp.find_unused_parameters:  # it has other rules for these
+    if ddp.static_graph or ddp.find_unused_parameters or loaded.pipeline.compile is not None:
+        # It has other rules for the first two, and a compiled graph has an order of its own.
         return _buckets_by_ddp(loaded, model, objective, precision, feed)
     with seeding.generators_kept(precision.device):
         content, ready = precision.admit(feed.first_batch()), None

@@ -39,6 +39,7 @@ def _head(explained: Explained) -> Iterator[str]:
     what = f"{pipeline.model.name}: {count(len(parameters), 'parameter')}, {count(values, 'value')}, "
     what += size(held) + (f"; {count(len(buffers), 'buffer')}, {size(more)}" if buffers else "; no buffers")
     yield from paragraph("Model", what)
+    yield from _compiling(explained)
     frozen = [one for one in parameters.values() if not one.requires_grad]
     if frozen:
         held_frozen = size(sum(one.nbytes for one in frozen))
@@ -62,6 +63,38 @@ def _head(explained: Explained) -> Iterator[str]:
     keys = [f"{key}: {every}" for key, every in measured.items() if every]
     if keys:
         yield from paragraph("Not counted", f"What ranks exchange for measurements: {', '.join(keys)}.")
+
+
+def _compiling(explained: Explained) -> Iterator[str]:
+    """What torch.compile makes of the model: its graphs, where they are cut, and where they break."""
+    settings, compiled = explained.loaded.pipeline.compile, explained.probe.compiled
+    if settings is None:
+        return
+    if compiled is None:
+        yield from paragraph("Compile", f"Where graphs split is unknown: {explained.probe.unknown.batch}.")
+        return
+    graphs, breaks = compiled.graphs, compiled.breaks
+    broken = "without a graph break" if not breaks else f"with {count(len(breaks), 'graph break')}"
+    made = f"{_capital(compiled.what)}, mode {settings.mode}: {count(len(graphs), 'graph')}"
+    if compiled.blocks != ("",) and len(graphs) < len(compiled.blocks):
+        made += ", since blocks that are alike share one"
+    yield from paragraph("Compile", f"{made}, {broken}.")
+    if not graphs:
+        yield from paragraph("", "Nothing is compiled, and a run would end with that as an error.")
+    rows = []
+    for number, graph in enumerate(graphs):
+        for part, names in enumerate(graph.parts):
+            rows.append((str(number), str(part), ends(names) if names else "none that is trained"))
+    if any(len(graph.parts) > 1 for graph in graphs):
+        cut = "Gradients of a graph come all at its end, so each is cut where its gradients fill a bucket"
+        yield from paragraph(
+            "", f"{cut}: sending one part's overlaps with the backward pass of the part before."
+        )
+        yield from _labelled(
+            "", table([("graph", "part", "parameters"), *_thinned(rows, ("…", "", ""))], ">><")
+        )
+    for one in breaks:
+        yield from paragraph("Graph break", f"{one.reason}{f' ({one.where})' if one.where else ''}.")
 
 
 def _stage(stage: StageExplained, explained: Explained, known: dict[tuple[str, str], int]) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """DistributedDataParallel around a model: the one place that knows it."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,10 +63,9 @@ class DdpReplica:
             unused: the error for parameters that got no gradient, though DDP waits for all.
             barrier: waits for all ranks.
         """
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         settings = self._settings
         self.model.train()
-        with self.dispatcher.learning_layout():
+        with buffers_kept(self.model), self.dispatcher.learning_layout():
             for _ in range(3 if settings.static_graph else 2):
                 loss().backward()  # type: ignore[no-untyped-call]
                 missing = without_gradient(self.model)
@@ -73,9 +73,6 @@ class DdpReplica:
                     raise unused(missing)
                 self.model.zero_grad(set_to_none=True)
                 barrier()  # the next pass begins with an exchange of DDP's own, which no watchdog sees
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
     def begin_stage(self, stack: Stack, group: RankGroup) -> str:
         """Average gradients by these hooks, and among these ranks, from now on; gives what must be
@@ -126,6 +123,16 @@ def layout_of(ready: Mapping[str, Tensor], bucket_cap_mb: float) -> tuple[Bucket
         BucketLayout.of(number, tensors[bucket[0]].dtype, [(names[one], tensors[one]) for one in bucket])
         for number, bucket in enumerate(buckets)
     )
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the values of the model's buffers on exit."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
 
 def without_gradient(model: nn.Module) -> list[str]:

@@ -1,0 +1,342 @@
+"""`compile`: torch.compile of the model, or of its blocks, before DDP wraps it.
+
+DDP sends a bucket when the gradients in it are there, and a graph gives all its gradients at its end. So a
+model that is one graph is cut where torch would cut it for DDP, at the size of a bucket. A block is not cut:
+its gradients are there when its backward pass is over, and the next block's overlaps with sending them.
+"""
+
+import itertools
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters, get_optimize_ddp_mode
+
+from ddprun.config import Compile, Loaded, PipelineError
+from ddprun.config.patterns import listed, matches
+
+_CALLED_BY_NOBODY = (nn.ModuleList, nn.ModuleDict)
+_SIZES = 16
+"""Graphs of one block, at most: training and evaluation have one each for each size of their batches. Torch's
+own limit, 8, is soon reached: the last batches of both are smaller, and differ between ranks.
+"""
+
+_GraphBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """Something that torch.compile leaves to Python: a graph ends there, and another begins."""
+
+    reason: str
+    where: str  # file and line; empty where torch does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What has been compiled as one."""
+
+    parts: tuple[tuple[str, ...], ...]  # where it is cut for DDP: the trained parameters of each part
+    training: bool  # it has a backward pass
+
+
+class GraphCompiler:
+    """The backend that torch.compile gives its graphs to. It cuts them for DDP, and keeps count of them.
+
+    Torch itself cuts graphs only if they are first met inside a DDP forward pass
+    (`torch._dynamo.config.optimize_ddp`), so bits would depend on whether a batch of some size came first in
+    a stage that averages gradients or in another. Here a graph is cut wherever it comes from.
+
+    Args:
+        model: whose parameters are named.
+        backend: compiles one graph.
+        cut_bytes: the size of a bucket, if graphs are cut at that; None: they are not.
+    """
+
+    def __init__(self, model: nn.Module, backend: _GraphBackend, cut_bytes: int | None) -> None:
+        self.graphs: list[Graph] = []
+        self.seconds = 0.0  # that the backend has taken
+        self.reported = 0  # graphs that have been reported
+        self._backend, self._cut_bytes = backend, cut_bytes
+        self._names = {id(param): name for name, param in model.named_parameters()}
+        self._breaks: dict[GraphBreak, None] = {}
+        self._explained: set[str] = set()  # reasons that came with a graph
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        started = time.monotonic()
+        self._note_break(graph)
+        named = dict(self._parameters(graph))
+        training = torch.is_grad_enabled() and bool(named)
+        parts = [list(named.values())]
+        if training and self._cut_bytes is not None:
+            from torch._dynamo.backends.distributed import DDPOptimizer
+
+            cutter = DDPOptimizer(self._cut_bytes, self._backend)
+            made = cutter.compile_fn(graph, list(inputs))
+            parts = [[named.get(name, name) for name in bucket.params] for bucket in cutter.buckets]
+        else:
+            made = self._backend(graph, inputs)
+        self.graphs.append(Graph(tuple(tuple(dict.fromkeys(part)) for part in parts), training))
+        self.seconds += time.monotonic() - started
+        return made
+
+    @property
+    def breaks(self) -> tuple[GraphBreak, ...]:
+        """Each once, in the order in which they were met; last those that came before any graph."""
+        others = (GraphBreak(_worded(reason), "") for reason in counters["graph_break"])
+        unexplained = {one: None for one in others if one.reason not in self._explained}
+        return tuple({**self._breaks, **unexplained})
+
+    @property
+    def gave_up(self) -> bool:
+        """Batches have had more sizes than graphs are made for: those of further sizes run uncompiled."""
+        return any(reason.startswith("Dynamo recompile limit") for reason in counters["unimplemented"])
+
+    def _note_break(self, graph: fx.GraphModule) -> None:
+        ended: Any = getattr(graph, "compile_subgraph_reason", None)
+        if ended is None or not ended.graph_break:
+            return
+        frame = ended.user_stack[-1] if ended.user_stack else None
+        where = f"{frame.filename}:{frame.lineno}" if frame is not None else ""
+        self._breaks[GraphBreak(reason := _worded(ended.reason), where)] = None
+        self._explained.add(reason)
+
+    def _parameters(self, graph: fx.GraphModule) -> Iterator[tuple[str, str]]:
+        """The trained parameters that a graph takes: the name of its input, and the model's."""
+        for node in graph.graph.nodes:
+            held = getattr(node.meta.get("grapharg"), "example", None) if node.op == "placeholder" else None
+            if isinstance(held, Tensor) and held.requires_grad and id(held) in self._names:
+                yield str(node.target), self._names[id(held)]
+
+
+def check_compiler(loaded: Loaded, device: torch.device) -> None:
+    """Raise a PipelineError if torch.compile cannot build kernels here."""
+    if loaded.pipeline.compile is None:
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    try:
+        if device.type == "cpu":
+            get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError):
+        raise _refused(loaded, InvalidCxxCompiler()) from None
+    try:
+        folder = cache_dir()
+    except OSError as error:
+        text = f"torch.compile cannot keep its kernels in {error.filename}: {error.strerror}"
+        raise loaded.error("compile", text, _CACHE) from None
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        text = f"torch.compile keeps its kernels in {folder}, and nothing there can be executed (noexec)"
+        raise loaded.error("compile", text, _CACHE)
+
+
+_CACHE = "set TORCHINDUCTOR_CACHE_DIR to a folder in which files can be written and executed"
+
+
+def check_dynamo(loaded: Loaded) -> None:
+    """Refuse, by a PipelineError, settings of the pipeline's own code that keep buckets from the hooks."""
+    key = "ddp" if loaded.pipeline.compile is None else "compile"
+    if get_optimize_ddp_mode() == "python_reducer":
+        text = 'torch._dynamo.config.optimize_ddp is "python_reducer": hooks would get parameters one by one '
+        raise loaded.error(key, f"{text}in place of buckets", "remove it from your code")
+    if torch._dynamo.config.compiled_autograd:
+        text = "torch._dynamo.config.compiled_autograd is on: it goes past DDP's buckets"
+        raise loaded.error(key, text, "remove it from your code")
+
+
+def blocks_of(loaded: Loaded, model: nn.Module, settings: Compile) -> dict[str, nn.Module]:
+    """What is compiled, by name, the model itself being ""; a PipelineError if there is no such module."""
+    if settings.blocks is None:
+        return {"": model}
+    if settings.blocks == "auto":
+        if found := dict(_repeated(model, "")):
+            return found
+        text = "no block of the model repeats: no list of modules holds two of one class that are made of "
+        raise loaded.error("compile.blocks", f"{text}modules", "write compile: true, or name the modules")
+    named = {
+        name: module
+        for name, module in model.named_modules()
+        if name and not isinstance(module, _CALLED_BY_NOBODY)
+    }
+    chosen: dict[str, nn.Module] = {}
+    faults = []
+    for index, pattern in enumerate(settings.blocks):
+        fitting = [n for n, m in named.items() if matches(n, [pattern]) or type(m).__name__ == pattern]
+        if not fitting:
+            classes = [*dict.fromkeys(type(module).__name__ for module in named.values())]
+            text = f'no module, and no class of one, is called "{pattern}"'
+            there_are = f"there are {listed([*named])}; of the classes {listed(classes)}"
+            faults.append(loaded.fault(f"compile.blocks[{index}]", text, there_are))
+        chosen |= {name: named[name] for name in fitting}
+    if faults:
+        raise PipelineError(faults)
+    # A block inside of another is compiled with it.
+    inside = {
+        name for name in chosen if any(f"{outer}." in f"{name}." for outer in _above(name) if outer in chosen)
+    }
+    return {name: module for name, module in chosen.items() if name not in inside}
+
+
+def _above(name: str) -> Iterator[str]:
+    """The names of the modules in which one is."""
+    return itertools.accumulate(name.split(".")[:-1], lambda outer, own: f"{outer}.{own}")
+
+
+def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules of which a list, or a Sequential, holds at least two of one class: with
+    parameters, and made of modules or of a class that is not torch's.
+    """
+    children = dict(module.named_children())
+    counted = Counter[type[nn.Module]]()
+    if isinstance(module, (nn.Sequential, *_CALLED_BY_NOBODY)):
+        counted.update(type(child) for child in children.values() if _is_block(child))
+    for name, child in children.items():
+        if counted[type(child)] > 1 and _is_block(child):
+            yield f"{prefix}{name}", child
+        else:
+            yield from _repeated(child, f"{prefix}{name}.")
+
+
+def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, _CALLED_BY_NOBODY) or next(module.parameters(), None) is None:
+        return False
+    return next(module.children(), None) is not None or not type(module).__module__.startswith("torch.nn.")
+
+
+def compile_model(
+    loaded: Loaded, model: nn.Module, *, ranks_here: int = 1, backend: str = "inductor"
+) -> tuple[GraphCompiler, dict[str, nn.Module]]:
+    """Have the model, or its blocks, compiled when they are first called; gives the blocks by name, too.
+
+    Modules stay where they are, under their names. DDP and compiled autograd know nothing of it: bits must
+    not depend on them (`GraphCompiler`), and with compiled autograd DDP's hooks would get no buckets.
+
+    Args:
+        loaded: the pipeline.
+        model: what is compiled, in place.
+        ranks_here: ranks that share this host's cores while they compile.
+        backend: of torch.compile; one that builds no kernels shows the same graphs.
+    """
+    settings = loaded.pipeline.compile
+    assert settings is not None, "the pipeline compiles its model"
+    blocks = blocks_of(loaded, model, settings)
+    import torch._inductor.config
+
+    torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.config.recompile_limit = _SIZES * len(blocks)
+    torch._dynamo.config.accumulated_recompile_limit = 32 * _SIZES * len(blocks)
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch._inductor.config.compile_threads = max(1, min(32, cores // ranks_here))
+    for name in ("graph_break", "unimplemented"):
+        counters[name].clear()
+    cut = int(loaded.pipeline.ddp.bucket_cap_mb * 2**20) if settings.blocks is None else None
+    compiler = GraphCompiler(model, _backend(settings, backend), cut)
+    call = torch.compile(_call, backend=compiler, dynamic=settings.dynamic, fullgraph=settings.fullgraph)
+    for block in blocks.values():
+        # What `Module.compile` sets. That leaves torch's own modules, such as Sequential, as they are without
+        # a word: torch.compile skips all calls that begin in torch's code. This one begins here.
+        block._compiled_call_impl = partial(call, block)
+    return compiler, blocks
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _backend(settings: Compile, name: str) -> _GraphBackend:
+    if name != "inductor":
+        found: Any = torch._dynamo.lookup_backend(name)
+        return cast("_GraphBackend", found)
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = list_mode_options(settings.mode, settings.dynamic)
+    return cast("_GraphBackend", partial(compile_fx, config_patches=patches))
+
+
+def describe(blocks: Mapping[str, nn.Module]) -> str:
+    """What is compiled, in plain words."""
+    if "" in blocks:
+        return "the model"
+    classes = listed([*dict.fromkeys(type(block).__name__ for block in blocks.values())])
+    return f"{len(blocks)} block{'s' if len(blocks) > 1 else ''} of {classes} ({listed([*blocks])})"
+
+
+def as_fault(loaded: Loaded, error: BaseException, *, compiling: bool = False) -> PipelineError | None:
+    """A failure of torch.compile as an error at its place in the file; None: it is something else.
+
+    `compiling`: whatever failed did so in a first pass, which had succeeded before the model was compiled.
+    """
+    if (
+        loaded.pipeline.compile is None
+        or isinstance(error, PipelineError)
+        or not isinstance(error, Exception)
+    ):
+        return None
+    from torch._inductor import exc as of_inductor
+
+    kinds = (
+        torch._dynamo.exc.TorchDynamoException,
+        torch._dynamo.exc.FailOnRecompileLimitHit,
+        of_inductor.InvalidCxxCompiler,
+        of_inductor.CppCompileError,
+    )
+    chain = list(_chain(error))
+    # What an operation refuses, such as shapes that do not fit, is no matter of compiling.
+    of_the_model = any(isinstance(one, torch._dynamo.exc.TorchRuntimeError) for one in chain)
+    if compiling or (not of_the_model and any(isinstance(one, kinds) for one in chain)):
+        return _refused(loaded, error)
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _refused(loaded: Loaded, error: BaseException) -> PipelineError:
+    settings = loaded.pipeline.compile
+    assert settings is not None, "the pipeline compiles its model"
+    text, cause = str(error), type(error).__name__
+    if "InvalidCxxCompiler" in f"{cause} {text}" or "No working C++ compiler" in text:
+        found = "torch.compile finds no C++ compiler on this host"
+        hint = 'install g++ (in the image: --build-arg PACKAGES="gcc g++ python3-dev"), or name one in CXX'
+        return loaded.error("compile", found, hint)
+    if "Python.h" in text:
+        found = "torch.compile finds no Python.h on this host"
+        return loaded.error("compile", found, "install the headers of Python (python3-dev)")
+    if "failed to map segment" in text:
+        return loaded.error("compile", "torch.compile may not execute what it has built", _CACHE)
+    if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+        found = f'"fullgraph: true" clashes with batches of more sizes than {_SIZES}'
+        return loaded.error("compile.fullgraph", found, "write dynamic: true")
+    if settings.fullgraph and isinstance(error, torch._dynamo.exc.Unsupported):
+        place = re.findall(r'File "([^"]+)", line ([0-9]+)', text)
+        at = f" ({place[-1][0]}:{place[-1][1]})" if place else ""
+        found = f"the graph breaks: {_worded(text)}{at}"
+        hint = "change the model there, or write fullgraph: false"
+        return loaded.error("compile.fullgraph", found, hint)
+    found = f"torch.compile failed: {_worded(text) or cause}"
+    hint = "write compile: false, or compile other blocks; TORCH_LOGS=dynamo,inductor says more"
+    return loaded.error("compile", found, hint)
+
+
+def _worded(reason: str) -> str:
+    """Torch's reason for a graph break, or its error, in one line."""
+    if reason.startswith("generic_jump") or "data-dependent branching" in reason:
+        return "a branch depends on a tensor's value"
+    explained = re.search(r"^\s*Explanation: (.+)$", reason, re.MULTILINE)
+    first = explained[1] if explained else next(iter(reason.strip().splitlines()), "")
+    return " ".join(first.split()).rstrip(".")
