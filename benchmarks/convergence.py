@@ -1,6 +1,6 @@
 """Does training with a lossy stack, or with ranks that meet seldom, end as well as with plain all-reduce?
 
-    python benchmarks/convergence.py [--task text|digits|policies] [--seeds N] [--only NAME]
+    python -m benchmarks.convergence [--task text|digits|policies] [--seeds N] [--only NAME]
 
 text: a byte transformer on Python's own library; holds if the held-out loss is at most 2 % above plain's.
 digits: an mlp on handwritten digits; holds if the held-out accuracy is at most 1 point below plain's.
@@ -23,6 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+
+from benchmarks.page import print_head, print_row
+from benchmarks.two_hosts import refusal
 
 PLAIN, EVERY_STEP = "[]", "every_step"
 MINUS = "\N{MINUS SIGN}"
@@ -190,13 +193,6 @@ def settings(task: Task, variant: Variant, seed: int) -> list[str]:
     return [f"--set={key}={value}" for key, value in values.items()]
 
 
-def refusal(folder: Path, task: Task, variant: Variant) -> str | None:
-    """Why `ddprun check` refuses a variant; None if it does not."""
-    command = [sys.executable, "-m", "ddprun", "check", "task.yaml", *settings(task, variant, 0)]
-    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
-    return (done.stdout + done.stderr).strip().splitlines()[0] if done.returncode else None
-
-
 def train(folder: Path, task: Task, variant: Variant, seed: int) -> float:
     """Train once; gives the held-out metric.
 
@@ -219,11 +215,8 @@ def compare(task: Task, variants: list[Variant], seeds: int) -> bool:
     Raises:
         RuntimeError: the plain one failed.
     """
-    print(
-        f"| {task.varied} | ranks | steps | {task.heading}, {seeds} seed{'s' if seeds > 1 else ''} ", end=""
-    )
-    print(f"| {task.compared} | holds |")
-    print("|---|---|---|---|---|---|", flush=True)
+    of_seeds = f"{task.heading}, {seeds} seed{'s' if seeds > 1 else ''}"
+    print_head([task.varied, "ranks", "steps", of_seeds, task.compared, "holds"])
     held: list[bool] = []
     plain: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -231,7 +224,7 @@ def compare(task: Task, variants: list[Variant], seeds: int) -> bool:
         (folder / "task.yaml").write_text(task.pipeline)
         for variant in variants:
             name = variant.name(task.varied)
-            if refused := refusal(folder, task, variant):
+            if refused := refusal(folder, "task.yaml", settings(task, variant, 0)):
                 print(f"skipped {name}: {refused}", file=sys.stderr, flush=True)
                 continue
             try:
@@ -246,7 +239,7 @@ def compare(task: Task, variants: list[Variant], seeds: int) -> bool:
             against, holds = task.compare(ours, plain)
             held.append(holds)
             cells = [f"`{name}`", str(variant.ranks), str(steps_of(task, variant)), f"{fmean(ours):.4f}"]
-            print(f"| {' | '.join([*cells, against, 'yes' if holds else 'no'])} |", flush=True)
+            print_row([*cells, against, "yes" if holds else "no"])
     return all(held)
 
 

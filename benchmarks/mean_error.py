@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.page import print_head, print_row
 from tests.ranks import as_processes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -99,11 +100,10 @@ def main() -> None:
         for ranks in arguments.ranks
     }
     for which, heading in enumerate(("one mean", f"sum of {arguments.steps} means")):
-        print(f"| ranks | {' | '.join(HOOKS)} |")
-        print(f"|{'---|' * (len(HOOKS) + 1)}")
+        print_head(["ranks", *HOOKS])
         for ranks, measured in found.items():
             cells = [f"{one[which]:.2e}".replace("e-0", "e-") for one in measured]
-            print(f"| {ranks}, {heading} | {' | '.join(cells)} |")
+            print_row([f"{ranks}, {heading}", *cells])
         print()
 
 
