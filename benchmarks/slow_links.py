@@ -135,7 +135,8 @@ def show(found: dict[str, list[dict[str, Any]]], link: Link, hidden: list[int]) 
     for name, runs in found.items():
         variant = VARIANTS[name]
         seconds = [run["seconds"] for run in runs if run["seconds"] is not None]
-        cells = [f"`{variant.sync.strip('{}')}`" + (", again" if name == AGAIN else ""), f"`{variant.hooks}`"]
+        sync = variant.sync.removeprefix("{").removesuffix("}")
+        cells = [f"`{sync}`" + (", again" if name == AGAIN else ""), f"`{variant.hooks}`"]
         if len(seconds) < len(runs):
             print_row([*cells, f"not reached in {len(runs) - len(seconds)} of {len(runs)} runs", *[""] * 4])
             continue
@@ -156,7 +157,7 @@ def show(found: dict[str, list[dict[str, Any]]], link: Link, hidden: list[int]) 
     if base is not None and pairs:
         middle = median(run["seconds"] for run in found[best])
         print(
-            f"\nThe best, `{best}`, takes {middle:.1f} s where plain DDP takes {base:.1f} s: it is "
+            f"\nThe best, {best}, takes {middle:.1f} s where plain DDP takes {base:.1f} s: it is "
             f"{median(pairs):.1f} times as fast. Medians of {runs} seed{'s' if runs > 1 else ''}."
         )
 
