@@ -9,7 +9,7 @@ policies: the same mlp for 24 epochs on four ranks, with each sync policy instea
 Means over the same seeds are compared; after a difference in points stand the lowest and the highest of one
 seed. All runs of a task are the same pipeline but for hooks, policy and steps: topk and powersgd get half as
 many again, over which the schedule is stretched. Each step takes the same samples: a batch on each of two
-ranks, or half of one on each of four. Prints a Markdown table for each task; ends with 1 if a row does not
+ranks, or half of one on each of four. Prints a Markdown table for each task; ends with 3 if a row does not
 hold.
 """
 
@@ -20,11 +20,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.page import print_head, print_row
+from benchmarks.page import DOES_NOT_HOLD, print_head, print_row
 from benchmarks.two_hosts import refusal
 
 PLAIN, EVERY_STEP = "[]", "every_step"
@@ -263,10 +263,13 @@ def main() -> None:
     parser.add_argument(
         "--only", metavar="NAME", help="a stack, a policy, or the name of one in them: compared with plain"
     )
+    parser.add_argument("--steps", type=int, metavar="N", help="of plain's runs, for a trial")
     arguments = parser.parse_args()
     if arguments.seeds is not None and arguments.seeds < 1:
         parser.error("--seeds takes a number from 1")
     tasks = [TASKS[arguments.task]] if arguments.task else list(TASKS.values())
+    if arguments.steps is not None:
+        tasks = [replace(task, steps=arguments.steps) for task in tasks]
     chosen_for = [(task, chosen(task, arguments.only)) for task in tasks]
     if arguments.only is not None:
         chosen_for = [
@@ -281,7 +284,7 @@ def main() -> None:
         held.append(compare(task, variants, arguments.seeds or task.seeds))
         print(flush=True)
     if not all(held):
-        sys.exit(1)
+        sys.exit(DOES_NOT_HOLD)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does ddprun cost more with more ranks, parameters, buckets or steps?
 
-    python -m benchmarks.growth --axis ranks|parameters|buckets [--seconds 40] [--minutes 3]
+    python -m benchmarks.growth --axis ranks|parameters|buckets [--seconds 30] [--minutes 3]
     python -m benchmarks.growth --axis steps [--steps 100000]
 
 Ranks, parameters and buckets: ddprun, and a DDP loop written by hand twice as its own control, take turns as
@@ -11,6 +11,7 @@ that of a line through all looks. Every step and bucket is recorded. Prints a Ma
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -243,7 +244,7 @@ def show_steps(steps: int) -> None:
     edges = np.linspace(0, len(taken), TENTHS + 1).astype(int)
     print_head(["steps", "ms a step, median", "MB of a rank", "MB of the launcher"])
     first = None
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         inside = (number > begin) & (number <= end)
         held = (float(np.mean(rank_mb[inside])), float(np.mean(launcher_mb[inside])))
         first = first or held
@@ -269,7 +270,7 @@ def main() -> None:
     )
     parser.add_argument("--axis", choices=[*AXES, "steps"], required=True)
     parser.add_argument("--rows", type=int, nargs="+", help="of the axis, counted from 0 (all)")
-    parser.add_argument("--seconds", type=float, default=40, help="for each row")
+    parser.add_argument("--seconds", type=float, default=30, help="for each row")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--minutes", type=float, help="a piece of it: then the same command goes on")
     asked = parser.parse_args()

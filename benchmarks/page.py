@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 ROOT = Path(__file__).resolve().parents[1]
 UNFINISHED = 75
 """Exit code of a benchmark whose time was over before it had measured all: the same command goes on."""
+
+DOES_NOT_HOLD = 3
+"""Exit code of a benchmark that has printed its table, and in which something does not hold."""
 
 
 def print_row(cells: Sequence[object]) -> None:
@@ -32,7 +33,9 @@ def print_head(columns: Sequence[str]) -> None:
 
 def machine() -> str:
     """Where something was measured, in words."""
-    from importlib.metadata import version
+    from importlib.metadata import version  # what measures start-up is to be small itself
+
+    import psutil
 
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")

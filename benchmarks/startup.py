@@ -1,4 +1,4 @@
-"""How long ddprun's commands take to start, and how much memory they need; how soon a run takes its first step.
+"""How long ddprun's commands take to start, and how much memory they need; how long a run of one step takes.
 
     python -m benchmarks.startup [--rounds 15]
 
@@ -37,6 +37,8 @@ stages:
 """
 
 BY_HAND = """
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -49,6 +51,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 nn.functional.cross_entropy(model(torch.randn(32, 64)), torch.randint(10, (32,))).backward()
 optimizer.step()
 dist.destroy_process_group()
+os._exit(0)  # as ddprun does: torch's threads may abort an interpreter that is being taken down
 """
 
 
@@ -130,7 +133,8 @@ def main() -> None:
     for label, runs in measured.items():
         walls = sorted(run.wall_s for run in runs)
         middle = [
-            statistics.median(values) for values in zip(*((r.processor_s, r.peak_mib) for r in runs), strict=True)
+            statistics.median(values)
+            for values in zip(*((r.processor_s, r.peak_mib) for r in runs), strict=True)
         ]
         cells = [label, f"{statistics.median(walls):.3f}", f"{walls[0]:.3f} to {walls[-1]:.3f}"]
         print_row([*cells, f"{middle[0]:.3f}", f"{middle[1]:.0f}"])
@@ -139,7 +143,9 @@ def main() -> None:
         for label, runs in measured.items()
         if label.startswith("`ddprun") and statistics.median(run.wall_s for run in runs) > SOON_S
     ]
-    print(f"\nMedians of {asked.rounds} rounds. Target: commands that start no ranks take less than a second. ")
+    print(
+        f"\nMedians of {asked.rounds} rounds. Target: commands that start no ranks take less than a second. "
+    )
     print(f"Missed by {', '.join(slow)}." if slow else "Reached by all of them.")
 
 

@@ -1,6 +1,6 @@
 """How fast are ddprun's hooks beside those that torch brings, in a DDP script of one's own?
 
-    python -m benchmarks.torch_hooks [--rounds 30] [--ranks 2]
+    python -m benchmarks.torch_hooks [--rounds 20] [--ranks 2]
 
 Run it in the repository's folder. Every hook has a DDP model of its own, with equal weights, in the same
 processes and over the same default process group (Gloo). Models take a few whole steps in turns, in an order
@@ -169,7 +169,10 @@ def show(layout: str, ranks: int, rounds: int, steps: int) -> None:
         step_ms = 1000 * median(seconds for seconds, _ in found[name])
         size = median(sent for _, sent in found[name]) / ranks / (1e6 * GRADIENT_MB)
         theirs = OURS[name][1] if name in OURS else ""
-        cells = ["1" if name == PLAIN else faster(name, PLAIN), faster(name, theirs) if theirs in found else ""]
+        cells = [
+            "1" if name == PLAIN else faster(name, PLAIN),
+            faster(name, theirs) if theirs in found else "",
+        ]
         print_row([shown, f"{step_ms:.1f}", *cells, f"{size:.3f} S"])
     print()
 
@@ -180,7 +183,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=8, help="of each in a round")
     parser.add_argument("--layout", choices=list(LAYOUTS), help="one of them only")
     asked = parser.parse_args()
