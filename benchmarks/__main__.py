@@ -10,6 +10,8 @@ in place of writing. With `--minutes`, long parts stop after so many minutes; th
 """
 
 import argparse
+import contextlib
+import io
 import os
 import re
 import signal
@@ -18,7 +20,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from benchmarks.page import DOES_NOT_HOLD, ROOT, UNFINISHED, machine, write_table
+from benchmarks.page import DOES_NOT_HOLD, ROOT, UNFINISHED, machine, print_head, print_row, write_table
 
 PERFORMANCE = "performance.md"
 
@@ -186,8 +188,12 @@ def overhead_table(printed: str) -> str:
         reached = float(row[2 + names.index("ddprun")].split()[0])
         row.append(f"{target}: {'reached' if reached >= target else 'missed'}")
     columns = ["model", "ms a step by hand", *names, "target"]
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        print_head(columns)
+        for row in rows:
+            print_row(row)
+    return told.getvalue().strip()
 
 
 def main() -> int:

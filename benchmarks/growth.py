@@ -31,11 +31,9 @@ import torch
 import torch.distributed as dist
 from benchmarks.loops import LR, Times, mlp
 from benchmarks.overhead import AGAIN, BY_HAND, OURS, Loop
-from benchmarks.page import ROOT, Pieces, print_head, print_row
+from benchmarks.page import ROOT, Pieces, faster, print_head, print_row, shown
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from ddprun.compare.compare import ratio_of
 
 BATCH = 4
 TENTHS = 10
@@ -192,10 +190,7 @@ def show_axis(axis: str, rows: Sequence[Row], seconds: float, minutes: float | N
     print_head([*columns, "ddprun: steps/s", "ms more", "MB more"])
     for row, one in found.items():
         base = one["ms"][BY_HAND]
-        ratios = []
-        for name in (AGAIN, OURS):
-            ratio = ratio_of(list(zip(base, one["ms"][name], strict=True)))
-            ratios.append(f"{ratio.mean:.3f} ({ratio.low:.3f} to {ratio.high:.3f})")
+        ratios = [shown(faster(one["ms"][name], base), 3) for name in (AGAIN, OURS)]
         # Both loops by hand are the base of the difference: it is small beside a step.
         both = [(mine + other) / 2 for mine, other in zip(base, one["ms"][AGAIN], strict=True)]
         more_ms = median(mine - other for mine, other in zip(one["ms"][OURS], both, strict=True))

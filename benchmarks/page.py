@@ -4,12 +4,14 @@ import hashlib
 import json
 import os
 import platform
+import random
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +31,22 @@ def print_head(columns: Sequence[str]) -> None:
     """Print the head of a Markdown table."""
     print_row(columns)
     print(f"|{'---|' * len(columns)}", flush=True)
+
+
+def faster(own: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
+    """How many times as fast one is as another: times of a step, of the same rounds. The median over rounds,
+    which leaves out what disturbs a few of them, and its 95 % interval (bootstrap).
+    """
+    ratios = [theirs / mine for mine, theirs in zip(own, base, strict=True)]
+    draw = random.Random(0)
+    medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
+    return median(ratios), medians[25], medians[974]
+
+
+def shown(ratio: tuple[float, float, float], digits: int = 2) -> str:
+    """Such a ratio in a cell."""
+    middle, low, high = (f"{one:.{digits}f}" for one in ratio)
+    return f"{middle} ({low} to {high})"
 
 
 def machine() -> str:

@@ -1,6 +1,6 @@
 """How fast are ddprun's hooks beside those that torch brings, in a DDP script of one's own?
 
-    python -m benchmarks.torch_hooks [--rounds 20] [--ranks 2]
+    python -m benchmarks.torch_hooks [--rounds 30] [--ranks 2]
 
 Run it in the repository's folder. Every hook has a DDP model of its own, with equal weights, in the same
 processes and over the same default process group (Gloo). Models take a few whole steps in turns, in an order
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.page import print_head, print_row
+from benchmarks.page import faster, print_head, print_row
 from tests.namespaces import REASON
 from tests.ranks import as_processes
 from torch import nn
@@ -33,7 +33,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import ddprun_hooks
-from ddprun.compare.compare import ratio_of
 
 WIDTH, LAYERS, BATCH = 512, 8, 16
 GRADIENT_MB = 4 * LAYERS * (WIDTH + 1) * WIDTH / 1e6
@@ -153,28 +152,28 @@ def show(layout: str, ranks: int, rounds: int, steps: int) -> None:
     names = [PLAIN, AGAIN, *(name for name in TORCH if refused[name] is None), *OURS]
     found = as_processes(ranks, measured, names, cap, rounds, steps, timeout_s=MEASURED_S)[0]
 
-    def faster(name: str, base: str) -> str:
+    def ratio(name: str, base: str) -> tuple[float, float, float]:
         """Steps per second of one to those of another."""
-        pairs = [(mine[0], theirs[0]) for mine, theirs in zip(found[base], found[name], strict=True)]
-        one = ratio_of(pairs)
-        return f"{one.mean:.2f} ({one.low:.2f} to {one.high:.2f})"
+        return faster(*([seconds for seconds, _ in found[one]] for one in (name, base)))
 
     print(f"{layout}, {GRADIENT_MB:.1f} MB of gradients, {ranks} ranks:\n")
-    print_head(["hook", "ms a step", "steps/s, to none", "to torch's own", f"a rank sends, of {ranks}"])
+    print_head(["hook", "ms a step", "steps/s, to none", "to torch's own", "a rank sends"])
+    slower = []
     for name in [PLAIN, AGAIN, *TORCH, *OURS]:
-        shown = name if name in (PLAIN, AGAIN) else f"`{name}`" if name in OURS else f"torch's `{name}`"
+        label = name if name in (PLAIN, AGAIN) else f"`{name}`" if name in OURS else f"torch's `{name}`"
         if refused.get(name):
-            print_row([shown, textwrap.shorten(str(refused[name]), 60), "", "", ""])
+            print_row([label, textwrap.shorten(str(refused[name]), 60), "", "", ""])
             continue
         step_ms = 1000 * median(seconds for seconds, _ in found[name])
         size = median(sent for _, sent in found[name]) / ranks / (1e6 * GRADIENT_MB)
-        theirs = OURS[name][1] if name in OURS else ""
-        cells = [
-            "1" if name == PLAIN else faster(name, PLAIN),
-            faster(name, theirs) if theirs in found else "",
-        ]
-        print_row([shown, f"{step_ms:.1f}", *cells, f"{size:.3f} S"])
-    print()
+        cells = ["1" if name == PLAIN else shown(ratio(name, PLAIN)), ""]
+        if name in OURS and (theirs := OURS[name][1]) in found:
+            against = ratio(name, theirs)
+            cells[1] = shown(against)
+            if against[2] < 1:
+                slower.append(f"`{name}` than `{theirs}`")
+        print_row([label, f"{step_ms:.1f}", *cells, f"{size:.3f} S"])
+    print(f"\nSlower than torch's own: {', '.join(slower) or 'none'}. Medians of {rounds} rounds.\n")
 
 
 def main() -> None:
@@ -183,7 +182,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=8, help="of each in a round")
     parser.add_argument("--layout", choices=list(LAYOUTS), help="one of them only")
     asked = parser.parse_args()
