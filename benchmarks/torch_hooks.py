@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.page import faster, print_head, print_row
+from benchmarks.page import faster, print_head, print_row, shown
 from tests.namespaces import REASON
 from tests.ranks import as_processes
 from torch import nn
