@@ -238,12 +238,12 @@ def show_steps(steps: int) -> None:
     rank_mb, launcher_mb = rank_mb / 1e6, launcher_mb / 1e6
     edges = np.linspace(0, len(taken), TENTHS + 1).astype(int)
     print_head(["steps", "ms a step, median", "MB of a rank", "MB of the launcher"])
-    first = None
+    first: tuple[float, float] | None = None
     for begin, end in itertools.pairwise(edges):
         inside = (number > begin) & (number <= end)
-        held = (float(np.mean(rank_mb[inside])), float(np.mean(launcher_mb[inside])))
-        first = first or held
-        cells = [f"{mine:.1f} ({mine - theirs:+.1f})" for mine, theirs in zip(held, first, strict=True)]
+        mb = (float(np.mean(rank_mb[inside])), float(np.mean(launcher_mb[inside])))
+        first = first or mb
+        cells = [f"{mine:.1f} ({mine - theirs:+.1f})" for mine, theirs in zip(mb, first, strict=True)]
         print_row([f"{begin + 1:,} to {end:,}", f"{np.median(step_ms[begin:end]):.3f}", *cells])
     after = number > edges[1]
     slope = float(np.polyfit(number[after] / 100_000, rank_mb[after], 1)[0])

@@ -148,7 +148,7 @@ def show(found: dict[str, list[dict[str, Any]]], link: Link, hidden: list[int]) 
         cells += [f"{middle:.1f}", f"{min(seconds):.1f} to {max(seconds):.1f}"]
         cells += [f"{median(run['steps'] for run in runs):.0f}", f"{step_ms:.0f}", f"{base / middle:.2f}x"]
         print_row(cells)
-    runs = len(found[PLAIN])
+    seeds = len(found[PLAIN])
     pairs = [
         one["seconds"] / other["seconds"]
         for one, other in zip(found[PLAIN], found[best], strict=True)
@@ -158,7 +158,7 @@ def show(found: dict[str, list[dict[str, Any]]], link: Link, hidden: list[int]) 
         middle = median(run["seconds"] for run in found[best])
         print(
             f"\nThe best, {best}, takes {middle:.1f} s where plain DDP takes {base:.1f} s: it is "
-            f"{median(pairs):.1f} times as fast. Medians of {runs} seed{'s' if runs > 1 else ''}."
+            f"{median(pairs):.1f} times as fast. Medians of {seeds} seed{'s' if seeds > 1 else ''}."
         )
 
 
