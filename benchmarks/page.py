@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -87,7 +88,12 @@ def write_table(page: Path, name: str, table: str) -> None:
         raise ValueError(f"{page} needs the lines {begin} and {end}, once each")
     before, rest = page.read_text(encoding="utf-8").split(begin)
     after = rest.split(end)[1]
-    page.write_text(f"{before}{begin}\n\n{table.strip()}\n\n{end}{after}", encoding="utf-8")
+    lines = [
+        line if line.startswith("|") else textwrap.fill(line, 100, break_on_hyphens=False)
+        for line in table.strip().splitlines()
+    ]
+    written = "\n".join(lines)
+    page.write_text(f"{before}{begin}\n\n{written}\n\n{end}{after}", encoding="utf-8")
 
 
 class Pieces:
