@@ -124,13 +124,13 @@ def measure(variant: Variant, seed: int, link: Link, hidden: list[int], accuracy
             return {"seconds": found[0], "steps": found[1]}
 
 
-def show(found: dict[str, list[dict[str, Any]]], link: Link, hidden: list[int]) -> None:
+def show(found: dict[str, list[dict[str, Any]]], link: Link, hidden: list[int], accuracy: float) -> None:
     """Print the table, and what the best variant gains."""
     values = 64 * hidden[0] + sum(one * two for one, two in zip(hidden, [*hidden[1:], 10], strict=True))
     size = 4 * (values + sum(hidden) + 10) / 1e6
     latency = f" with {link.one_way_ms:g} ms each way" if link.one_way_ms else ""
     print(f"{link.mbit:g} Mbit/s{latency}, `hidden: {hidden}` ({size:.2f} MB of gradients):\n")
-    print_head(["sync", "hooks", f"s to {ACCURACY}", "lowest to highest", "steps", "ms a step", "as fast"])
+    print_head(["sync", "hooks", f"s to {accuracy:g}", "lowest to highest", "steps", "ms a step", "as fast"])
     best, base = PLAIN, None
     for name, runs in found.items():
         variant = VARIANTS[name]
@@ -193,7 +193,7 @@ def main() -> None:
                     ),
                 )
             )
-    show(found, link, asked.hidden)
+    show(found, link, asked.hidden, asked.accuracy)
     pieces.end()
 
 
