@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 # Tests start many Pythons, and without byte code each of them compiles the source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-engines test-slow test-gpu check bench clean
+.PHONY: quickstart test test-engines test-slow test-gpu check benchmark clean
 
 quickstart: $(VENV)/.run  ## virtual environment, install, train on real digits
 	$(BIN)/ddprun pipelines/quickstart.yaml
@@ -35,8 +35,8 @@ check: $(VENV)/.dev  ## what can be said without running anything
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
 
-bench: $(VENV)/.dev  ## start-up times
-	$(BIN)/python benchmarks/startup.py
+benchmark: $(VENV)/.benchmark  ## tables of docs/performance.md: all, or ONLY="hooks memory"; QUICK=1 tries them
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(ONLY)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +49,10 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	@# What is imported is compiled then; all of it would take half a minute.
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@ $(VENV)/.run
+
+$(VENV)/.benchmark: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,benchmark]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

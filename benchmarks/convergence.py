@@ -1,6 +1,6 @@
 """Does training with a lossy stack, or with ranks that meet seldom, end as well as with plain all-reduce?
 
-    python benchmarks/convergence.py [--task text|digits|policies] [--seeds N] [--only NAME]
+    python -m benchmarks.convergence [--task text|digits|policies] [--seeds N] [--only NAME]
 
 text: a byte transformer on Python's own library; holds if the held-out loss is at most 2 % above plain's.
 digits: an mlp on handwritten digits; holds if the held-out accuracy is at most 1 point below plain's.
@@ -9,7 +9,7 @@ policies: the same mlp for 24 epochs on four ranks, with each sync policy instea
 Means over the same seeds are compared; after a difference in points stand the lowest and the highest of one
 seed. All runs of a task are the same pipeline but for hooks, policy and steps: topk and powersgd get half as
 many again, over which the schedule is stretched. Each step takes the same samples: a batch on each of two
-ranks, or half of one on each of four. Prints a Markdown table for each task; ends with 1 if a row does not
+ranks, or half of one on each of four. Prints a Markdown table for each task; ends with 3 if a row does not
 hold.
 """
 
@@ -20,9 +20,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+
+from benchmarks.page import DOES_NOT_HOLD, print_head, print_row
+from benchmarks.two_hosts import refusal
 
 PLAIN, EVERY_STEP = "[]", "every_step"
 MINUS = "\N{MINUS SIGN}"
@@ -190,13 +193,6 @@ def settings(task: Task, variant: Variant, seed: int) -> list[str]:
     return [f"--set={key}={value}" for key, value in values.items()]
 
 
-def refusal(folder: Path, task: Task, variant: Variant) -> str | None:
-    """Why `ddprun check` refuses a variant; None if it does not."""
-    command = [sys.executable, "-m", "ddprun", "check", "task.yaml", *settings(task, variant, 0)]
-    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
-    return (done.stdout + done.stderr).strip().splitlines()[0] if done.returncode else None
-
-
 def train(folder: Path, task: Task, variant: Variant, seed: int) -> float:
     """Train once; gives the held-out metric.
 
@@ -219,11 +215,8 @@ def compare(task: Task, variants: list[Variant], seeds: int) -> bool:
     Raises:
         RuntimeError: the plain one failed.
     """
-    print(
-        f"| {task.varied} | ranks | steps | {task.heading}, {seeds} seed{'s' if seeds > 1 else ''} ", end=""
-    )
-    print(f"| {task.compared} | holds |")
-    print("|---|---|---|---|---|---|", flush=True)
+    of_seeds = f"{task.heading}, {seeds} seed{'s' if seeds > 1 else ''}"
+    print_head([task.varied, "ranks", "steps", of_seeds, task.compared, "holds"])
     held: list[bool] = []
     plain: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -231,7 +224,7 @@ def compare(task: Task, variants: list[Variant], seeds: int) -> bool:
         (folder / "task.yaml").write_text(task.pipeline)
         for variant in variants:
             name = variant.name(task.varied)
-            if refused := refusal(folder, task, variant):
+            if refused := refusal(folder, "task.yaml", settings(task, variant, 0)):
                 print(f"skipped {name}: {refused}", file=sys.stderr, flush=True)
                 continue
             try:
@@ -246,7 +239,7 @@ def compare(task: Task, variants: list[Variant], seeds: int) -> bool:
             against, holds = task.compare(ours, plain)
             held.append(holds)
             cells = [f"`{name}`", str(variant.ranks), str(steps_of(task, variant)), f"{fmean(ours):.4f}"]
-            print(f"| {' | '.join([*cells, against, 'yes' if holds else 'no'])} |", flush=True)
+            print_row([*cells, against, "yes" if holds else "no"])
     return all(held)
 
 
@@ -270,10 +263,13 @@ def main() -> None:
     parser.add_argument(
         "--only", metavar="NAME", help="a stack, a policy, or the name of one in them: compared with plain"
     )
+    parser.add_argument("--steps", type=int, metavar="N", help="of plain's runs, for a trial")
     arguments = parser.parse_args()
     if arguments.seeds is not None and arguments.seeds < 1:
         parser.error("--seeds takes a number from 1")
     tasks = [TASKS[arguments.task]] if arguments.task else list(TASKS.values())
+    if arguments.steps is not None:
+        tasks = [replace(task, steps=arguments.steps) for task in tasks]
     chosen_for = [(task, chosen(task, arguments.only)) for task in tasks]
     if arguments.only is not None:
         chosen_for = [
@@ -288,7 +284,7 @@ def main() -> None:
         held.append(compare(task, variants, arguments.seeds or task.seeds))
         print(flush=True)
     if not all(held):
-        sys.exit(1)
+        sys.exit(DOES_NOT_HOLD)
 
 
 if __name__ == "__main__":

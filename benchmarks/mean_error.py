@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.page import print_head, print_row
 from tests.ranks import as_processes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,9 +23,9 @@ import ddprun_hooks
 
 HOOKS: dict[str, list[Any]] = {
     "`fp16`": ["fp16"],
-    "`fp16`, fp32 sums": [{"fp16": {"accumulate": "fp32"}}],
+    "`fp16: {accumulate: fp32}`": [{"fp16": {"accumulate": "fp32"}}],
     "`bf16`": ["bf16"],
-    "`bf16`, fp32 sums": [{"bf16": {"accumulate": "fp32"}}],
+    "`bf16: {accumulate: fp32}`": [{"bf16": {"accumulate": "fp32"}}],
     "`int8`": ["int8"],
     "`fp8`": ["fp8"],
     "`int4`": ["int4"],
@@ -98,12 +99,15 @@ def main() -> None:
         ranks: [as_processes(ranks, errors, hooks, arguments.steps)[0] for hooks in HOOKS.values()]
         for ranks in arguments.ranks
     }
-    for which, heading in enumerate(("one mean", f"sum of {arguments.steps} means")):
-        print(f"| ranks | {' | '.join(HOOKS)} |")
-        print(f"|{'---|' * (len(HOOKS) + 1)}")
+    headings = (
+        "A single mean, the first through the hook:",
+        f"The sum of {arguments.steps} means, in which error feedback makes up for what each one lacks:",
+    )
+    for which, heading in enumerate(headings):
+        print(f"{heading}\n")
+        print_head(["ranks", *HOOKS])
         for ranks, measured in found.items():
-            cells = [f"{one[which]:.2e}".replace("e-0", "e-") for one in measured]
-            print(f"| {ranks}, {heading} | {' | '.join(cells)} |")
+            print_row([ranks, *(f"{one[which]:.2e}".replace("e-0", "e-") for one in measured)])
         print()
 
 

@@ -12,21 +12,20 @@ exchange:
     sync      sync_us: copying changes, applying what has come; waiting for the other rank's control message
     period    16 whole steps
 
-The first period is left out: it warms up. Prints a Markdown table of medians over the runs; ends with 1 if
+The first period is left out: it warms up. Prints a Markdown table of medians over the runs; ends with 3 if
 overlap leaves 10 % or more exposed of what is exposed without it.
 """
 
 import argparse
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
-from benchmarks.two_hosts import HOSTS, run
+from benchmarks.page import DOES_NOT_HOLD, print_head, print_row
+from benchmarks.two_hosts import HOSTS, Link, run
 from tests.engine.running import lines
-from tests.namespaces import REASON
 
 EVERY, OVERLAP, PERIODS = 16, 8, 7
 VARIANTS = {"waits": 0, "waits, again": 0, "overlaps": OVERLAP}
@@ -62,7 +61,7 @@ def costs(run_dir: Path) -> dict[str, float]:
     }
 
 
-def measure(rounds: int, rate_mbit: int) -> dict[str, list[dict[str, float]]]:
+def measure(rounds: int, link: Link) -> dict[str, list[dict[str, float]]]:
     """The costs of each variant's runs.
 
     Raises:
@@ -70,14 +69,13 @@ def measure(rounds: int, rate_mbit: int) -> dict[str, list[dict[str, float]]]:
         subprocess.TimeoutExpired: a run took too long.
     """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-    setup = f"tc qdisc replace dev e0 root tbf rate {rate_mbit}mbit burst 64kb latency 50ms"
     for number in range(rounds):
         for name, overlap in VARIANTS.items():
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(scratch)
                 (folder / "overlap.yaml").write_text(PIPELINE)
                 sync = f"--set=sync={{diloco: {{every: {EVERY}, overlap_steps: {overlap}}}}}"
-                run(folder, "overlap.yaml", [sync], local=1, run_dir="run", setup=setup)
+                run(folder, "overlap.yaml", [sync], local=1, run_dir="run", link=link)
                 found[name].append(costs(folder / "run"))
             print(f"round {number + 1}, {name}: {_told(found[name][-1])}", file=sys.stderr, flush=True)
     return found
@@ -97,25 +95,22 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.rate_mbit < 1:
         parser.error("--rounds and --rate-mbit take numbers from 1")
-    if REASON is not None:
-        sys.exit(REASON)
-    if shutil.which("tc") is None:
-        sys.exit("tc is not installed")
+    link = Link(arguments.rate_mbit)
+    if refused := link.refusal():
+        sys.exit(refused)
     try:
-        found = measure(arguments.rounds, arguments.rate_mbit)
+        found = measure(arguments.rounds, link)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         sys.exit(f"failed: {error}")
-    print(f"| `diloco: {{every: {EVERY}}}` | {' | '.join(f'{part}, ms' for part in PARTS)} | exposed |")
-    print(f"|{'---|' * (len(PARTS) + 2)}")
+    print_head([f"`diloco: {{every: {EVERY}}}`", *(f"{part}, ms" for part in PARTS), "exposed"])
     medians = {
         name: {part: median(one[part] for one in runs) for part in PARTS} for name, runs in found.items()
     }
     base = medians["waits"]["exposed"]
     for name, parts in medians.items():
-        cells = [name, *(f"{ms:.1f}" for ms in parts.values()), f"{parts['exposed'] / base:.3f}x"]
-        print(f"| {' | '.join(cells)} |")
+        print_row([name, *(f"{ms:.1f}" for ms in parts.values()), f"{parts['exposed'] / base:.3f}x"])
     if medians["overlaps"]["exposed"] >= LARGEST_SHARE * base:
-        sys.exit(1)
+        sys.exit(DOES_NOT_HOLD)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """`shared_memory` against Gloo over loopback, on the ranks of this machine.
 
-    python benchmarks/shared_memory.py [--ranks 2] [--rounds 30]
+    python -m benchmarks.shared_memory [--ranks 2] [--rounds 30]
 
-Two tables. All-reduce of one fp32 tensor through a queue, from the hook's call until its future is done; and
-forward and backward of a DDP model on the CPU. Variants are interleaved within each round; Gloo runs twice in
-each, once as its own control. Prints medians, and ratios of Gloo's median to the others'.
+Run it in the repository's folder. All-reduce of one fp32 tensor through a queue, from the hook's call until
+its future is done; and forward and backward of a DDP model on the CPU. Variants are interleaved within each
+round; Gloo runs twice in each, once as its own control. Prints a Markdown table of medians, and of ratios of
+Gloo's median to the others'.
 """
 
 import argparse
-import multiprocessing
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from benchmarks.page import print_head, print_row
+from tests.ranks import as_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,23 +30,10 @@ from ddprun_hooks.comm.groups import combine
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
 
+TIMEOUT_S = 300
 KIB = (64, 1024, 16 * 1024, 64 * 1024)
 VARIANTS = {"gloo": [], "gloo again": [], "shared memory": ["shared_memory"]}
 Times = dict[str, list[float]]
-
-
-def join(rank: int, ranks: int, port: int) -> None:
-    """Make this process a rank."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
-    )
-    dist.init_process_group("gloo")
 
 
 def all_reduces(ranks: int, rounds: int) -> list[tuple[str, Times]]:
@@ -77,7 +65,8 @@ def all_reduces(ranks: int, rounds: int) -> list[tuple[str, Times]]:
                 took = timed(control.barrier, lambda stack=stack: once(stack), repeats)  # type: ignore[misc]
                 if round_index >= 2:
                     times[name].append(took)
-        found.append((f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB", times))
+        label = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
+        found.append((f"all-reduce of {label}", times))
     return found
 
 
@@ -100,7 +89,7 @@ def passes(rounds: int) -> list[tuple[str, Times]]:
             took = timed(control.barrier, step, 1)
             if round_index >= 3:
                 times[name].append(took)
-    return [("forward and backward, 32 MiB of gradients", times)]
+    return [("DDP forward and backward, 32 MiB of gradients", times)]
 
 
 def timed(barrier: Callable[[], None], run: Callable[[], None], repeats: int) -> float:
@@ -112,47 +101,27 @@ def timed(barrier: Callable[[], None], run: Callable[[], None], repeats: int) ->
     return (time.perf_counter() - started) / repeats
 
 
-def show(title: str, tables: list[tuple[str, Times]]) -> None:
-    """Print medians in milliseconds, and how many times faster than Gloo."""
-    print(f"\n| {title} | {' | '.join(f'{name}, ms' for name in VARIANTS)} | gloo again | shared memory |")
-    print("|---|" + "---|" * (len(VARIANTS) + 2))
-    for label, times in tables:
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        ratios = [medians["gloo"] / medians[name] for name in list(VARIANTS)[1:]]
-        cells = [f"{1e3 * median:.3f}" for median in medians.values()] + [f"{ratio:.2f}x" for ratio in ratios]
-        print(f"| {label} | {' | '.join(cells)} |", flush=True)
-
-
-def work(rank: int, ranks: int, rounds: int, port: int) -> None:
-    """One rank."""
-    join(rank, ranks, port)
-    reduced, passed = all_reduces(ranks, rounds), passes(rounds)
-    if rank == 0:
-        show(f"all-reduce, {ranks} ranks", reduced)
-        show(f"DDP, {ranks} ranks", passed)
-    dist.barrier()
-    os._exit(0)  # torch's threads may abort an interpreter that is being taken down
+def work(ranks: int, rounds: int) -> list[tuple[str, Times]]:
+    """What one rank has measured."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    dist.init_process_group("gloo")
+    return all_reduces(ranks, rounds) + passes(rounds)
 
 
 def main() -> None:
-    """Start the ranks."""
+    """Measure and print."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
     chosen = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=work, args=(rank, chosen.ranks, chosen.rounds, port))
-        for rank in range(chosen.ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
+    found = as_processes(chosen.ranks, work, chosen.ranks, chosen.rounds, timeout_s=TIMEOUT_S)[0]
+    print_head([f"{chosen.ranks} ranks", *(f"{name}, ms" for name in VARIANTS), *list(VARIANTS)[1:]])
+    for label, times in found:
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        ratios = [medians["gloo"] / medians[name] for name in list(VARIANTS)[1:]]
+        cells = [f"{1e3 * median:.3f}" for median in medians.values()] + [f"{ratio:.2f}x" for ratio in ratios]
+        print_row([label, *cells])
 
 
 if __name__ == "__main__":

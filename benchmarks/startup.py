@@ -1,20 +1,58 @@
-"""How long `ddprun --help` and `ddprun check` take to start, and how much memory they need.
+"""How long ddprun's commands take to start, and how much memory they need; how long a run of one step takes.
 
-Each round runs every command once, with a bare `python -c pass` among them as the control, so that whatever
-else the machine does meets all of them alike. The table shows medians over the rounds and the spread.
+    python -m benchmarks.startup [--rounds 15]
+
+Each round runs every command once, in an order that is drawn anew, so that whatever else the machine does
+meets all of them alike. `python -c pass` is there twice, as the control. The last rows are whole runs of one
+step on two ranks: of ddprun, and of a DDP script written by hand under torchrun, which is there twice, too.
+Prints a Markdown table of medians; peak memory is that of the command's own process, not of its ranks.
 """
 
 import argparse
 import os
+import random
 import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.page import ROOT, print_head, print_row
+
+SOON_S = 1.0
+"""What does not import torch is to start within this."""
+
+PIPELINE = """
+model:
+  mlp: {inputs: 64, hidden: [256, 256], outputs: 10}
+data: {synthetic: {samples: 64, shape: [64], classes: 10, held_out: 0}}
+loader: {batch_size: 32}
+optimizer: {sgd: {lr: 0.1}}
+checkpoint: {keep: 0}
+stages:
+  - train: {steps: 1}
+"""
+
+BY_HAND = """
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
+model = DistributedDataParallel(nn.Sequential(*layers))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+nn.functional.cross_entropy(model(torch.randn(32, 64)), torch.randint(10, (32,))).backward()
+optimizer.step()
+dist.destroy_process_group()
+os._exit(0)  # as ddprun does: torch's threads may abort an interpreter that is being taken down
+"""
 
 
 @dataclass(frozen=True)
@@ -26,30 +64,48 @@ class Measured:
     peak_mib: float
 
 
-def commands() -> dict[str, list[str]]:
-    """What is measured: a label and a command line each."""
+def commands(folder: Path) -> dict[str, list[str]]:
+    """What is measured: a label and a command line each.
+
+    Args:
+        folder: where files for the runs may be written.
+    """
+    (folder / "one.yaml").write_text(PIPELINE)
+    (folder / "by_hand.py").write_text(BY_HAND)
     pipelines = [str(path) for path in sorted((ROOT / "pipelines").glob("*.yaml"))]
+    nothing = [sys.executable, "-c", "pass"]
+    ddprun = [sys.executable, "-m", "ddprun"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun.append(str(folder / "by_hand.py"))
+    one_step = ["run", str(folder / "one.yaml"), "--nproc-per-node", "2", "--run-dir"]
     return {
-        "python -c pass": [sys.executable, "-c", "pass"],
-        "ddprun --help": [sys.executable, "-m", "ddprun", "--help"],
-        "ddprun check pipelines/*.yaml": [sys.executable, "-m", "ddprun", "check", *pipelines],
-        "ddprun catalog": [sys.executable, "-m", "ddprun", "catalog"],
+        "`python -c pass`": nothing,
+        "`python -c pass`, again": nothing,
+        "`ddprun --help`": [*ddprun, "--help"],
+        "`ddprun check pipelines/*.yaml`": [*ddprun, "check", *pipelines],
+        "`ddprun catalog`": [*ddprun, "catalog"],
+        "`ddprun schema`": [*ddprun, "schema"],
+        "`python -c 'import torch'`": [sys.executable, "-c", "import torch"],
+        "torchrun and a script: one step, 2 ranks": torchrun,
+        "torchrun and a script, again": torchrun,
+        "ddprun: one step, 2 ranks": [*ddprun, *one_step, str(folder / "run-{}")],
     }
 
 
-def measure(command: list[str]) -> Measured:
-    """Run a command in a process of its own.
+def measure(command: list[str], number: int) -> Measured:
+    """Run a command in a process of its own; `{}` in it becomes the number.
 
     Raises:
         subprocess.CalledProcessError: the command failed.
     """
+    words = [word.replace("{}", str(number)) for word in command]
     start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         _, status, used = os.wait4(process.pid, 0)
         wall_s = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
+        raise subprocess.CalledProcessError(process.returncode, words)
     return Measured(wall_s, used.ru_utime + used.ru_stime, _mib(used))
 
 
@@ -59,23 +115,38 @@ def _mib(used: resource.struct_rusage) -> float:
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--rounds", type=int, default=15, help="runs of each command (15)")
-    rounds = parser.parse_args().rounds
-    measured: dict[str, list[Measured]] = {label: [] for label in commands()}
-    for _ in range(rounds):
-        for label, command in commands().items():
-            measured[label].append(measure(command))
-    print(f"medians of {rounds} interleaved rounds, Python {sys.version.split()[0]}")
-    print(f"{'command':<32} {'wall s':>8} {'min to max':>16} {'processor s':>12} {'peak MiB':>9}")
+    parser.add_argument("--without-runs", action="store_true", help="only what starts no ranks")
+    asked = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as scratch:
+        chosen = commands(Path(scratch))
+        if asked.without_runs:
+            chosen = {label: words for label, words in chosen.items() if "2" not in words}
+        measured: dict[str, list[Measured]] = {label: [] for label in chosen}
+        for number in range(asked.rounds):
+            for label in random.Random(number).sample(list(chosen), len(chosen)):
+                measured[label].append(measure(chosen[label], number))
+    print_head(["command", "s", "lowest to highest", "s of processors", "peak MiB"])
     for label, runs in measured.items():
         walls = sorted(run.wall_s for run in runs)
-        spread = f"{walls[0]:.3f} to {walls[-1]:.3f}"
-        processor_s = statistics.median(run.processor_s for run in runs)
-        peak_mib = statistics.median(run.peak_mib for run in runs)
-        print(
-            f"{label:<32} {statistics.median(walls):>8.3f} {spread:>16} {processor_s:>12.3f} {peak_mib:>9.1f}"
-        )
+        middle = [
+            statistics.median(values)
+            for values in zip(*((r.processor_s, r.peak_mib) for r in runs), strict=True)
+        ]
+        cells = [label, f"{statistics.median(walls):.3f}", f"{walls[0]:.3f} to {walls[-1]:.3f}"]
+        print_row([*cells, f"{middle[0]:.3f}", f"{middle[1]:.0f}"])
+    slow = [
+        label
+        for label, runs in measured.items()
+        if label.startswith("`ddprun") and statistics.median(run.wall_s for run in runs) > SOON_S
+    ]
+    print(
+        f"\nMedians of {asked.rounds} rounds. Target: commands that start no ranks take less than a second. "
+    )
+    print(f"Missed by {', '.join(slow)}." if slow else "Reached by all of them.")
 
 
 if __name__ == "__main__":

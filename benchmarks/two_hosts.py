@@ -1,16 +1,61 @@
 """Runs `ddprun` on two hosts of this machine: network namespaces, joined by a link (Linux, root)."""
 
 import contextlib
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.namespaces import hosts
+from benchmarks.page import ROOT
+from tests.namespaces import REASON, Host, hosts
 from tests.ranks import Finished, Running
 
 HOSTS = 2
 TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Link:
+    """How slow the link between the hosts is, in each direction."""
+
+    mbit: float
+    one_way_ms: float = 0.0
+    """With a latency, a process of this machine carries the packets: the kernel may have no netem."""
+
+    queue_ms: float = 50.0
+    """Without a latency: how long a packet may wait for its turn."""
+
+    def refusal(self) -> str | None:
+        """Why it cannot be had here."""
+        if REASON is not None:
+            return REASON
+        if self.one_way_ms:
+            return None if Path("/dev/net/tun").exists() else "no /dev/net/tun"
+        return None if shutil.which("tc") else "tc is not installed"
+
+    @contextlib.contextmanager
+    def between(self, made: Sequence[Host]) -> Iterator[None]:
+        """Make the link between two hosts so slow."""
+        if not self.one_way_ms:
+            rate = f"tbf rate {self.mbit}mbit burst 64kb latency {self.queue_ms}ms"
+            for host in made:
+                tc = ["tc", "qdisc", "replace", "dev", "e0", "root", *rate.split()]
+                subprocess.run(["ip", "netns", "exec", host.namespace, *tc], check=True)
+            yield
+            return
+        subprocess.run(["ip", "-n", made[0].namespace, "link", "del", "e0"], check=True)
+        ends = [word for host in made for word in (host.namespace, f"{host.address}/24")]
+        command = [sys.executable, "-m", "benchmarks.shaper", *ends, str(self.mbit), str(self.one_way_ms)]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as shaper:
+            try:
+                assert shaper.stdout is not None
+                if shaper.stdout.readline() != b"up\n":
+                    raise RuntimeError("the link does not come up")
+                yield
+            finally:
+                shaper.kill()
 
 
 def refusal(folder: Path, file: str, settings: Sequence[str]) -> str | None:
@@ -20,11 +65,18 @@ def refusal(folder: Path, file: str, settings: Sequence[str]) -> str | None:
     return (done.stdout + done.stderr).strip().splitlines()[0] if done.returncode else None
 
 
-def run(
-    folder: Path, file: str, settings: Sequence[str], *, local: int, run_dir: str, setup: str = "true"
-) -> dict[str, int]:
-    """Run a pipeline of `folder` on two hosts; gives what programs of each sent over the link in bytes, by
-    the host's name.
+@contextlib.contextmanager
+def started(
+    folder: Path,
+    file: str,
+    settings: Sequence[str],
+    *,
+    local: int,
+    run_dir: str,
+    link: Link | None = None,
+    warm: bool = False,
+) -> Iterator[tuple[list[Host], list[Running]]]:
+    """Start a pipeline of `folder` on two hosts; what still runs when the block is left is ended.
 
     Args:
         folder: where the file is, and the run's folder will be.
@@ -32,31 +84,51 @@ def run(
         settings: `--set=…`, any number.
         local: ranks on each host.
         run_dir: name of the run's folder.
-        setup: a shell command that each host does first; its end of the link is `e0`.
+        link: between the hosts; None is one without limits.
+        warm: processes are forked from one that has torch imported, for what is not to count a start.
+    """
+    with hosts(HOSTS) as made, contextlib.ExitStack() as stack:
+        if link is not None:
+            stack.enter_context(link.between(made))
+        words = [
+            file,
+            *settings,
+            f"--nnodes={HOSTS}",
+            f"--nproc-per-node={local}",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=node0:29400",
+            "--rdzv-id=two-hosts",
+            f"--run-dir={run_dir}",
+        ]
+        running = [
+            stack.enter_context(
+                Running(*words, cwd=folder, host=host)
+                if warm
+                else Running(*words, cwd=folder, prefix=host.prefix())
+            )
+            for host in made
+        ]
+        yield made, running
+
+
+def run(
+    folder: Path,
+    file: str,
+    settings: Sequence[str],
+    *,
+    local: int,
+    run_dir: str,
+    link: Link | None = None,
+) -> dict[str, int]:
+    """Run a pipeline of `folder` on two hosts as `started` does; gives what programs of each sent over the
+    link in bytes, by the host's name.
 
     Raises:
         RuntimeError: a host's `ddprun` failed.
         subprocess.TimeoutExpired: it took longer than five minutes.
     """
-    with hosts(HOSTS) as made, contextlib.ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                Running(
-                    file,
-                    *settings,
-                    f"--nnodes={HOSTS}",
-                    f"--nproc-per-node={local}",
-                    "--rdzv-backend=c10d",
-                    "--rdzv-endpoint=node0:29400",
-                    "--rdzv-id=two-hosts",
-                    f"--run-dir={run_dir}",
-                    cwd=folder,
-                    prefix=host.prefix(setup),
-                )
-            )
-            for host in made
-        ]
-        finished: list[Finished] = [running.wait(TIMEOUT_S) for running in started]
+    with started(folder, file, settings, local=local, run_dir=run_dir, link=link) as (made, running):
+        finished: list[Finished] = [one.wait(TIMEOUT_S) for one in running]
         for one in finished:
             if one.code:
                 raise RuntimeError(one.stderr.strip() or f"exit code {one.code}")

@@ -1,6 +1,6 @@
 """What the watchdog for hangs costs a step, on two ranks of this machine.
 
-    python benchmarks/watch.py [--rounds 5]
+    python -m benchmarks.watch [--rounds 5]
 
 First what one step tells the watchdog (a step, five turns, two collectives issued and ended), by itself. Then
 whole runs with the watchdog and without, interleaved, the ones without twice in each round as their own

@@ -10,7 +10,7 @@ shows it alone.
 
 Prints a Markdown table, in units of S, the parameters' bytes in fp32: `hooks` is that of docs/hooks.md, on
 two ranks per host; `policies` that of docs/sync.md. Of the two directions the one that is further from the
-formula is shown. Ends with 1 if one is off by more than 2 %; of a policy also, if its ratio to `every_step`
+formula is shown. Ends with 3 if one is off by more than 2 %; of a policy also, if its ratio to `every_step`
 on as many ranks is.
 """
 
@@ -46,6 +46,7 @@ from benchmarks.formulas import (
     two_phase_across,
     whole,
 )
+from benchmarks.page import DOES_NOT_HOLD, print_head, print_row
 from benchmarks.two_hosts import HOSTS, refusal, run
 from tests.engine.running import events, lines
 from tests.namespaces import REASON
@@ -238,7 +239,7 @@ def measure(row: Row, few: int, many: int, bases: dict[int, Counted] | None) -> 
         ratio, wanted = shown.measured / base.measured, shown.predicted / base.predicted
         held.append(abs(ratio / wanted - 1) <= LARGEST_DIFFERENCE)
         cells = [f"`{row.policy}`", f"{HOSTS} {TIMES} {row.local}", *cells, f"{ratio:.4f}"]
-    print(f"| {' | '.join(cells)} |", flush=True)
+    print_row(cells)
     return all(held)
 
 
@@ -289,12 +290,11 @@ def main() -> None:
     columns.append("difference")
     if of_policies:
         columns = ["sync", f"hosts {TIMES} ranks", *columns, f"{TIMES} every_step"]
-    print(f"| {' | '.join(columns)} |")
-    print(f"|{'---|' * len(columns)}", flush=True)
+    print_head(columns)
     bases: dict[int, Counted] = {}
     held = [measure(row, few, many, bases if of_policies else None) for row in rows]
     if not all(held):
-        sys.exit(1)
+        sys.exit(DOES_NOT_HOLD)
 
 
 if __name__ == "__main__":

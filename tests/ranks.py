@@ -48,7 +48,12 @@ def free_port() -> int:
 
 
 def as_processes(
-    size: int, body: Callable[..., Any], *arguments: Any, cwd: Path | None = None, may_die: bool = False
+    size: int,
+    body: Callable[..., Any],
+    *arguments: Any,
+    cwd: Path | None = None,
+    may_die: bool = False,
+    timeout_s: float = TIMEOUT_S,
 ) -> list[Any]:
     """Run `body(*arguments)` in `size` processes with torchrun's environment; gives what they return.
 
@@ -60,6 +65,7 @@ def as_processes(
         arguments: of `body`.
         cwd: where.
         may_die: a process may end without a word; it returns None.
+        timeout_s: how long they may take.
     """
     context = fork_server()
     port = free_port()
@@ -84,7 +90,7 @@ def as_processes(
     try:
         outcomes = []
         for rank, pipe in enumerate(pipes):
-            assert pipe.poll(TIMEOUT_S), f"rank {rank} says nothing for {TIMEOUT_S} s"
+            assert pipe.poll(timeout_s), f"rank {rank} says nothing for {timeout_s:g} s"
             try:
                 outcomes.append(pickle.loads(pipe.recv_bytes()))
             except EOFError:

@@ -1,0 +1,155 @@
+"""How much more memory does a rank need with each hook, in units of the gradient?
+
+    python -m benchmarks.memory [--width 2048] [--only NAME] [--minutes 3]
+
+Run it in the repository's folder, on Linux. A DDP script trains a model with each hook, in processes of its
+own, for a few steps. `kept` is what a rank holds between two steps, `at most` what it needs within one; both
+without what plain DDP of as many ranks holds and needs, which is measured twice, as its own control. They are
+resident memory: large tensors are given back to the system at once (MALLOC_MMAP_THRESHOLD_). `state` is the
+size of the tensors in the hook's own state. S is the gradient, in as many buckets as the model has layers.
+Torch's own hooks stand beside ours. Prints a Markdown table of means over ranks.
+"""
+
+import argparse
+import gc
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmarks.page import Pieces, print_head, print_row
+from benchmarks.torch_hooks import TORCH
+from tests.ranks import as_processes
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddprun_hooks
+
+LAYERS, BATCH = 8, 8
+STEPS_FIRST, STEPS = 5, 4
+TIMEOUT_S = 120
+PLAIN, AGAIN = "plain DDP", "plain DDP, again"
+
+_TWO_LEVELS = {"hierarchical": {"hosts": 2, "across": ["int8"]}}
+HOOKS: dict[str, tuple[int, list[Any]]] = {
+    "[]": (2, []),
+    "[fp16]": (2, ["fp16"]),
+    "[bf16]": (2, ["bf16"]),
+    "[{bf16: {accumulate: fp32}}]": (2, [{"bf16": {"accumulate": "fp32"}}]),
+    "[int8]": (2, ["int8"]),
+    "[fp8]": (2, ["fp8"]),
+    "[int4]": (2, ["int4"]),
+    "[{topk: {density: 0.05}}]": (2, [{"topk": {"density": 0.05}}]),
+    "[{powersgd: {rank: 4}}]": (2, [{"powersgd": {"rank": 4}}]),
+    "[shared_memory]": (2, ["shared_memory"]),
+    "[{hierarchical: {hosts: 2}}]": (4, [{"hierarchical": {"hosts": 2}}]),
+    "[{hierarchical: {hosts: 2, across: [int8]}}]": (4, [_TWO_LEVELS]),
+}
+"""Our hooks, and on how many ranks each is measured."""
+
+THEIRS = ["allreduce_hook", "fp16_compress_hook"]
+"""Torch's hooks that work on Gloo with several buckets."""
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _tensors(value)
+
+
+def _resident(which: str) -> int:
+    """`VmRSS` or `VmHWM` of this process, bytes."""
+    found = re.search(rf"^{which}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def measured(hooks: list[Any] | str | None, width: int) -> tuple[int, int, int, int]:
+    """On each rank: bytes held between steps, needed within one, of the hooks' state, and of the gradient."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
+    size = 4 * LAYERS * width * (width + 1)
+    layer_mb = size / LAYERS / 2**20
+    net = DistributedDataParallel(
+        nn.Sequential(*layers), bucket_cap_mb=layer_mb, gradient_as_bucket_view=True
+    )
+    handle = None
+    if isinstance(hooks, str):
+        state, hook = TORCH[hooks]
+        net.register_comm_hook(state(), hook)
+    elif hooks is not None:
+        handle = ddprun_hooks.register(net, hooks)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    batch = torch.randn(BATCH, width)
+
+    def step() -> None:
+        net(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    for _ in range(STEPS_FIRST):
+        step()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    for _ in range(STEPS):
+        step()
+    at_most = _resident("VmHWM")
+    gc.collect()
+    state_bytes = 0
+    if handle is not None:
+        state_bytes = sum(tensor.nbytes for tensor in _tensors(handle.state_dict()))
+        gc.collect()
+    return _resident("VmRSS"), at_most, state_bytes, size
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=2048, help="of the model's layers")
+    parser.add_argument("--only", help="one of our hooks")
+    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command goes on")
+    asked = parser.parse_args()
+    ours = {name: value for name, value in HOOKS.items() if asked.only in (None, name)}
+    if not ours:
+        parser.error(f"--only takes one of {', '.join(HOOKS)}")
+    # Before the processes start: read by the C library when it is loaded.
+    os.environ.update(MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_=str(128 << 10), OMP_NUM_THREADS="1")
+    pieces = Pieces("memory", [asked.width], asked.minutes)
+
+    def mean(name: str, ranks: int, hooks: list[Any] | str | None) -> list[float]:
+        """Means over ranks."""
+        found = pieces.take(
+            f"{name}, {ranks} ranks",
+            lambda: as_processes(ranks, measured, hooks, asked.width, timeout_s=TIMEOUT_S),
+        )
+        return [fmean(column) for column in zip(*found, strict=True)]
+
+    counts = sorted({ranks for ranks, _ in ours.values()})
+    plain = {ranks: mean(PLAIN, ranks, None) for ranks in counts}
+    size = plain[counts[0]][3]
+    rows = [(AGAIN, ranks, mean(AGAIN, ranks, None)) for ranks in counts]
+    rows += [(f"torch's `{name}`", 2, mean(name, 2, name)) for name in THEIRS if 2 in counts]
+    rows += [(f"`{name}`", ranks, mean(name, ranks, hooks)) for name, (ranks, hooks) in ours.items()]
+    print(f"S is {size / 1e6:.0f} MB, in {LAYERS} buckets of S/{LAYERS}:\n")
+    print_head(["hook", "ranks", "its state", "kept", "at most within a step"])
+    for name, ranks, (kept, at_most, state, _) in rows:
+        more = [kept - plain[ranks][0], at_most - plain[ranks][1]]
+        print_row([name, ranks, *(f"{number / size:.2f} S" for number in (state, *more))])
+    pieces.end()
+
+
+if __name__ == "__main__":
+    main()

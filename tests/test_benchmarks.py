@@ -1,0 +1,165 @@
+"""`python -m benchmarks` lists its parts, tries one, and replaces a table and nothing else of a page."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from benchmarks import __main__ as benchmarks
+from benchmarks.__main__ import PARTS, Part, measure, overhead_table
+from benchmarks.page import ROOT, Pieces, has_table, print_head, print_row, write_table
+from benchmarks.two_hosts import HOSTS, Link
+
+from tests.namespaces import hosts, needs_namespaces
+
+PAGE = "before\n<!-- benchmark: one -->\nold\n<!-- end of one -->\nafter\n"
+
+
+def command(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def test_every_part_has_a_module_and_a_place_on_its_page() -> None:
+    """Each part that `--list` names is a module of benchmarks/, and its page has its two markers, once."""
+    listed = command("--list").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == [part.name for part in PARTS]
+    for part in PARTS:
+        assert (ROOT / "benchmarks" / f"{part.command.split()[0]}.py").is_file()
+        assert has_table(ROOT / "docs" / part.page, part.name), part.name
+
+
+def test_a_quick_part_prints_a_table_and_writes_nothing() -> None:
+    """`--quick start` measures real commands; the page stays as it is."""
+    page = ROOT / "docs" / "performance.md"
+    before = page.read_bytes()
+    done = command("start", "--quick")
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| `ddprun")]
+    assert len(rows) == 4
+    assert all(float(row.split(" | ")[1]) > 0.02 for row in rows)
+    assert page.read_bytes() == before
+
+
+def test_an_unknown_part_is_refused() -> None:
+    """The message names the parts there are; exit code 2."""
+    done = command("hook")
+    assert done.returncode == 2
+    assert "no part hook; there are overhead, hooks," in done.stderr
+
+
+def test_only_what_is_between_the_markers_is_replaced(tmp_path: Path) -> None:
+    """Text before and after stays; a second table takes the place of the first; markers have to be there."""
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    for table in ("| first |", "| second |"):
+        write_table(page, "one", f"{table}\n")
+        begin, rest = "before\n<!-- benchmark: one -->", "<!-- end of one -->\nafter\n"
+        assert page.read_text() == f"{begin}\n\n{table}\n\n{rest}"
+    with pytest.raises(ValueError, match="benchmark: two"):
+        write_table(page, "two", "table")
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("import sys; sys.exit('no namespaces')", "exit code 1"),
+        ("print('| half |', flush=True); raise SystemExit(1)", "exit code 1"),
+        ("import time; print('| half |', flush=True); time.sleep(60)", "ended after 1 s"),
+    ],
+)
+def test_a_part_that_fails_has_no_table(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    body: str,
+    told: str,
+) -> None:
+    """One that cannot run, breaks off or takes too long keeps its old table, and the reason is printed."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "broken.py").write_text(body)
+    monkeypatch.setattr(benchmarks, "ROOT", tmp_path)
+    start = time.monotonic()
+    assert measure(Part("broken", "", "broken", "", limit_s=1), quick=False, minutes=None) is None
+    assert told in capsys.readouterr().err
+    assert time.monotonic() - start < 20
+
+
+def test_a_measurement_in_pieces_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured is not measured again; other settings, or an end, begin anew."""
+    monkeypatch.setattr("benchmarks.page.ROOT", tmp_path)
+    done: list[str] = []
+
+    def take(pieces: Pieces, key: str) -> list[float]:
+        found: list[float] = pieces.take(key, lambda: done.append(key) or [1.5])  # type: ignore[func-returns-value]
+        return found
+
+    assert take(Pieces("p", [1], None), "a") == [1.5]
+    assert take(Pieces("p", [1], None), "a") == [1.5]
+    assert done == ["a"]
+    with pytest.raises(SystemExit, match="75"):
+        take(Pieces("p", [1], 0.0), "b")
+    take(Pieces("p", [2], None), "a")
+    assert done == ["a", "a"]
+    Pieces("p", [1], None).end()
+    take(Pieces("p", [1], None), "a")
+    assert done == ["a", "a", "a"]
+
+
+def test_overhead_is_a_table_with_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `overhead.py` prints becomes a row for each model; a ratio below the target is missed."""
+    printed = (
+        "small: 3.20 ms a step by hand\n  by hand 1\n  by hand again 1.000 (0.990 to 1.010)\n"
+        "  ddprun 0.960 (0.950 to 0.970)\nlarge: 71.00 ms a step by hand\n  by hand 1\n"
+        "  by hand again 1.000 (0.990 to 1.010)\n  ddprun 0.980 (0.970 to 0.990)\n"
+    )
+    print_head(["model", "ms a step by hand", "by hand again", "ddprun", "target"])
+    again = "1.000 (0.990 to 1.010)"
+    print_row(["small", "3.20", again, "0.960 (0.950 to 0.970)", "0.95: reached"])
+    print_row(["large", "71.00", again, "0.980 (0.970 to 0.990)", "0.99: missed"])
+    assert f"{overhead_table(printed)}\n" == capsys.readouterr().out
+
+
+@needs_namespaces
+@pytest.mark.netns
+@pytest.mark.parametrize("link", [Link(20), Link(20, one_way_ms=15)], ids=["rate", "rate and latency"])
+def test_a_slow_link_has_its_rate_and_latency(link: Link) -> None:
+    """Bytes through a TCP connection take at least as long as the link says, and not much more."""
+    if refused := link.refusal():
+        pytest.skip(refused)
+    size = 2_000_000
+    listen = "import socket; s = socket.create_server(('10.77.0.1', 5000)); c = s.accept()[0]"
+    receive = f"{listen}\nn = 0\nwhile n < {size}: n += len(c.recv(1 << 20))\nc.sendall(b'!')"
+    with hosts(HOSTS) as made, link.between(made):
+        server = subprocess.Popen([*made[0].prefix(), sys.executable, "-c", receive])
+        try:
+            send = (
+                "import socket, time\n"
+                "for _ in range(100):\n"
+                "    try: c = socket.create_connection(('10.77.0.1', 5000)); break\n"
+                "    except OSError: time.sleep(0.05)\n"
+                "start = time.monotonic()\n"
+                f"c.sendall(bytes({size})); c.recv(1); print(time.monotonic() - start)\n"
+            )
+            done = subprocess.run(
+                [*made[1].prefix(), sys.executable, "-c", send],
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=True,
+            )
+        finally:
+            server.kill()
+            server.wait()
+    least = size * 8 / 20e6 + 2 * link.one_way_ms / 1e3
+    assert least * 0.95 <= float(done.stdout) <= 2 * least
