@@ -58,7 +58,7 @@ def alone(onlooker: Onlooker, steps: int) -> float:
     for step in range(1, steps + 1):
         onlooker.step(step)
         for phase in (b"data", b"forward", b"backward", b"optimizer", b"sync"):
-            onlooker.turn(phase)
+            onlooker.set_phase(phase)
         for line in queues:
             line.issue("all_reduce", what="word").done()
     return (time.perf_counter() - began) / steps * 1e6

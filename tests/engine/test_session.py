@@ -19,7 +19,7 @@ from ddprun.engine.loop import synchronize, train_step
 from ddprun.engine.session import RunState, Session
 from ddprun.engine.setup import open_session
 from ddprun.engine.stage_run import StageRun, begin_stage
-from ddprun.engine.state import _State, restore, state_of
+from ddprun.engine.state import _StateSchema, restore, state_of
 from ddprun.host.device import Place
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.sync.audit import Finding
@@ -50,15 +50,15 @@ def open_here(folder: Path, name: str) -> Session:
     return open_session(loaded, run_dir, ranks, place, StopRequest())
 
 
-def go(course: StageRun, steps: int) -> None:
-    session = course.session
+def go(stage_run: StageRun, steps: int) -> None:
+    session = stage_run.session
     session.runtime.model.train()
-    for batches in islice(session.runtime.feeds.of(0).steps(course.settings.accumulate), steps):
+    for batches in islice(session.runtime.feeds.of(0).steps(stage_run.settings.accumulate), steps):
         session.runtime.recorder.start(session.state.step + 1, 0)
-        train_step(course, batches, session.state.step + 1)
-        synchronised = synchronize(course, session.state.step + 1)
+        train_step(stage_run, batches, session.state.step + 1)
+        synchronized = synchronize(stage_run, session.state.step + 1)
         session.state.step += 1
-        session.runtime.recorder.end(stop=False, compare_clocks=False, synchronised=synchronised)
+        session.runtime.recorder.end(stop=False, compare_clocks=False, synchronized=synchronized)
 
 
 def begin(session: Session) -> StageRun:
@@ -89,9 +89,9 @@ def second_part(folder: Path) -> list[bytes]:
     restore(session, state)
     found = Checkpoint(folder, step=6, world_size=session.runtime.ranks.size, files={})
     session.state.mid_stage = {**state, "new_rates": False, "checkpoint": found}
-    course = begin(session)
+    stage_run = begin(session)
     assert session.state.step == 6
-    go(course, 5)
+    go(stage_run, 5)
     return bits(session)
 
 
@@ -127,7 +127,7 @@ def changed_parts(folder: Path) -> dict[str, list[str]]:
         restore(session, saved)
         now = state_of(session)
         found[name] = [part for part in now if repr(now[part]) != repr(saved[part])]
-    found["not checked"] = [part for part in now if part not in _State.model_fields]
+    found["not checked"] = [part for part in now if part not in _StateSchema.model_fields]
     return found
 
 
@@ -189,13 +189,13 @@ def test_a_state_taken_in_mid_round_goes_on_with_the_same_bits(tmp_path: Path, s
 
 def skipped(folder: Path) -> tuple[int, bool, bool]:
     session = open_here(folder, "skipped")
-    course = begin(session)
-    go(course, 3)
+    stage_run = begin(session)
+    go(stage_run, 3)
     before, weights = copy.deepcopy(session.runtime.stacks.first.state_dict()), bits(session)
     assert session.runtime.precision.scaler is not None
     state = session.runtime.precision.scaler.state_dict()
     session.runtime.precision.scaler.load_state_dict({**state, "scale": 2.0**100})
-    go(course, 1)
+    go(stage_run, 1)
     same_weights = bits(session) == weights
     try:
         assert_same(session.runtime.stacks.first.state_dict(), before)

@@ -202,7 +202,7 @@ def drift(seconds: float) -> tuple[list[float], list[int]]:
         if len(times) % 10 == 0:
             early, before = clock.mark(), now_us()
             torch.cuda.synchronize()
-            clock.rebase()  # a mark may be read from a base that is later
+            clock.reanchor()  # a mark may be read from a base that is later
             times.append(clock.us(early))
             errors.append(times[-1] - before)
     return errors, times

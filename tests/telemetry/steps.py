@@ -27,7 +27,7 @@ class MadeStep:
 
     losses: list[torch.Tensor] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
-    synchronised: bool = True
+    synchronized: bool = True
     requests: int = 0
 
 
@@ -35,7 +35,7 @@ def buffer_of(steps: Iterable[MadeStep]) -> MarkBuffer:
     """As a recorder would have filled it."""
     buffer = MarkBuffer()
     for made in steps:
-        step = Step(made.number, made.stage, synchronised=made.synchronised, requests=made.requests)
+        step = Step(made.number, made.stage, synchronized=made.synchronized, requests=made.requests)
         step.gradients, step.sync = made.gradients, made.sync
         first = len(buffer.marks)
         buffer.parts += made.parts

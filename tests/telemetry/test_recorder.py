@@ -71,11 +71,11 @@ def steps_of(messages: Sequence[GlobalStep]) -> list[int]:
     return [step for agreed in messages for step in agreed.steps]
 
 
-def take(recorder: StepRecorder, step: int, *, synchronised: bool = True) -> list[int]:
+def take(recorder: StepRecorder, step: int, *, synchronized: bool = True) -> list[int]:
     """One step; the steps that ranks know of at its end."""
     recorder.start(step, 0)
     recorder.note_loss(torch.tensor(float(step)), 1)
-    return steps_of(recorder.end(stop=False, compare_clocks=False, synchronised=synchronised))
+    return steps_of(recorder.end(stop=False, compare_clocks=False, synchronized=synchronized))
 
 
 @pytest.mark.parametrize("control_delay_steps", [1, 3])
@@ -87,7 +87,7 @@ def test_messages_are_read_so_many_steps_after_the_last(
     """
     monkeypatch.setattr(module, "_POST_EVERY_US", 0.0)
     alone.control_delay_steps = control_delay_steps
-    known = {number: step for step in range(1, 9) for number in take(alone, step, synchronised=step % 2 == 0)}
+    known = {number: step for step in range(1, 9) for number in take(alone, step, synchronized=step % 2 == 0)}
     assert known == {
         step: step + control_delay_steps for step in (2, 4, 6, 8) if step + control_delay_steps <= 8
     }
@@ -104,7 +104,7 @@ def test_messages_about_short_steps_are_posted_together(
     assert alone.steps_per_post == 256
     assert take(alone, 3) == [2], "posted before that was known"
     known = {
-        step: found for step in range(4, 516) if (found := take(alone, step, synchronised=step % 20 == 0))
+        step: found for step in range(4, 516) if (found := take(alone, step, synchronized=step % 20 == 0))
     }
     assert known == {259: [3, *range(20, 259, 20)], 515: list(range(260, 515, 20))}
     assert alone.drain() == []
@@ -121,13 +121,13 @@ def test_messages_wait_for_their_number_however_often_steps_without_any_are_reso
     known = {
         step: found
         for step in range(1, 100)
-        if (found := take(alone, step, synchronised=step in (40, 41, 90)))
+        if (found := take(alone, step, synchronized=step in (40, 41, 90)))
     }
     assert known == {41: [40], 43: [41], 91: [90]}, "once one is read, steps count as long"
     alone.steps_per_post = 32
     taken = []
     for step in range(100, 260):
-        take(alone, step, synchronised=step in (101, 200))
+        take(alone, step, synchronized=step in (101, 200))
         taken.append(alone.totals.steps)
         alone.steps_per_post = 32
     assert steps_of(alone.drain()) == []
@@ -162,7 +162,7 @@ def test_a_stage_may_end_with_nothing_left(alone: StepRecorder) -> None:
     take(alone, 1)
     assert steps_of(alone.drain()) == [1]
     assert alone.flush() == []
-    take(alone, 2, synchronised=False)
+    take(alone, 2, synchronized=False)
     (rest,) = alone.flush()
     assert (rest.steps, rest.mean_losses) == ([2], [2.0])
 
@@ -257,7 +257,7 @@ def test_a_rank_waits_from_its_last_bucket_to_the_end_of_backward(
 def test_records_stand_in_the_order_of_steps(alone: StepRecorder, tmp_path: Path) -> None:
     """Also those of steps without a message."""
     for step in range(1, 200):
-        take(alone, step, synchronised=step % 7 == 0)
+        take(alone, step, synchronized=step % 7 == 0)
     alone.flush()
     assert [record["step"] for record in recorded(alone, tmp_path)] == list(range(1, 200))
 
@@ -288,7 +288,7 @@ def test_requests_come_back_with_the_message_about_their_step(alone: StepRecorde
 
 
 def test_an_overflow_comes_with_its_own_step(alone: StepRecorder) -> None:
-    """Also among several steps at once, and at a stage's end after ranks synchronised last."""
+    """Also among several steps at once, and at a stage's end after ranks synchronized last."""
     alone.steps_per_post = 64
     known = []
     for step in range(1, 7):
@@ -298,7 +298,7 @@ def test_an_overflow_comes_with_its_own_step(alone: StepRecorder) -> None:
         now = now_us()
         alone.traces.append(BucketTrace("gradient", step, (), "float32", 2, 8, now, now, now, findings=found))
         alone.end_backward()
-        known += alone.end(stop=False, compare_clocks=False, synchronised=step != 6)
+        known += alone.end(stop=False, compare_clocks=False, synchronized=step != 6)
     known += alone.flush()
     assert [agreed.steps for agreed in known] == [[1, 2, 3, 4, 5, 6]]
     assert known[0].rank_losses == [6.0], "of the newest"
@@ -332,7 +332,7 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
     chance = random.Random(lag)
     monkeypatch.setattr(module, "now_us", lambda: chance.choice((0, 10**9)))
     store, ranks, steps = dist.HashStore(), 3, 400
-    synchronised = {step for step in range(1, steps) if chance.random() < 0.1}
+    synchronized = {step for step in range(1, steps) if chance.random() < 0.1}
     known: list[list[tuple[int, int, float]]] = [[] for _ in range(ranks)]
     resolved: list[list[int]] = [[] for _ in range(ranks)]
 
@@ -351,7 +351,7 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
         for clock.step in range(1, steps + 1):
             recorder.start(clock.step, 0)
             recorder.note_loss(torch.tensor(float(rank + clock.step)), 1)
-            agreed = recorder.end(stop=False, compare_clocks=False, synchronised=clock.step in synchronised)
+            agreed = recorder.end(stop=False, compare_clocks=False, synchronized=clock.step in synchronized)
             known[rank] += flat(clock.step, agreed)
             resolved[rank].append(len(recorder._buffer.steps))
         known[rank] += flat(steps + 1, recorder.flush())
@@ -364,7 +364,7 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
         thread.join(60)
         assert not thread.is_alive(), "a rank waits for messages that others do not post"
     assert known[0] == known[1] == known[2]
-    assert [step for _, step, _ in known[0]] == [*sorted(synchronised), steps]
+    assert [step for _, step, _ in known[0]] == [*sorted(synchronized), steps]
     assert resolved[0] != resolved[1], "each has resolved its steps at times of its own"
 
 

@@ -143,7 +143,7 @@ def _built_in(name: str, role: Role, implementation: str) -> Callable[[type[Opti
     return register
 
 
-class _Cast(HookOptions):
+class _CastOptions(HookOptions):
     accumulate: Literal["fp32"] | None = None
     """`fp32`: sum in fp32, in two phases of the same bytes, with error feedback, and round the mean once; the
     cast then ends the stack. null: sum in 16 bits."""
@@ -159,17 +159,17 @@ class _Cast(HookOptions):
 
 
 @_built_in("fp16", "codec", "cast:fp16")
-class Fp16(_Cast):
+class Fp16Options(_CastOptions):
     """Cast to IEEE half precision: half the bytes. Values above 65,504 x world size overflow to infinity."""
 
 
 @_built_in("bf16", "codec", "cast:bf16")
-class Bf16(_Cast):
+class Bf16Options(_CastOptions):
     """Cast to bfloat16: half the bytes, fp32's range, 8 bits of precision."""
 
 
 @_built_in("powersgd", "codec", "powersgd:PowerSgd")
-class PowerSgd(HookOptions):
+class PowerSgdOptions(HookOptions):
     """Send each matrix as two thin factors (PowerSGD), with warm start and error feedback."""
 
     rank: Annotated[int, Field(gt=0)] = 4
@@ -177,7 +177,7 @@ class PowerSgd(HookOptions):
 
 
 @_built_in("int8", "reducer", "two_phase:int8")
-class Int8(HookOptions):
+class Int8Options(HookOptions):
     """Send 8-bit codes with a scale for each block of values, in two phases, with error feedback."""
 
     block: Annotated[int, Field(ge=256, multiple_of=4)] = 256
@@ -185,7 +185,7 @@ class Int8(HookOptions):
 
 
 @_built_in("int4", "reducer", "two_phase:int4")
-class Int4(HookOptions):
+class Int4Options(HookOptions):
     """Send 4-bit codes with a scale for each block of values, in two phases, with error feedback."""
 
     block: Annotated[int, Field(ge=32, multiple_of=8)] = 64
@@ -193,7 +193,7 @@ class Int4(HookOptions):
 
 
 @_built_in("fp8", "reducer", "two_phase:fp8")
-class Fp8(HookOptions):
+class Fp8Options(HookOptions):
     """Send 8-bit floats (e4m3) with a scale for each block of values, in two phases, with error feedback."""
 
     block: Annotated[int, Field(ge=32, multiple_of=4)] = 256
@@ -201,7 +201,7 @@ class Fp8(HookOptions):
 
 
 @_built_in("topk", "reducer", "topk:TopK")
-class TopK(HookOptions):
+class TopKOptions(HookOptions):
     """Send the largest values only, with their places, and keep the rest for later (error feedback)."""
 
     density: Annotated[float, Field(gt=0, le=1)] = 0.01
@@ -209,7 +209,7 @@ class TopK(HookOptions):
 
 
 @_built_in("hierarchical", "reducer", "hierarchical:Hierarchical")
-class Hierarchical(HookOptions):
+class HierarchicalOptions(HookOptions):
     """Reduce inside each host first, then between hosts, then gather inside each host."""
 
     within: LegStack = ()
@@ -223,10 +223,10 @@ class Hierarchical(HookOptions):
 
 
 @_built_in("shared_memory", "reducer", "shared_memory:SharedMemory")
-class SharedMemory(HookOptions):
+class SharedMemoryOptions(HookOptions):
     """Sum through POSIX shared memory: the ranks of one host, tensors on the CPU."""
 
 
 @_built_in("noop", "alone", "noop:Noop")
-class Noop(HookOptions):
+class NoopOptions(HookOptions):
     """Send nothing: the upper bound on what any hook could gain. Ranks train apart."""

@@ -59,7 +59,7 @@ class RunSchedule(Choice):
 
 
 @dataclass(frozen=True)
-class Kind:
+class ChoiceKind:
     """A family of choices."""
 
     name: str
@@ -97,52 +97,56 @@ class Kind:
         return [*names, *([f"or {dotted}" if names else dotted] if self.dotted else [])]
 
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, ChoiceKind] = {
     kind.name: kind
     for kind in (
-        Kind("model", built_in.MODELS, dotted="an nn.Module class or a function that returns a module"),
-        Kind("data", built_in.DATA, dotted="a Dataset class or a function that returns a dataset"),
-        Kind(
+        ChoiceKind("model", built_in.MODELS, dotted="an nn.Module class or a function that returns a module"),
+        ChoiceKind("data", built_in.DATA, dotted="a Dataset class or a function that returns a dataset"),
+        ChoiceKind(
             "loss",
             built_in.LOSSES,
             "loss",
             "a function of (output, target), or a module class with such a forward",
         ),
-        Kind("optimizer", {}, "optimizer", "an Optimizer class, called with the parameters first"),
-        Kind("schedule", {}, "schedule", "an LRScheduler class, called with the optimizer first"),
-        Kind("sync", plugins=SYNC),
-        Kind("hook", HOOK_OPTIONS, dotted="a hook class or function", plugins=HOOKS),
-        Kind("mutate", built_in.MUTATIONS, dotted="a function of (model) that changes its weights in place"),
-        Kind(
+        ChoiceKind("optimizer", {}, "optimizer", "an Optimizer class, called with the parameters first"),
+        ChoiceKind("schedule", {}, "schedule", "an LRScheduler class, called with the optimizer first"),
+        ChoiceKind("sync", plugins=SYNC),
+        ChoiceKind("hook", HOOK_OPTIONS, dotted="a hook class or function", plugins=HOOKS),
+        ChoiceKind(
+            "mutate", built_in.MUTATIONS, dotted="a function of (model) that changes its weights in place"
+        ),
+        ChoiceKind(
             "update",
             built_in.UPDATES,
             dotted="a function of (model, score) that changes the model's weights in place or sets their "
             "grad, where score() is the loss of the weights as they are",
         ),
-        Kind(
+        ChoiceKind(
             "metric",
             built_in.METRICS,
             dotted="a function of (output, target), or with loss: model of (output, batch), that returns a "
             "number; or a class with update(output, target) and compute()",
         ),
-        Kind("collate", dotted="a function of (samples) that returns a batch, or a class of such objects"),
-        Kind(
+        ChoiceKind(
+            "collate", dotted="a function of (samples) that returns a batch, or a class of such objects"
+        ),
+        ChoiceKind(
             "sampler",
             dotted="a Sampler class, or a class or function that gives the indices of an epoch; it is called "
             "with the data set, as `dataset` or as its first argument",
         ),
-        Kind(
+        ChoiceKind(
             "weight",
             built_in.WEIGHTS,
             dotted="a function of (batch) that returns how much its mean loss counts: a number",
         ),
-        Kind("tracker", plugins=TRACKERS),
+        ChoiceKind("tracker", plugins=TRACKERS),
     )
 }
 
 
 @dataclass(frozen=True)
-class Nested:
+class ObjectRef:
     """An object that the options of a dotted name ask for."""
 
     name: str
@@ -155,15 +159,15 @@ class Nested:
     """The key of the mapping that asks for it."""
 
 
-def nested(value: Any) -> Nested | None:
+def object_ref(value: Any) -> ObjectRef | None:
     """Read `{package.module.name: {options}}` or `{ref: package.module.name}`; None: it is a plain value."""
     if not isinstance(value, Mapping) or len(value) != 1:
         return None
     ((key, inside),) = value.items()
     if key == "ref" and isinstance(inside, str) and _is_dotted(inside):
-        return Nested(inside, None, key)
+        return ObjectRef(inside, None, key)
     if _is_dotted(key) and (inside is None or isinstance(inside, Mapping)):
-        return Nested(key, inside or {}, key)
+        return ObjectRef(key, inside or {}, key)
     return None
 
 
@@ -174,7 +178,7 @@ def _is_dotted(name: str) -> bool:
 
 def _refused_inside(value: Any, at: KeyPath) -> Iterator[ValidationError]:
     """Objects in the options of a dotted name that `DDPRUN_TRUSTED` does not allow."""
-    if wanted := nested(value):
+    if wanted := object_ref(value):
         at = (*at, wanted.step)
         refuse = functools.partial(problem, at=at, on_key=wanted.options is not None)
         try:
@@ -227,7 +231,7 @@ _Refuse = Callable[..., ValidationError]
 """`problem` at the place of a choice's name."""
 
 
-def _resolve(kind: Kind, name: str, options: dict[str, Any], refuse: _Refuse) -> Choice:
+def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], refuse: _Refuse) -> Choice:
     if "." in name:
         if not kind.dotted:
             raise refuse(f'"{name}" is not a built-in {kind.name}', listing(kind.names()))
@@ -314,7 +318,7 @@ CONTEXT: dict[str, Any] = {"read_hook": _read_hook}
 """What the options of hooks ask for: how a hook of a stack inside one is read."""
 
 
-def _two_choices(kind: Kind, keys: list[str]) -> ValidationError:
+def _two_choices(kind: ChoiceKind, keys: list[str]) -> ValidationError:
     shown = ", ".join(f'"{key}"' for key in keys)
     first, *others = keys
     hint = "keep one"
@@ -324,7 +328,7 @@ def _two_choices(kind: Kind, keys: list[str]) -> ValidationError:
     return problem(text, hint, at=keys[1], on_key=True)
 
 
-def _option_names(kind: Kind, name: str) -> set[str]:
+def _option_names(kind: ChoiceKind, name: str) -> set[str]:
     if model := kind.built_in.get(name):
         return set(model.model_fields)
     if kind.torch and (found := signatures.find(kind.torch, name)):

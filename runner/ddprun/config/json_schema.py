@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from ddprun import __version__
 from ddprun.config import docs, signatures
-from ddprun.config.choices import KINDS, Kind
+from ddprun.config.choices import KINDS, ChoiceKind
 from ddprun.config.errors import section_of
 from ddprun.config.schema import (
     OVERRIDABLE,
@@ -117,7 +117,7 @@ def _stage_schema(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
     return schema
 
 
-def _kind_schema(kind: Kind, definitions: dict[str, Schema]) -> Schema:
+def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
     options: dict[str, Schema] = {
         name: _model_schema(model, definitions) for name, model in kind.built_in.items()
     }

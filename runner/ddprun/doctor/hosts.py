@@ -38,7 +38,7 @@ RUN_AGAIN = (
 )
 
 
-class LostError(RuntimeError):
+class HostLostError(RuntimeError):
     """Hosts that were there do not answer any more; says which."""
 
 
@@ -72,14 +72,14 @@ class HostGroup:
         """Every host's value on every host, as JSON can carry it; a key is used once.
 
         Raises:
-            LostError: some did not answer in time.
+            HostLostError: some did not answer in time.
         """
         names = {f"{key}/{index}": name for index, name in enumerate(self.names)}
         with bounded(_ANSWERS_S):
             self.store.set(f"{key}/{self.index}", json.dumps(value))
         if missing := _missing(self.store, [*names], within_s):
             late = ", ".join(names[one] for one in missing)
-            raise LostError(f"{late} did not answer within {within_s:g} s ({key})")
+            raise HostLostError(f"{late} did not answer within {within_s:g} s ({key})")
         with bounded(_ANSWERS_S):
             return [json.loads(self.store.get(one)) for one in names]
 
@@ -111,7 +111,7 @@ def examine_hosts(
         The report, on rank 0 alone, and whether there is no problem.
 
     Raises:
-        LostError, NetworkError, RuntimeError: hosts cannot be reached any more.
+        HostLostError, NetworkError, RuntimeError: hosts cannot be reached any more.
     """
     (facts,) = here.hosts
     loopbacks = loopback_variables()

@@ -88,7 +88,7 @@ def _run_on_all_hosts(
     here: Report, launcher: Launcher | None, flags: Mapping[str, str | bool], timeout_s: float
 ) -> DoctorRun:
     """As the rank that a launcher has started, or by the flags."""
-    from ddprun.doctor.hosts import CHECK_HOST, RUN_AGAIN, LostError, examine_hosts
+    from ddprun.doctor.hosts import CHECK_HOST, RUN_AGAIN, HostLostError, examine_hosts
 
     endpoint = _endpoint(flags)
     store: Any = None
@@ -116,7 +116,7 @@ def _run_on_all_hosts(
         raise LauncherError(str(error)) from None
     except NetworkError as error:
         return _without_others(here, endpoint, str(error), "see `ip addr` and `ip route` there")
-    except (LostError, OSError, RuntimeError) as error:  # the store's errors are RuntimeErrors
+    except (HostLostError, OSError, RuntimeError) as error:  # the store's errors are RuntimeErrors
         found = str(error).strip().partition("\n")[0] or type(error).__name__
         if found.startswith("wait timeout"):
             found = f"not all of them answered within {timeout_s:g} s"

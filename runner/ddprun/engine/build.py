@@ -26,7 +26,7 @@ from ddprun.config import (
     length_option,
     tensor_options,
 )
-from ddprun.config.choices import nested
+from ddprun.config.choices import object_ref
 from ddprun.config.signatures import options_model
 from ddprun.config.tree import KeyPath, parse_path
 from ddprun.engine.accumulating import Accumulating
@@ -255,7 +255,7 @@ class _Chosen:
 
 def _made(loaded: Loaded, value: Any, key: KeyPath) -> Any:
     """An option of a dotted name with the objects that it asks for, innermost first."""
-    wanted = nested(value)
+    wanted = object_ref(value)
     if wanted is not None:
         key = (*key, wanted.step)
         options = {name: _made(loaded, item, (*key, name)) for name, item in (wanted.options or {}).items()}

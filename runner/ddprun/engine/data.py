@@ -24,7 +24,7 @@ from torch.utils.data._utils import worker as loading_process
 
 from ddprun.config import Loader
 from ddprun.engine.samples import BatchError, Collate, collate, digest_of
-from ddprun.engine.seeding import generators_kept, seed_everything, seed_host
+from ddprun.engine.seeding import preserve_rng_state, seed_everything, seed_host
 from ddprun.host.processes import die_with_parent
 from ddprun_hooks.comm.control import Control
 
@@ -121,7 +121,7 @@ class Feed:
         map-style data of different lengths that is not `sharded`. Called by all ranks before step 1.
         """
         self._control = control
-        with generators_kept(torch.device("cpu")):
+        with preserve_rng_state(torch.device("cpu")):
             seed_everything(self.seed)
             read = self._look_ahead() if self.iterable else digest_of([self.dataset[self._order()[0]]])
         if not self.iterable:
@@ -261,7 +261,7 @@ class Feed:
     def _order(self) -> list[int]:
         if self.order is not None:
             if self._ordered is None or self._ordered[0] != self.epoch:
-                with generators_kept(torch.device("cpu")):
+                with preserve_rng_state(torch.device("cpu")):
                     seed_host(self.seed + self.epoch)
                     self._ordered = self.epoch, self.order(self.epoch)
                 held = self._lengths[self.rank] if self._lengths else len(self._ordered[1])
@@ -376,7 +376,7 @@ class Feed:
 
     def _reads_one_source(self) -> bool:
         """Whether an iterable dataset read again begins with another sample, under equal generators."""
-        with generators_kept(torch.device("cpu")):
+        with preserve_rng_state(torch.device("cpu")):
             seed_everything(self.seed)
             again = digest_of(islice(iter(self.dataset), 1))
         return again != self._stream.first_digest

@@ -329,7 +329,7 @@ def _sharded(session: Session, first: Callable[[], Sequence[Any]]) -> bool:
     if runtime.held_out.sharded is not None:
         return runtime.held_out.sharded
     runtime.held_out.sharded = _may_be_sharded(session)
-    with seeding.generators_kept(runtime.device):
+    with seeding.preserve_rng_state(runtime.device):
         seeding.seed_everything(runtime.loaded.pipeline.seed)
         digest = digest_of(first())
     digests = runtime.exchange.control.all_gather_bytes(digest, "a digest of the held-out samples")

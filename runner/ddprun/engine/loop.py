@@ -107,7 +107,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> bool:
         step = number - state.cursor.first_step
         reporter.where = f"{run.stage.path}, step {number}"
         watchdog.step(number)
-        watchdog.turn(b"data")
+        watchdog.set_phase(b"data")
         recorder.start(number, run.stage.index)
         run.session.runtime.take_marks(detailed=recorder.records_step)
         batches = next(batches_of_steps, None)
@@ -115,7 +115,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> bool:
             recorder.cancel()
             break
         step_function(run, batches, step)
-        watchdog.turn(b"sync")
+        watchdog.set_phase(b"sync")
         synchronized = synchronize(run, step)
         state.step = number
         known = exchange_control(run, synchronized)
@@ -151,7 +151,7 @@ def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
         recorder.lap("data_us")
         if runtime.buffers.before_forward():
             recorder.lap("sync_us")
-        watchdog.turn(b"forward")
+        watchdog.set_phase(b"forward")
         with nullcontext() if last or replica is None else replica.ddp.no_sync():
             with precision.computing():
                 loss = runtime.objective(model, content).loss
@@ -159,13 +159,13 @@ def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
             if scale is not None:
                 weighted = weighted * scale
             recorder.lap("forward_us")
-            watchdog.turn(b"backward")
+            watchdog.set_phase(b"backward")
             if replica is None:
                 weighted.backward()  # type: ignore[no-untyped-call]
             elif missing := replica.backward(weighted, recorder.traces, exchange=last):
                 where = f"the loss of rank {runtime.ranks.rank} in step {run.session.state.step + 1}"
                 raise runtime.objective.unused(missing, where)
-        watchdog.turn(b"data")
+        watchdog.set_phase(b"data")
         if last and runtime.gradients is not None:
             recorder.current.gradients = runtime.gradients.take()
         if last and replica is not None:
@@ -178,7 +178,7 @@ def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
     elif measure_fidelity:
         replica.dispatcher.measure_fidelity(runtime.exchange.exact_sum)
         recorder.lap("sync_us")
-    watchdog.turn(b"optimizer")
+    watchdog.set_phase(b"optimizer")
     applied = optimizer_step(run, step)
     if replica is not None:
         replica.dispatcher.end_step(applied=applied)
@@ -194,7 +194,7 @@ def forward_step(update: Update | None, run: StageRun, batches: StepBatches, ste
     recorder.lap("data_us")
     if runtime.buffers.before_forward():
         recorder.lap("sync_us")
-    runtime.ranks.watchdog.turn(b"forward")
+    runtime.ranks.watchdog.set_phase(b"forward")
     draws: Callable[[], AbstractContextManager[None]] = nullcontext
     if update is not None:
         draws = seeding.SameDraws(runtime.device)
@@ -365,9 +365,9 @@ def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
         stop=runtime.stop.wanted,
         checkpoint=synchronized and runtime.stop.take_checkpoint_request(),
         compare_clocks=session.clocks_are_old,
-        synchronised=synchronized,
+        synchronized=synchronized,
     )
-    pauses = _profiler_turns(run) or _time_slice_is_over(run) or session.checkpoint_is_due
+    pauses = _profiler_toggles(run) or _time_slice_is_over(run) or session.checkpoint_is_due
     pauses = pauses or run.evaluation_is_due
     if pauses or any(one.checkpoint or one.compare_clocks for one in known):
         known += runtime.recorder.drain()
@@ -429,7 +429,7 @@ def untimed(run: StageRun, phase: bytes) -> Iterator[None]:
     started = time.monotonic()
     _finish_pending(run, phase)
     yield
-    run.skip(time.monotonic() - started)
+    run.exclude_time(time.monotonic() - started)
 
 
 def pause_before_step(run: StageRun) -> None:
@@ -438,11 +438,13 @@ def pause_before_step(run: StageRun) -> None:
     if _time_slice_is_over(run):
         assert runtime.time_slices is not None
         _finish_pending(run, b"waiting for its turn")
-        run.skip(runtime.time_slices.wait(state.step))
-    if _profiler_turns(run) and run.steps != state.step - state.cursor.first_step:  # else the stage ends here
+        run.exclude_time(runtime.time_slices.wait(state.step))
+    if (
+        _profiler_toggles(run) and run.steps != state.step - state.cursor.first_step
+    ):  # else the stage ends here
         assert runtime.profiler is not None
         with untimed(run, b"the profiler"):
-            runtime.profiler.turn(state.step + 1)
+            runtime.profiler.toggle(state.step + 1)
 
 
 def _finish_pending(run: StageRun, phase: bytes) -> None:
@@ -450,7 +452,7 @@ def _finish_pending(run: StageRun, phase: bytes) -> None:
     session = run.session
     session.learn(session.runtime.recorder.pause())
     session.runtime.clock.synchronize()
-    session.runtime.ranks.watchdog.turn(phase)
+    session.runtime.ranks.watchdog.set_phase(phase)
 
 
 def _time_slice_is_over(run: StageRun) -> bool:
@@ -458,7 +460,7 @@ def _time_slice_is_over(run: StageRun) -> bool:
     return slices is not None and slices.due(run.session.state.step)
 
 
-def _profiler_turns(run: StageRun) -> bool:
+def _profiler_toggles(run: StageRun) -> bool:
     """Whether torch's profiler starts or stops before the next step."""
     profiler = run.session.runtime.profiler
-    return profiler is not None and profiler.turns(run.session.state.step + 1)
+    return profiler is not None and profiler.toggles_before(run.session.state.step + 1)

@@ -43,16 +43,16 @@ class Scaler(torch.amp.GradScaler):
         self._stepped: bool | None = None
         self.step(optimizer)
         if self._stepped is None:  # a fused optimizer looks itself, on the device
-            self._stepped = self._finite(self._per_optimizer_states[id(optimizer)])
+            self._stepped = self._no_inf_found(self._per_optimizer_states[id(optimizer)])
         self.update()
         return self._stepped
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        self._stepped = self._finite(optimizer_state)
+        self._stepped = self._no_inf_found(optimizer_state)
         return optimizer.step(*args, **kwargs) if self._stepped else None
 
     @staticmethod
-    def _finite(optimizer_state: Mapping[str, Any]) -> bool:
+    def _no_inf_found(optimizer_state: Mapping[str, Any]) -> bool:
         return not sum(found.item() for found in optimizer_state["found_inf_per_device"].values())
 
 
@@ -360,7 +360,7 @@ def find_buffer_use(
     if not automatic or not named:
         counters = counters_of(model)
         return BufferUse(tuple(name for name in named if name not in counters), (), counters)
-    with seeding.generators_kept(precision.device):
+    with seeding.preserve_rng_state(precision.device):
         content = precision.admit(feed.first_batch())
         same_draws = seeding.SameDraws(precision.device)
         model.train()
@@ -377,7 +377,7 @@ def first_pass(
 ) -> None:
     """A pass on this rank's first batch that leaves no trace, forwards alone or `backward`, too."""
     model.train()
-    with seeding.generators_kept(precision.device), buffers_kept(model), torch.set_grad_enabled(backward):
+    with seeding.preserve_rng_state(precision.device), buffers_kept(model), torch.set_grad_enabled(backward):
         content = precision.admit(feed.first_batch())
         with precision.computing():
             loss = objective(model, content).loss
@@ -408,7 +408,7 @@ def freeze_layout(
     """Have DDP fix its buckets, by passes on this rank's first batch; raises a PipelineError if parameters
     take no part in the loss.
     """
-    with seeding.generators_kept(precision.device):
+    with seeding.preserve_rng_state(precision.device):
         content = precision.admit(feed.first_batch())
 
         def loss() -> Tensor:

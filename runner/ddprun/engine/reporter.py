@@ -60,7 +60,7 @@ class Reporter:
         """The stage is over."""
         self.screen.end()
 
-    def skip(self, seconds: float) -> None:
+    def exclude_time(self, seconds: float) -> None:
         """Time that does not count as the stage's."""
         self._started += seconds
 

@@ -59,7 +59,7 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
 
 
 @contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
+def preserve_rng_state(device: torch.device) -> Iterator[None]:
     """Save the states of all generators of random numbers, and restore them on exit."""
     state = generator_state(device)
     try:

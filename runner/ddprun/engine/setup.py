@@ -62,7 +62,7 @@ def open_session(
         PipelineError: something in the file that only a run can see.
     """
     pipeline, device = loaded.pipeline, place.device
-    ranks.watchdog.turn(b"building")
+    ranks.watchdog.set_phase(b"building")
     make_folder_importable(loaded.folder)
     seeding.make_deterministic(device, everything=pipeline.deterministic)
     seeding.seed_everything(pipeline.seed)
@@ -110,16 +110,16 @@ def open_session(
     exchanger = ParameterExchanger(exchange, recorder, pipeline.ddp.bucket_cap_mb * 2**20)
     wanted = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
     automatic = any(setting.when == "auto" for setting in wanted)
-    ranks.watchdog.turn(b"passes before step 1")
+    ranks.watchdog.set_phase(b"passes before step 1")
     for name, each in feeds.named().items():
         _compare_data(each, name, control, reporter)
     use = find_buffer_use(model, objective, precision, feed, automatic=automatic)
     buffers = BufferSync(model, exchanger, agree(use, model, control), pipeline.buffers)
     compiler = None
     if pipeline.compile is not None:
-        ranks.watchdog.turn(b"compiling")
+        ranks.watchdog.set_phase(b"compiling")
         compiler = _compile(loaded, model, objective, precision, feeds, ranks, reporter)
-        ranks.watchdog.turn(b"warm-up passes")
+        ranks.watchdog.set_phase(b"warm-up passes")
     replica = None
     if any(stage.effective(pipeline).gradients for stage in pipeline.train_stages()):
         replica = DdpReplica(model, pipeline.ddp, device, exchange.gradients, stacks.first)

@@ -146,10 +146,10 @@ class StageRun:
             return int(schedule.last_epoch)
         return step - 1
 
-    def skip(self, seconds: float) -> None:
+    def exclude_time(self, seconds: float) -> None:
         """Leave `seconds` out of the stage's time, and of the progress line's rate."""
         self.session.state.cursor.seconds -= seconds
-        self.session.reporter.skip(seconds)
+        self.session.reporter.exclude_time(seconds)
 
 
 def begin_stage(session: Session, stage: StepStage) -> StageRun:
@@ -358,7 +358,7 @@ def model_to_measure(session: Session) -> Iterator[None]:
     runtime = session.runtime
     modes = [(module, module.training) for module in runtime.model.modules()]
     with (
-        seeding.generators_kept(runtime.device),
+        seeding.preserve_rng_state(runtime.device),
         runtime.buffers.equal_meanwhile(),
         runtime.frozen.equal_meanwhile(),
         averaged_weights(session),

@@ -102,13 +102,13 @@ _Count = Annotated[int, Field(ge=0)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class _Entry(BaseModel, strict=True):
+class _EntrySchema(BaseModel, strict=True):
     kind: str
     steps: _Count | None = None
     seconds: _Seconds | None = None
 
 
-class _Position(BaseModel, strict=True):
+class _PositionSchema(BaseModel, strict=True):
     next: _Count
     stage: _Count | None
     first_step: _Count
@@ -116,34 +116,34 @@ class _Position(BaseModel, strict=True):
     steps: _Count | None
     seconds: _Seconds
     run_seconds: _Seconds
-    entries: list[_Entry]
+    entries: list[_EntrySchema]
 
 
-class _Feed(BaseModel, strict=True):
+class _FeedSchema(BaseModel, strict=True):
     epoch: _Count
     samples: _Count
 
 
-class _Best(BaseModel, strict=True):
+class _BestSchema(BaseModel, strict=True):
     metric: str
     value: float
     step: _Count
 
 
-class _Evaluations(BaseModel, strict=True):
+class _EvaluationsSchema(BaseModel, strict=True):
     step: int
-    kept: _Best | None
-    best: _Best | None
+    kept: _BestSchema | None
+    best: _BestSchema | None
     since: _Count
 
 
-class _Ema(BaseModel, strict=True):
+class _EmaSchema(BaseModel, strict=True):
     tensors: dict[str, Any]
     updates: _Count
     apart: bool
 
 
-class _Reported(BaseModel, strict=True):
+class _ReportedSchema(BaseModel, strict=True):
     loss: float | None
     metrics: dict[str, float | None] | None
     audit: dict[str, Any] | None
@@ -152,27 +152,27 @@ class _Reported(BaseModel, strict=True):
     nonfinite: dict[str, Any] | None
 
 
-class _State(BaseModel, strict=True):
+class _StateSchema(BaseModel, strict=True):
     step: int
-    position: _Position
+    position: _PositionSchema
     schedule: dict[str, Any] | None
     parameters: dict[str, Any]
     frozen: dict[str, Any]
     buffers: dict[str, Any]
     extra: dict[str, Any]
     optimizer: dict[str, Any]
-    ema: _Ema | None
+    ema: _EmaSchema | None
     precision: dict[str, Any]
-    feed: _Feed
-    stage_feeds: dict[str, _Feed]
+    feed: _FeedSchema
+    stage_feeds: dict[str, _FeedSchema]
     hooks: dict[str, Any]
     sync: dict[str, Any]
     replicas: list[Any]
     outer_momentum: dict[str, Any]
     buffers_seen: dict[str, Any]
-    evaluations: _Evaluations
+    evaluations: _EvaluationsSchema
     telemetry: dict[str, Any]
-    reported: _Reported
+    reported: _ReportedSchema
     generators: dict[str, Any]
     pipeline: dict[str, Any]
     world_size: int
@@ -182,7 +182,7 @@ class _State(BaseModel, strict=True):
 def check_fields(state: Mapping[str, Any]) -> None:
     """Raise a ValueError unless a checkpoint holds the state of a run."""
     try:
-        found = _State.model_validate(dict(state))
+        found = _StateSchema.model_validate(dict(state))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])[1:]

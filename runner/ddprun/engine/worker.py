@@ -101,7 +101,7 @@ def _run(
     resuming: Resuming,
 ) -> int:
     environment = ranks.environment
-    ranks.watchdog.turn(b"joining")
+    ranks.watchdog.set_phase(b"joining")
     device = device_of(loaded, environment.local_rank)
     offers = [Offer(*one) for one in ranks.gather("device", offer(loaded, ranks.host, device))]
     place = Place(device, backend_of(loaded, offers))
@@ -146,12 +146,12 @@ def _run_stages(session: Session) -> Status:
         session.reporter.where = stage.path
         watchdog.stage(stage.path)
         watchdog.step(0)
-        watchdog.turn(stage.name.encode())
+        watchdog.set_phase(stage.name.encode())
         entry = {"kind": stage.name, "index": stage.index, **_STAGES[type(stage)](session, stage)}
         if runtime.compiler is not None:
             session.reporter.compiled_more(runtime.compiler, session.state.step)
         entry = runtime.loaded.secrets.redact_all(entry)  # checkpoints hold it
-        watchdog.turn(b"collecting records")
+        watchdog.set_phase(b"collecting records")
         runtime.records.collect()
         if entry.get("interrupted"):
             cursor.entries.append(entry)

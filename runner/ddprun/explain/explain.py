@@ -42,7 +42,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class PlannedExchange:
     """Buckets that are sent at the same moment in the same way."""
 
     number: int  # within its stage, from 0
@@ -76,16 +76,16 @@ class Pattern:
     """Steps in which the same is sent."""
 
     steps: tuple[int, ...]  # which of the first `StageExplained.cycle` steps; the rest follows from them
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[PlannedExchange, ...]
     amount: Amount | None  # of one such step; None: not known
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluations:
-    """Evaluations inside a stage that send the same."""
+class StageEvaluations:
+    """StageEvaluations inside a stage that send the same."""
 
     times: int
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[PlannedExchange, ...]
     amount: Amount | None  # of one evaluation; None: not known
 
 
@@ -99,10 +99,14 @@ class StageExplained:
     cycle: int = 0  # after so many steps it begins again; at most as many as the stage has
     patterns: tuple[Pattern, ...] = ()  # the rarest first
     control_messages: tuple[int, ...] = ()  # first steps with one; they repeat with the cycle
-    evaluations: tuple[Evaluations, ...] = ()  # inside the stage; of an unknown number of steps, one of each
-    begin: tuple[Exchange, ...] = ()  # before the first step
-    end: tuple[Exchange, ...] | None  # after the last step, or of a stage without steps; None: not known
-    exchanges: tuple[Exchange, ...]  # all of them, by number
+    evaluations: tuple[
+        StageEvaluations, ...
+    ] = ()  # inside the stage; of an unknown number of steps, one of each
+    begin: tuple[PlannedExchange, ...] = ()  # before the first step
+    end: (
+        tuple[PlannedExchange, ...] | None
+    )  # after the last step, or of a stage without steps; None: not known
+    exchanges: tuple[PlannedExchange, ...]  # all of them, by number
     left_apart: bool = False  # the next stage wants ranks as they are: nothing makes them equal at the end
     counts: tuple[int, ...]  # how many ranks each simulated one stands for
 
@@ -264,7 +268,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _numbers(exchanges: Sequence[Exchange]) -> list[int]:
+def _numbers(exchanges: Sequence[PlannedExchange]) -> list[int]:
     return [exchange.number for exchange in exchanges]
 
 
@@ -319,7 +323,7 @@ class _Planner:
         self._averages_apart = False  # ranks have different ones
         self._replicas = ReplicaConsistency()
         self._stage: StepStage | None = None  # whose hooks carry what is sent
-        self._known: dict[tuple[Any, ...], Exchange] = {}  # those of the stage
+        self._known: dict[tuple[Any, ...], PlannedExchange] = {}  # those of the stage
 
     def explained(self, stage: Stage) -> StageExplained:
         """What a stage sends, and what that costs; stages are asked for in order."""
@@ -346,7 +350,7 @@ class _Planner:
         steps, cycle = self._length(stage, settings), plan.cycle(settings.buffers.every)
         noop = any(hook.name == "noop" for hook in settings.hooks)
         progress, replicas = PlanProgress(plan), self._replicas
-        begin: tuple[Exchange, ...] = ()
+        begin: tuple[PlannedExchange, ...] = ()
         if replicas.needs_equal_state(plan):
             begin = self._exchanges(self._transfer("begin", Transfer("optimizer", 1), plan))
             replicas.optimizer = "common"
@@ -396,7 +400,7 @@ class _Planner:
             counts=self._simulations.counts,
         )
 
-    def _exchanges(self, sent: Sequence[Sent]) -> tuple[Exchange, ...]:
+    def _exchanges(self, sent: Sequence[Sent]) -> tuple[PlannedExchange, ...]:
         """What is sent at one moment by one route is one exchange, sent `times` times."""
         groups: dict[tuple[Moment, Route], Counter[tuple[BucketLayout, ...] | None]] = {}
         for one in sent:
@@ -414,7 +418,7 @@ class _Planner:
 
     def _exchange(
         self, moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | None, times: int
-    ) -> Exchange:
+    ) -> PlannedExchange:
         missing, buckets, amount = self._probe.unknown, None, None
         unknown = self._simulations.unknown(self._stage, route)
         if layouts is None:
@@ -424,7 +428,7 @@ class _Planner:
             buckets = tuple(self._simulations.carry(self._stage, route, layout) for layout in layouts)
             amount = total([one.sent and one.sent * times for one in buckets], self._simulations.counts)
         ranks = self._simulations.group(route).size
-        return Exchange(len(self._known), moment, route, ranks, times, buckets, unknown, amount)
+        return PlannedExchange(len(self._known), moment, route, ranks, times, buckets, unknown, amount)
 
     def _make_equal(self, moment: Moment, source: int | None = None) -> tuple[Sent, ...]:
         """Parameters as they are, averaged or those of rank `source`, and the averages of the weights."""
@@ -461,7 +465,7 @@ class _Planner:
 
     def _evaluations(
         self, stage: StepStage, steps: int | None, after: Sequence[tuple[Sent, ...]]
-    ) -> tuple[Evaluations, ...]:
+    ) -> tuple[StageEvaluations, ...]:
         """Those of a stage that has ended, by what they send: `after` each step of a cycle, and now."""
         if stage.evaluate is None:
             return ()
@@ -476,7 +480,7 @@ class _Planner:
         for sent, often in times.items():
             exchanges = self._exchanges(sent)
             amount = total([one.amount for one in exchanges], self._simulations.counts)
-            found.append(Evaluations(often or 1, exchanges, amount))
+            found.append(StageEvaluations(often or 1, exchanges, amount))
         return tuple(found)
 
     def _end(

@@ -194,7 +194,7 @@ def _buckets(
     if ddp.static_graph or ddp.find_unused_parameters or loaded.pipeline.compile is not None:
         # It has other rules for the first two, and a compiled graph has an order of its own.
         return _buckets_by_ddp(loaded, model, objective, precision, feed)
-    with seeding.generators_kept(precision.device):
+    with seeding.preserve_rng_state(precision.device):
         content, ready = precision.admit(feed.first_batch()), None
         model.train()
         if sum(map(nbytes, model.parameters())) > _LARGE_BYTES:

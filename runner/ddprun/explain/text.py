@@ -7,7 +7,7 @@ from typing import Any
 
 from ddprun.config import Buffers, Choice, StepStage, TrainSettings
 from ddprun.config.scalars import write
-from ddprun.explain.explain import Exchange, Explained, StageExplained
+from ddprun.explain.explain import Explained, PlannedExchange, StageExplained
 from ddprun.explain.traffic import Among, Amount, Bucket
 from ddprun.units import count, size
 
@@ -212,7 +212,7 @@ def _backward(stage: StageExplained, settings: TrainSettings) -> str:
 
 def _after_steps(stage: StageExplained, settings: TrainSettings) -> Iterator[str]:
     exchanges = _at(stage, "after_step")
-    by_steps: dict[tuple[int, ...], list[Exchange]] = {}
+    by_steps: dict[tuple[int, ...], list[PlannedExchange]] = {}
     for exchange in exchanges:
         steps = sorted(step for p in stage.patterns if exchange in p.exchanges for step in p.steps)
         by_steps.setdefault(tuple(steps), []).append(exchange)
@@ -337,7 +337,7 @@ def _sizes_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     return _labelled("Sent", table([("", "per rank", "all ranks", "between hosts"), *rows], "<>>>"))
 
 
-def _at(stage: StageExplained, moment: str) -> list[Exchange]:
+def _at(stage: StageExplained, moment: str) -> list[PlannedExchange]:
     return [exchange for exchange in stage.exchanges if exchange.moment == moment]
 
 
@@ -373,11 +373,11 @@ def _shown(value: Any) -> str:
 # Exchanges.
 
 
-def _all_named(exchanges: Sequence[Exchange]) -> str:
+def _all_named(exchanges: Sequence[PlannedExchange]) -> str:
     return ", and ".join(map(_named, exchanges))
 
 
-def _named(exchange: Exchange, *, numbered: bool = True) -> str:
+def _named(exchange: PlannedExchange, *, numbered: bool = True) -> str:
     """What an exchange is; `numbered`: with its buckets, if it is of some only."""
     kind, source, ranks = exchange.route.kind, exchange.route.source, _ranks_of(exchange)
     if exchange.amount is not None and not any(one.legs for one in exchange.buckets or ()):
@@ -401,7 +401,7 @@ def _named(exchange: Exchange, *, numbered: bool = True) -> str:
     return f"{what} averaged over {ranks}{which}"
 
 
-def _ranks_of(exchange: Exchange) -> str:
+def _ranks_of(exchange: PlannedExchange) -> str:
     return _group(exchange.ranks, exchange.route.among)
 
 
@@ -412,9 +412,9 @@ def _group(ranks: int, among: Among) -> str:
     return f"the {count(ranks, 'rank')} of {of}"
 
 
-def _tables(exchanges: Sequence[Exchange], ranks: int) -> Iterator[str]:
+def _tables(exchanges: Sequence[PlannedExchange], ranks: int) -> Iterator[str]:
     """The buckets of exchanges, and how each travels; a table for each route."""
-    by_route: dict[Any, list[Exchange]] = {}
+    by_route: dict[Any, list[PlannedExchange]] = {}
     for exchange in exchanges:
         kind = exchange.route.kind
         if exchange.buckets is None and kind != "gradient":

@@ -49,7 +49,7 @@ class Clock:
         in_hooks: int = trace.handed_over - trace.ready
         return in_hooks
 
-    def rebase(self) -> None:
+    def reanchor(self) -> None:
         """Tie the device's clock to the host's again; on a CPU there is nothing to tie."""
 
     def synchronize(self) -> None:
@@ -104,7 +104,7 @@ class StreamClock(Clock):
     def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
         return 0  # of the device: hooks work on streams of their own
 
-    def rebase(self) -> None:
+    def reanchor(self) -> None:
         event, host_us = self._look()
         device_us = self._time_of(event)
         self._base, self._base_us = event, device_us

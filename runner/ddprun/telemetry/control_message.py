@@ -103,10 +103,10 @@ class Accumulator:
 
     def messages(self, resolved: ResolvedSteps, *, buckets: int, offset_us: float) -> OwnMessages:
         """Add up the steps that were resolved after those before, and make a message of each in which ranks
-        synchronised. This rank's clock is `offset_us` ahead of rank 0's.
+        synchronized. This rank's clock is `offset_us` ahead of rank 0's.
         """
         steps = resolved.steps
-        rows = [row for row, step in enumerate(steps) if step.synchronised]
+        rows = [row for row, step in enumerate(steps) if step.synchronized]
         numbers = np.zeros((len(rows), message_length(buckets)))
         self._add_up(resolved, rows, numbers)
         if rows:
@@ -127,7 +127,7 @@ class Accumulator:
         loss_sum, losses = float(self.sums[LOSS_AT]), []
         for step, loss in zip(resolved.steps, resolved.loss_sums, strict=True):
             loss_sum += loss
-            if step.synchronised:
+            if step.synchronized:
                 losses.append(loss_sum)
                 loss_sum = 0.0
         running[:, LOSS_AT] = 0.0
@@ -159,7 +159,7 @@ class Accumulator:
 
 
 NOTHING_ADDED: Mapping[str, Any] = MappingProxyType(Accumulator().state_dict())
-"""The part `round` of a recorder's state when ranks have just synchronised."""
+"""The part `round` of a recorder's state when ranks have just synchronized."""
 
 
 def mean_losses(messages: Numbers) -> list[float]:

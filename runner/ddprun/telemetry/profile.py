@@ -34,11 +34,11 @@ class Profiler:
         self._began = 0
         self._ahead_us = 0.0  # of this rank's monotonic clock: the profiler's is the time of day
 
-    def turns(self, step: int) -> bool:
+    def toggles_before(self, step: int) -> bool:
         """Whether the profiler has to start or to stop before step `step` of the run."""
         return (self._first <= step <= self._last) != (self._running is not None)
 
-    def turn(self, step: int) -> None:
+    def toggle(self, step: int) -> None:
         """Start or stop it before step `step`."""
         if self._running is None:
             self._start(step)

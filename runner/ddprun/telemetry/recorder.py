@@ -2,7 +2,7 @@
 
 The loop calls `start`, `lap` and `end`, which only append to a `MarkBuffer` (`steps.py`). About every half
 second `end` resolves the steps that are over, and posts this rank's control messages about those in which
-ranks synchronised (`control_message.py`). It reads those of all ranks `control_delay_steps` later, when they
+ranks synchronized (`control_message.py`). It reads those of all ranks `control_delay_steps` later, when they
 have long arrived, and returns what all ranks know then (`GlobalStep`): so all ranks learn the mean loss and
 stop at the same step, and nothing waits for that. Dividing the steps' time and making their records is
 deferred work, for when the training thread has to wait anyway. The loss of a step in which ranks do not
@@ -80,10 +80,10 @@ in steps of 3 ms that was 0.2 ms each time.
 
 
 class GlobalStep(NamedTuple):
-    """What is newly known about steps in which ranks synchronised, and about those before each."""
+    """What is newly known about steps in which ranks synchronized, and about those before each."""
 
     steps: Sequence[int]  # at least one, oldest first
-    mean_losses: Sequence[float]  # of each: over the samples of all ranks since they synchronised before
+    mean_losses: Sequence[float]  # of each: over the samples of all ranks since they synchronized before
     rank_losses: Sequence[float]  # each rank's own mean in the newest
     stop: bool  # some rank asked to stop in one of them
     checkpoint: bool  # some rank was asked for a checkpoint
@@ -302,17 +302,17 @@ class StepRecorder:
         self.lap("backward_us")
 
     def end(
-        self, *, stop: bool, compare_clocks: bool, checkpoint: bool = False, synchronised: bool = True
+        self, *, stop: bool, compare_clocks: bool, checkpoint: bool = False, synchronized: bool = True
     ) -> list[GlobalStep]:
         """End the step; returns what all ranks newly know about earlier ones.
 
-        `stop`, `checkpoint` and `compare_clocks` are what this rank asks for. `synchronised`: the ranks have
+        `stop`, `checkpoint` and `compare_clocks` are what this rank asks for. `synchronized`: the ranks have
         exchanged in this step; alike on all of them.
         """
         step = self.current
         self.lap("other_us")
-        if not synchronised:
-            step.synchronised = False
+        if not synchronized:
+            step.synchronized = False
         if stop or checkpoint or compare_clocks:
             step.requests = STOP * stop + CHECKPOINT * checkpoint + COMPARE_CLOCKS * compare_clocks
         self._last_end = self._buffer.marks[-1]
@@ -332,7 +332,7 @@ class StepRecorder:
 
     def flush(self) -> list[GlobalStep]:
         """Resolve and finish everything at a stage's end; called by all ranks, even by one that has taken no
-        step since ranks synchronised.
+        step since ranks synchronized.
         """
         self._last_end = None
         return self.drain(rest=True)
@@ -340,7 +340,7 @@ class StepRecorder:
     def drain(self, *, rest: bool = False) -> list[GlobalStep]:
         """Resolve and finish all steps that are over. Called by all ranks after the same step.
 
-        What ranks have added up since they synchronised stays for the next message; `rest` sends it now.
+        What ranks have added up since they synchronized stays for the next message; `rest` sends it now.
         """
         self._resolve(0, rest=rest)
         known = self._read_messages(len(self._batches))
@@ -421,14 +421,14 @@ class StepRecorder:
         readable = len(self._buffer.steps) - self._clock.lag  # without waiting for a mark
         if readable < 1:
             return False
-        if any(step.synchronised for step in islice(self._buffer.steps, readable)):
+        if any(step.synchronized for step in islice(self._buffer.steps, readable)):
             return True
         return readable >= self._most_per_post or now_us() - self._resolved_at >= _POST_EVERY_US
 
     def _resolve(self, keep: int, *, rest: bool = False) -> None:
         """Resolve the steps that are over, but for the newest `keep`, and post the messages about them.
 
-        `rest`: post one message more, for steps since ranks last synchronised.
+        `rest`: post one message more, for steps since ranks last synchronized.
         """
         self.deferred.do_all()
         self._resolved_at = now_us()

@@ -73,7 +73,7 @@ class Step:
     backward_end: int | None = None  # index of the mark that ended it, if it exchanged gradients
     gradients: Mapping[str, Any] | None = None  # marks of complete gradients; None: not measured
     sync: Traffic | None = None
-    synchronised: bool = True
+    synchronized: bool = True
     requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
     lr: Sequence[float] | None = None  # of each parameter group, if the optimizer has stepped
     grad_norm: Any = None  # of all gradients before clipping, from `Clock.on_host`; None: not measured
@@ -232,7 +232,7 @@ def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
     ]
     loss_sums, counts, samples = _losses(buffer, clock)
     _read_norms(steps, clock)
-    clock.rebase()
+    clock.reanchor()
     return ResolvedSteps(
         steps=steps,
         parts=buffer.parts,

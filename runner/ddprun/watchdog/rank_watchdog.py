@@ -92,7 +92,7 @@ class Onlooker:
     def step(self, number: int) -> None:
         """The step that begins, counted in the run from 1; 0: none."""
 
-    def turn(self, phase: bytes) -> None:
+    def set_phase(self, phase: bytes) -> None:
         """What the training thread turns to, in at most 24 bytes."""
 
 
@@ -239,8 +239,8 @@ class RankWatchdog(Onlooker):
     def step(self, number: int) -> None:
         self.page.step(number)
 
-    def turn(self, phase: bytes) -> None:
-        self.page.turn(phase)
+    def set_phase(self, phase: bytes) -> None:
+        self.page.set_phase(phase)
 
     def close(self) -> None:
         """End the watchdog. The status page stays as it is."""

@@ -174,7 +174,7 @@ class StatusPage:
         os.posix_fallocate(handle, 0, size)  # to run out of room here, not at a write to the mapping
         self._page = _Page.from_buffer(mmap.mmap(handle, size))
         self._issued, self._step = self._page.issued, 0
-        self.turn(b"starting")
+        self.set_phase(b"starting")
         self.beat()
         self._page.pid, self._page.rank, self._page.magic = os.getpid(), rank, _MAGIC
 
@@ -186,7 +186,7 @@ class StatusPage:
         """The step that begins."""
         self._step = number
 
-    def turn(self, phase: bytes) -> None:
+    def set_phase(self, phase: bytes) -> None:
         """What the training thread turns to, in at most 24 bytes."""
         page = self._page
         page.step, page.phase, page.phase_since = self._step, phase, now_us()
