@@ -578,7 +578,7 @@ def _who(digest: Digest, stage: Stage, sums: Sequence[StragglerTotal]) -> str:
     if digest.ranks < 2:
         return "There was one rank, so no rank waited for another."
     if not sums and stage.synced_steps < _WINDOW:
-        return "Ranks synchronized too rarely, or in too few steps, to tell whether one was late."
+        return "Ranks synchronised too rarely, or in too few steps, to tell whether one was late."
     if not sums:
         return "No rank was late for long."
     worst, *rest = sums
