@@ -32,6 +32,7 @@ track: TRACK
 stages:
   - train: {steps: 12}
   - evaluate: {metrics: [accuracy]}
+groups: [{match: "*.bias", lr: 0.05}]
 """
 
 
@@ -136,7 +137,11 @@ def test_tensorboard_gets_every_curve(tmp_path: Path) -> None:
     own = {line["step"]: line["loss"] for line in lines(run, "steps") if line["rank"] == 0}
     assert found["loss/rank_0"] == pytest.approx(own)
     assert len(found["loss/mean"]) == len(found["time/step_seconds"]) == 12
-    assert (len(found["lr/group_0"]), len(found["grad_norm"])) == (12, 1), "every tenth step"
+    assert len(found["lr/group_0"]) == len(found["lr/group_1"]) == 12
+    (tenth,) = [line for line in lines(run, "steps") if (line["rank"], line["step"]) == (0, 10)]
+    assert found["grad_norm"] == {10: pytest.approx(tenth["grad_norm"])}, "every tenth step"
+    for group, norm in enumerate(tenth["group_grad_norms"]):
+        assert found[f"grad_norm/group_{group}"] == {10: pytest.approx(norm)}
     assert found["communication/bytes"][3] == sum(
         line["wire_bytes"] for line in lines(run, "buckets") if (line["rank"], line["step"]) == (0, 3)
     )
@@ -161,6 +166,8 @@ def test_prometheus_reads_a_file(tmp_path: Path) -> None:
         sum(step["forward_us"] for step in steps) / 1e6
     )
     assert found["ddprun_comm_bytes_total", "fp16", "gradient"] == sent
+    norms = next(step["group_grad_norms"] for step in steps if step["group_grad_norms"])
+    assert [found["ddprun_group_gradient_norm", group] for group in "01"] == pytest.approx(norms)
     assert found["ddprun_evaluation", "accuracy"] == summary(run)["metrics"]["accuracy"]
     assert found["ddprun_run_info", "run", "run"] == 1, "pipeline and folder"
 
