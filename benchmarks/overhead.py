@@ -1,12 +1,14 @@
 """What ddprun costs a step: against a DDP loop written by hand, Accelerate and Lightning, on two ranks.
 
     python -m benchmarks.overhead [--seconds 120] [--model small]
+    python -m benchmarks.overhead --against CHECKOUT    (another checkout of ddprun in place of the two)
 
-All train the same model on the same digits without hooks (`loops.py`), ddprun with every bucket and step
-recorded. All are started; then one works at a time while the others are stopped (SIGSTOP), for about a second
-each, in an order drawn anew for each round. So all of them meet whatever else the machine does, and nobody's
-start counts. The loop by hand is there twice, as its own control. Accelerate and Lightning take part if they
-are installed. Printed are steps per second as a ratio to the loop by hand, with its 95 % interval.
+All train the same model on the same digits without hooks and checkpoints (`loops.py`), ddprun with every
+bucket and step recorded. All are started; then one works at a time while the others are stopped (SIGSTOP),
+for about a second each, in an order drawn anew for each round. So all of them meet whatever else the machine
+does, and nobody's start counts. The loop by hand is there twice, as its own control. Accelerate and Lightning
+take part if they are installed. Printed are steps per second as a ratio to the loop by hand, with its 95 %
+interval.
 """
 
 import argparse
@@ -30,7 +32,8 @@ from benchmarks.loops import BATCH, LR, MOST
 from ddprun.compare.compare import ratio_of
 
 MODELS = {"small": [64], "medium": [512, 512], "wide": [1280, 1280], "large": [2048, 2048]}
-BY_HAND, AGAIN, OURS = "by hand", "by hand again", "ddprun"
+BY_HAND, AGAIN, OURS, AGAINST = "by hand", "by hand again", "ddprun", "ddprun of the other checkout"
+HERE = Path(__file__).resolve().parents[1]
 OTHERS = {"Accelerate": "accelerate", "Lightning": "lightning"}
 
 PIPELINE = """
@@ -39,6 +42,7 @@ model:
 data: digits
 loader: {{batch_size: {batch}, drop_last: true}}
 optimizer: {{sgd: {{lr: {lr}}}}}
+checkpoint: {{keep: 0}}
 stages:
   - train: {{steps: {steps}}}
 """
@@ -55,13 +59,14 @@ class Loop:
     name: str
     folder: Path
     hidden: Sequence[int]
+    checkout: Path | None = None  # whose ddprun it is; None: it is none
     slices: list[tuple[float, float]] = field(default_factory=list)  # when it worked, monotonic seconds
 
     def start(self) -> None:
         """Start it, and stop it once it trains."""
         self.folder.mkdir()
         ranks = ["--nproc-per-node", "2"]
-        if self.name == OURS:
+        if self.checkout is not None:
             text = PIPELINE.format(hidden=list(self.hidden), batch=BATCH, lr=LR, steps=MOST)
             (self.folder / "p.yaml").write_text(text)
             command = [sys.executable, "-m", "ddprun", "p.yaml", *ranks, "--run-dir", "run"]
@@ -70,11 +75,12 @@ class Loop:
             arguments = [module, json.dumps(self.hidden), str(self.folder / "times")]
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks]
             command = [*torchrun, "-m", "benchmarks.loops", *arguments]
-        root = Path(__file__).resolve().parents[1]
+        root = self.checkout or HERE
+        own = [str(root / part) for part in ("", "runner", "hooks")]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(root), *sys.path]),
+            "PYTHONPATH": os.pathsep.join([*own, *sys.path]),
         }
         with (self.folder / "log").open("wb") as log:
             self.process = psutil.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log)
@@ -103,14 +109,14 @@ class Loop:
         """End it; ddprun writes the rest of its records."""
         tree = [self.process, *self.process.children(recursive=True)]
         self.signal(signal.SIGCONT)
-        self.process.send_signal(signal.SIGINT if self.name == OURS else signal.SIGTERM)
+        self.process.send_signal(signal.SIGTERM if self.checkout is None else signal.SIGINT)
         _, alive = psutil.wait_procs(tree, timeout=30)
         for one in alive:
             one.kill()
 
     def ends(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """When its steps ended, monotonic seconds; rank 0's."""
-        if self.name != OURS:
+        if self.checkout is None:
             file = self.folder / "times"
             times = np.fromfile(file) if file.exists() else np.zeros(0)
             return times[times > 0]
@@ -130,16 +136,18 @@ class Loop:
 
 
 @contextmanager
-def started(hidden: Sequence[int]) -> Iterator[list[Loop]]:
-    """All that are installed, stopped."""
-    names = [
-        BY_HAND,
-        AGAIN,
-        OURS,
-        *(name for name, module in OTHERS.items() if importlib.util.find_spec(module)),
-    ]
+def started(hidden: Sequence[int], against: Path | None) -> Iterator[list[Loop]]:
+    """All that take part, stopped."""
+    who: dict[str, Path | None] = {BY_HAND: None, AGAIN: None, OURS: HERE}
+    if against is not None:
+        who[AGAINST] = against.resolve()
+    else:
+        who |= {name: None for name, module in OTHERS.items() if importlib.util.find_spec(module)}
     with tempfile.TemporaryDirectory() as scratch:
-        loops = [Loop(name, Path(scratch) / name.replace(" ", "-"), hidden) for name in names]
+        loops = [
+            Loop(name, Path(scratch) / name.replace(" ", "-"), hidden, checkout)
+            for name, checkout in who.items()
+        ]
         running: list[Loop] = []
         try:
             for loop in loops:
@@ -151,9 +159,9 @@ def started(hidden: Sequence[int]) -> Iterator[list[Loop]]:
                 loop.end()
 
 
-def measure(model: str, seconds: float) -> None:
+def measure(model: str, seconds: float, against: Path | None) -> None:
     """Print a model's row."""
-    with started(MODELS[model]) as loops:
+    with started(MODELS[model], against) as loops:
         first = loops[0].ends()
         step_s = float(first[-1] - first[0]) / (len(first) - 1)
         slice_s = max(1.0, 15 * step_s)
@@ -166,6 +174,9 @@ def measure(model: str, seconds: float) -> None:
         times = {loop.name: loop.step_times() for loop in loops}
     base = times[BY_HAND]
     cells = []
+    if against is not None:
+        one = ratio_of(list(zip(times[AGAINST], times[OURS], strict=True)))
+        cells.append(f"{OURS} to {AGAINST} {one.mean:.3f} ({one.low:.3f} to {one.high:.3f})")
     for name, own in times.items():
         one = ratio_of(list(zip(base, own, strict=True)))
         shown = "1" if name == BY_HAND else f"{one.mean:.3f} ({one.low:.3f} to {one.high:.3f})"
@@ -178,9 +189,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120, help="for each model")
     parser.add_argument("--model", choices=list(MODELS), help="one of them only")
+    parser.add_argument("--against", type=Path, help="another checkout, whose ddprun takes part")
     asked = parser.parse_args()
     for model in [asked.model] if asked.model else MODELS:
-        measure(model, asked.seconds)
+        measure(model, asked.seconds, asked.against)
 
 
 if __name__ == "__main__":

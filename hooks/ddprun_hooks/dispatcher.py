@@ -89,6 +89,8 @@ class Dispatcher:
     @property
     def missing(self) -> tuple[str, ...]:
         """After a backward pass that exchanges gradients: parameters of buckets that it has not filled."""
+        if len(self._sent) == len(self._layout):
+            return ()
         left = (bucket for bucket in self.layout if bucket.index not in self._sent)
         return tuple(param.name for bucket in left for param in bucket.params)
 
@@ -121,9 +123,9 @@ class Dispatcher:
             self._learn(bucket)
             return self._before_layout(bucket)
         layout = self._layout.get(index)
-        now = f"{buffer.numel()} elements of {dtype_name(buffer.dtype)}"
-        frozen = f"{layout.numel} elements of {layout.dtype}" if layout else "that there is none"
-        if layout is None or now != frozen:
+        if layout is None or (buffer.numel(), dtype_name(buffer.dtype)) != (layout.numel, layout.dtype):
+            now = f"{buffer.numel()} elements of {dtype_name(buffer.dtype)}"
+            frozen = f"{layout.numel} elements of {layout.dtype}" if layout else "that there is none"
             error = ExchangeError(
                 f"bucket {index} has {now}, but the layout frozen before step 1 says {frozen}: "
                 "DDP has rebuilt its buckets in mid-run"

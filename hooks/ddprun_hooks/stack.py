@@ -78,6 +78,7 @@ class Stack:
         }
         """The most collectives that one payload needs on its way through the whole stack, by ranks."""
 
+        self.collectives = sum(self.requirements.values())  # the most that one payload needs, among any ranks
         self.shared = any(one.shared for one in self.requirements)  # some go through shared memory
 
         self.foreign = tuple(

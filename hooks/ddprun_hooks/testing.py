@@ -90,7 +90,13 @@ class Rank:
         `tensor` is this rank's share of the mean, shape (numel,), and stays as it is.
         """
         payload = Payload(tensor.clone(), params, kind, bucket)
-        return self._queue.send(payload, self.stack, self.traces).wait().clone()
+        future = self._queue.send(payload, self.stack, self.traces)
+        try:
+            return future.wait().clone()
+        except RuntimeError:
+            if self._queue.error is None:
+                raise
+            raise self._queue.error from None  # as it was raised; a future may have no more than its text
 
     def step(self, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Reduce this rank's `contribution` to a step."""

@@ -9,10 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from ddprun.config import Loader
-from ddprun.engine.data import Feed
+from ddprun.engine.data import Batches, Feed
 from ddprun_hooks.comm.control import Control
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.testing import run_ranks
@@ -209,6 +216,25 @@ def test_another_number_of_ranks_goes_on_in_the_same_order(
     if kind is Ids:
         whole = [index for step in epoch(feed(kind(61), 0, 1)) for ids, _ in step for index in ids]
         assert set(seen[: before * 12]) == set(whole[: before * 12]), "the first ones of the epoch's order"
+
+
+class Doubled(TensorDataset):
+    """Samples that are not what lies in the tensors."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(2 * tensor[index] for tensor in self.tensors)
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Doubled])
+def test_batches_of_tensors_are_those_of_torchs_default_collate(kind: type[TensorDataset]) -> None:
+    """Values, shapes, types and layout in memory; also of views, and for indices from the end."""
+    data = kind(torch.randn(3, 4, 9).permute(2, 1, 0), torch.arange(9), torch.rand(9, 1).half() > 0.5)
+    indices = [3, 0, -1, 3]
+    made, wanted = Batches(data, None)[indices], default_collate([data[index] for index in indices])
+    assert type(made) is type(wanted)
+    for one, other in zip(made, wanted, strict=True):
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        assert torch.equal(one, other)
 
 
 def test_an_epochs_stage_starts_a_new_epoch() -> None:

@@ -44,8 +44,8 @@ def contribution(rank: int, step: int, bucket: int) -> Tensor:
     return torch.arange(NUMEL, dtype=torch.float32) + 1000 * rank + 17 * bucket + 7 * step + 1
 
 
-def send_all(group: RankGroup, stack: Stack, steps: int) -> int:
-    """Send BUCKETS equal buckets a step; gives how many came back wrong."""
+def send_all(group: RankGroup, *stacks: Stack, steps: int) -> int:
+    """Send BUCKETS equal buckets a step, through the stacks in turn; gives how many came back wrong."""
     queue, wrong = HostQueue(group), 0
     pauses = random.Random(group.rank)
     for step in range(steps):
@@ -53,7 +53,7 @@ def send_all(group: RankGroup, stack: Stack, steps: int) -> int:
         for bucket in range(BUCKETS):
             time.sleep(pauses.random() * 1e-3)
             payload = Payload(contribution(group.rank, step, bucket), PARAMS, "gradient", bucket)
-            futures.append(queue.send(payload, stack, []))
+            futures.append(queue.send(payload, stacks[bucket % len(stacks)], []))
         for bucket, future in enumerate(futures):
             wanted = torch.stack([contribution(rank, step, bucket) for rank in range(group.size)]).sum(0)
             wrong += not torch.equal(future.wait(), wanted)
@@ -66,6 +66,32 @@ def test_buckets_with_different_numbers_of_collectives_never_mix() -> None:
         4, lambda group: send_all(group, Stack([("d", Dawdling(group.rank))]), steps=15), requirements=2
     )
     assert wrong == [0, 0, 0, 0]
+
+
+def test_buckets_sent_at_once_never_overtake_those_that_are_under_way() -> None:
+    """A bucket of one collective is issued by whoever sends it, unless an earlier one has still to issue."""
+
+    def body(group: RankGroup) -> int:
+        return send_all(group, Stack([("d", Dawdling(group.rank))]), Stack([]), Stack([]), steps=15)
+
+    assert run_ranks(4, body, requirements=2) == [0, 0, 0, 0]
+
+
+def test_a_bucket_of_one_collective_ends_without_the_thread_that_sent_it() -> None:
+    """Its hooks' rest runs where the collective has ended, and the trace is complete when the future is."""
+
+    def body(group: RankGroup) -> None:
+        queue, traces = HostQueue(group), list[Any]()
+        for bucket in range(20):
+            payload = Payload(contribution(group.rank, 0, bucket), PARAMS, "gradient", bucket)
+            assert queue.send(payload, make_stack(["fp16"]), traces).wait() is payload.tensor
+            encode, decode = traces[-1].spans
+            (leg,) = traces[-1].collectives
+            assert traces[-1].ready <= encode.start <= encode.done <= leg.start
+            assert leg.done <= decode.start <= decode.done <= traces[-1].done
+            assert encode.on_training_thread
+
+    run_ranks(2, body)
 
 
 class Halting(Hook):
@@ -97,7 +123,7 @@ def test_legs_of_two_levels_never_mix(steps: int) -> None:
     """Random delays on each rank, legs of many buckets under way at once, on two hosts: none is wrong."""
     wrong = run_ranks(
         4,
-        lambda group: send_all(group, two_levels(group.rank), steps),
+        lambda group: send_all(group, two_levels(group.rank), steps=steps),
         requirements=two_levels(0).requirements,
     )
     assert wrong == [0, 0, 0, 0]
@@ -107,7 +133,7 @@ def test_legs_of_two_levels_never_mix(steps: int) -> None:
 def test_a_soak_of_four_ranks_sums_every_bucket_right() -> None:
     """Hundreds of steps with random delays on each rank; with the rule switched off it fails within a few."""
     wrong = run_ranks(
-        4, lambda group: send_all(group, Stack([("d", Dawdling(group.rank))]), 400), requirements=2
+        4, lambda group: send_all(group, Stack([("d", Dawdling(group.rank))]), steps=400), requirements=2
     )
     assert wrong == [0, 0, 0, 0]
 

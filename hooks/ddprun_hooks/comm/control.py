@@ -40,7 +40,7 @@ class Control:
     """Numbers and bytes of every rank, a barrier, and agreement.
 
     Args:
-        group: a Gloo process group that nothing else uses.
+        group: a Gloo process group that nothing else uses, unless in an order that all ranks keep.
         rank, size: this rank in it, and how many there are.
         observer: sees what is exchanged.
     """
@@ -48,7 +48,7 @@ class Control:
     def __init__(
         self, group: dist.ProcessGroup, rank: int, size: int, observer: Observer = UNOBSERVED
     ) -> None:
-        self._group = group
+        self.group = group
         self.rank = rank
         self.size = size
         self._gathers = observer.sequence("control", range(size))
@@ -64,7 +64,7 @@ class Control:
         mine = torch.as_tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         pending = self._gathers.issue("all_gather", what=what)
-        work = self._group.allgather([gathered], [mine])
+        work = self.group.allgather([gathered], [mine])
         pending.done_when(work.is_completed)
         return PendingMessage(work, gathered, pending)
 
@@ -124,7 +124,7 @@ class Control:
             for _ in range(rounds):
                 sent = now_us()
                 self._send(sent, peer)
-                self._group.recv([answer], peer, 0).wait()
+                self.group.recv([answer], peer, 0).wait()
                 received = now_us()
                 theirs, their_bound = answer.tolist()
                 half = (received - sent) / 2
@@ -138,14 +138,14 @@ class Control:
             for _ in range(rounds):
                 self._receive(peer)
                 answer = torch.tensor([now_us() - offset, bound], dtype=torch.float64)
-                self._group.send([answer], peer, 0).wait()
+                self.group.send([answer], peer, 0).wait()
 
     def send_bytes(self, data: bytes, target: int) -> None:
         """Send bytes to one rank, which has to call `receive_bytes`."""
         with waiting(self._messages, "send", f"{len(data)} bytes of records", [target]):
             self._send(len(data), target)
             if data:
-                self._group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], target, 0).wait()
+                self.group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], target, 0).wait()
 
     def receive_bytes(self, source: int) -> bytes:
         """Receive what `send_bytes` on rank `source` sends."""
@@ -154,15 +154,15 @@ class Control:
             if not length:
                 return b""
             buffer = torch.empty(length, dtype=torch.uint8)
-            self._group.recv([buffer], source, 0).wait()
+            self.group.recv([buffer], source, 0).wait()
         return buffer.numpy().tobytes()
 
     def _send(self, number: int, target: int) -> None:
-        self._group.send([torch.tensor([number], dtype=torch.int64)], target, 0).wait()
+        self.group.send([torch.tensor([number], dtype=torch.int64)], target, 0).wait()
 
     def _receive(self, source: int) -> int:
         number = torch.empty(1, dtype=torch.int64)
-        self._group.recv([number], source, 0).wait()
+        self.group.recv([number], source, 0).wait()
         return int(number.item())
 
 

@@ -114,7 +114,8 @@ class Exchange:
             "exact",
             placement.rank,
             placement.hosts,
-            [make_group("exact", everybody)],
+            # The training thread alone uses both, and waits here: on a CPU they can share a process group.
+            [control.group if gpu is None else make_group("exact", everybody)],
             sequences={False: [observer.sequence("exact", everybody)]},
         )
         return cls(

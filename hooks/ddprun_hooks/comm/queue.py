@@ -9,12 +9,13 @@ however many collectives a rank has with other groups in between. Issuing the ne
 one is done" breaks this, and Gloo then sums the wrong tensors without an error.
 
 A queue in host memory (`HostQueue`) is driven by whatever thread has an event: the backward pass that brings
-a bucket, or the thread of the collective that has finished. On a GPU (`StreamQueue`) streams keep the order,
-so a coroutine runs to its end at once.
+a bucket, or the thread of the collective that has finished. Gradients that need one collective keep the rule
+by themselves: each backward pass issues it as it brings the bucket. On a GPU (`StreamQueue`) streams keep the
+order, so a coroutine runs to its end at once.
 """
 
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +38,7 @@ from ddprun_hooks.stack import Stack
 
 _STREAMS = 4  # of a queue on a GPU: as many buckets are under way beside each other
 
+_Ended = Callable[[Future[Any]], Tensor | BaseException]
 HookRun = Generator[Collective, Tensor | None, Tensor]
 
 
@@ -51,7 +53,7 @@ class HostQueue:
         """What broke the queue. A broken queue fails every payload, so that no caller waits for ever."""
 
         self._lock = threading.Lock()  # guards the two below; never held while anything else is called
-        self._events: deque[Callable[[], None]] = deque()
+        self._events: deque[tuple[_BucketInFlight, Tensor | BaseException | None]] = deque()
         self._driving = False
         self._in_flight: list[_BucketInFlight] = []  # unfinished, in the order in which they were sent
         self._training_thread = 0
@@ -69,23 +71,63 @@ class HostQueue:
         trace: BucketTrace[int] = new_trace(payload, stack, entered)
         traces.append(trace)
         bucket = _BucketInFlight(payload, stack, trace, start_hooks(payload, stack, group or self.world))
-
-        def enter() -> None:
-            self._in_flight.append(bucket)
-            self._resume(bucket, None)
-
-        self._post(enter)
+        with self._lock:
+            alone = not (self._driving or self._events or self._in_flight)
+        if alone and stack.collectives == 1 and payload.kind == "gradient":
+            future = self._send_at_once(bucket)
+        else:
+            future = bucket.future = Future()
+            self._post(bucket, None)
         trace.handed_over = now_us()
-        return bucket.future
+        return future
 
-    def _post(self, event: Callable[[], None]) -> None:
-        """Have `event` handled, here or by the thread that is driving already.
+    def _send_at_once(self, bucket: "_BucketInFlight") -> Future[Tensor]:
+        """Send a bucket of one collective while no earlier one has still to issue any.
+
+        What is left of its hooks runs in `then`: the collective's thread needs Python for nothing after it.
+        One that sets a future itself wakes the training thread, and has to get Python's lock back from that
+        only to return. An error reaches the waiter as text alone, which is all that DDP passes on anyway.
+        """
+        try:
+            if self.error is not None:
+                raise self.error
+            wanted = self._advance(bucket, None)
+            if wanted is not None:
+                done, ended = self._start(bucket, wanted)
+        except BaseException as error:  # a hook may raise anything
+            self.error = self.error or error
+            future: Future[Tensor] = Future()
+            fail(future, self.error)
+            return future
+        if wanted is None:
+            future = Future()
+            future.set_result(bucket.payload.tensor)
+            return future
+
+        def finish(arrived: Future[Any]) -> Tensor:
+            try:
+                result = ended(arrived)
+                if isinstance(result, BaseException):
+                    raise result
+                more = self._advance(bucket, result)
+                if more is not None:
+                    check_rounds(more, 1, 1, bucket.stack)
+            except BaseException as error:
+                self.error = self.error or error
+                raise
+            return bucket.payload.tensor
+
+        return done.then(finish)
+
+    def _post(self, bucket: "_BucketInFlight", result: Tensor | BaseException | None) -> None:
+        """Have a bucket go on, here or by the thread that is driving already: it enters the queue (None), or
+        its collective has ended with this result, or has failed.
 
         `Future.add_done_callback` calls back at once when the work is done, on the very thread that is
         driving: it must find the lock free, and must not drive a second time.
         """
         with self._lock:
-            self._events.append(event)
+            self._events.append((bucket, result))
             if self._driving:
                 return
             self._driving = True
@@ -94,30 +136,42 @@ class HostQueue:
                 if not self._events:
                     self._driving = False
                     return
-                event = self._events.popleft()
+                bucket, result = self._events.popleft()
             try:
-                event()
-            except BaseException as error:
+                if isinstance(result, BaseException):
+                    raise result
+                self._resume(bucket, result)
+            except BaseException as error:  # a hook may raise anything
                 self._fail_all(error)
 
     def _resume(self, bucket: "_BucketInFlight", result: Tensor | None) -> None:
-        """Run a bucket's hooks up to their next collective or to the end."""
-        if bucket.future.done():
+        """Let a bucket enter (None) or go on with its collective's result."""
+        if result is None:
+            self._in_flight.append(bucket)
+        elif bucket.future.done():
             return
         if self.error is not None:
-            self._fail_all(self.error)
-            return
-        start = now_us()
+            raise self.error
+        bucket.wanted = self._advance(bucket, result)
+        if bucket.wanted is None:
+            self._in_flight.remove(bucket)
+            bucket.future.set_result(bucket.payload.tensor)
+        self._issue_in_order()
+
+    def _advance(self, bucket: "_BucketInFlight", result: Tensor | None) -> Collective | None:
+        """Run a bucket's hooks up to their next collective; None: to their end, and the mean is in the
+        payload's memory.
+        """
+        start, trace = now_us(), bucket.trace
         try:
-            wanted = next_collective(bucket.run, result, bucket.stack, bucket.trace)
+            wanted = next_collective(bucket.run, result, bucket.stack, trace)
         except StopIteration as stop:
-            self._finish(bucket, cast(Tensor, stop.value), start)
-        except BaseException as error:  # a hook may raise anything
-            self._fail_all(error)
-        else:
-            self._add_span(bucket, start, "encode")
-            bucket.wanted = wanted
-            self._issue_in_order()
+            write_back(cast(Tensor, stop.value), bucket.payload, bucket.stack)
+            self._add_span(trace, start, "decode")
+            trace.done = now_us()
+            return None
+        self._add_span(trace, start, "encode")
+        return wanted
 
     def _issue_in_order(self) -> None:
         """Issue every collective that the rule allows."""
@@ -127,50 +181,36 @@ class HostQueue:
             if wanted is not None:
                 group = wanted.group.name
                 if before is None or before.issued[group] > bucket.issued[group]:
-                    self._issue(bucket, wanted)
+                    bucket.wanted = None
+                    done, ended = self._start(bucket, wanted)
+                    done.add_done_callback(partial(self._arrived, bucket, ended))
             before = bucket
             if self.error is not None:
                 return
 
-    def _issue(self, bucket: "_BucketInFlight", wanted: Collective) -> None:
-        bucket.wanted = None
+    def _arrived(self, bucket: "_BucketInFlight", ended: "_Ended", future: Future[Any]) -> None:
+        self._post(bucket, ended(future))
+
+    def _start(self, bucket: "_BucketInFlight", wanted: Collective) -> tuple[Future[Any], "_Ended"]:
+        """Start a collective; gives its future, and what notes its end and says what has come of it."""
         issued, group = bucket.issued, wanted.group.name
         collective = new_collective_trace(wanted, issued[group], now_us())
         bucket.trace.collectives.append(collective)
         pending = wanted.group.sequence(wanted, issued[group]).issue(wanted.op, bucket.payload)
-        try:
-            work = launch(wanted, issued[group], bucket.stack)
-            issued[group] += 1
-            done = work if isinstance(work, Future) else work.get_future()
-        except BaseException as error:
-            self._fail_all(error)
-            return
+        work = launch(wanted, issued[group], bucket.stack)
+        issued[group] += 1
 
-        def arrived(future: Future[Any]) -> None:
+        def ended(future: Future[Any]) -> Tensor | BaseException:
             collective.done = now_us()
             try:
                 future.value()
             except BaseException as error:
-                failure = error
                 pending.failed()
-                self._post(lambda: self._fail_all(failure))
-            else:
-                pending.done()
-                self._post(lambda: self._resume(bucket, wanted.output))
+                return error
+            pending.done()
+            return wanted.output
 
-        done.add_done_callback(arrived)
-
-    def _finish(self, bucket: "_BucketInFlight", mean: Tensor, start: int) -> None:
-        try:
-            write_back(mean, bucket.payload, bucket.stack)
-        except ExchangeError as error:
-            self._fail_all(error)
-            return
-        self._add_span(bucket, start, "decode")
-        bucket.trace.done = now_us()
-        self._in_flight.remove(bucket)
-        bucket.future.set_result(bucket.payload.tensor)
-        self._issue_in_order()
+        return work if isinstance(work, Future) else work.get_future(), ended
 
     def _fail_all(self, error: BaseException) -> None:
         """Fail everything in flight: a future that is never set would hang its waiter for ever."""
@@ -181,9 +221,9 @@ class HostQueue:
             bucket.run.close()
             fail(bucket.future, self.error)
 
-    def _add_span(self, bucket: "_BucketInFlight", start: int, phase: str) -> None:
+    def _add_span(self, trace: BucketTrace[int], start: int, phase: str) -> None:
         on_training_thread = threading.get_ident() == self._training_thread
-        bucket.trace.spans.append(Span(start, now_us(), phase, on_training_thread))
+        trace.spans.append(Span(start, now_us(), phase, on_training_thread))
 
 
 @dataclass(slots=True, eq=False)
@@ -194,8 +234,8 @@ class _BucketInFlight:
     stack: Stack
     trace: BucketTrace[int]
     run: HookRun
-    future: Future[Tensor] = field(default_factory=Future)
-    issued: Counter[str] = field(default_factory=Counter)  # collectives issued so far, by group
+    future: Future[Tensor] = field(init=False)  # of one that is not sent at once
+    issued: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # collectives so far, by group
     wanted: Collective | None = None  # asked for, not yet issued
 
 
@@ -367,7 +407,10 @@ def write_back(mean: Tensor, payload: Payload, stack: Stack) -> None:
     Raises:
         ExchangeError: another shape or dtype than the payload's. DDP itself would take it without a word.
     """
-    target, returned = payload.tensor, f"hooks {list(stack.names)} returned"
+    target = payload.tensor
+    if mean is target:
+        return
+    returned = f"hooks {list(stack.names)} returned"
     if not isinstance(mean, Tensor):
         raise ExchangeError(f"{returned} {type(mean).__name__} for bucket {payload.bucket}, not a tensor")
     if mean.shape != target.shape or mean.dtype != target.dtype:

@@ -19,7 +19,7 @@ from itertools import chain, count, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data._utils import worker as loading_process
 
 from ddprun.config import Loader
@@ -477,10 +477,15 @@ class Batches(Dataset[Any]):
 
     def __init__(self, dataset: Any, seed: int | None, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
+        # A class derived from it may read its samples in another way.
+        self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
 
     def __getitem__(self, indices: list[int]) -> Any:
         if self.seed is not None:
             seed_everything((self.seed * len(self.dataset) + indices[0]) % 2**63)
+        if self._tensors is not None:  # what `default_collate` makes, without an object for each sample
+            at = torch.tensor(indices)
+            return [tensor[at].contiguous() for tensor in self._tensors]
         if hasattr(self.dataset, "__getitems__"):
             return collate(list(self.dataset.__getitems__(indices)), indices, self.collate)
         return collate([self.dataset[index] for index in indices], indices, self.collate)

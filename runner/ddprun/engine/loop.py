@@ -155,7 +155,8 @@ def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
         with nullcontext() if last or replica is None else replica.ddp.no_sync():
             with precision.computing():
                 loss = runtime.objective(model, content).loss
-            weighted = loss * weight(run.session, micro, batches.total)
+            share = weight(run.session, micro, batches.total)
+            weighted = loss if share == 1.0 else loss * share
             if scale is not None:
                 weighted = weighted * scale
             recorder.lap("forward_us")
@@ -165,7 +166,8 @@ def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
             elif missing := replica.backward(weighted, recorder.traces, exchange=last):
                 where = f"the loss of rank {runtime.ranks.rank} in step {run.session.state.step + 1}"
                 raise runtime.objective.unused(missing, where)
-        watchdog.set_phase(b"data")
+        if not last:
+            watchdog.set_phase(b"data")
         if last and runtime.gradients is not None:
             recorder.current.gradients = runtime.gradients.take()
         if last and replica is not None:
@@ -235,9 +237,11 @@ def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> b
     if from_backward:
         precision.check_gradients(optimizer)
     norm, group_norms = clip_gradients(run)
-    with warmed_up(optimizer, run.warmed_up_for(step), settings.warmup_steps):
-        rates = [float(group["lr"]) for group in optimizer.param_groups]
-        runtime.recorder.note_update(rates, norm, group_norms)
+    warming: AbstractContextManager[None] = nullcontext()
+    if settings.warmup_steps:
+        warming = warmed_up(optimizer, run.warmed_up_for(step), settings.warmup_steps)
+    with warming:
+        runtime.recorder.note_update(optimizer, norm, group_norms)
         if from_backward:
             applied = precision.step(optimizer)
         else:  # in half precision a score overflows sooner than a loss that is scaled
@@ -353,7 +357,7 @@ def synchronize(run: StageRun, step: int) -> bool:
     if by_policy and step != run.steps:
         run.mutate_weights(number)
     session.runtime.recorder.lap("sync_us")
-    return run.synchronizes(step)
+    return by_policy or run.synchronizes(step)
 
 
 def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
@@ -384,14 +388,15 @@ def between_steps(
     """
     session, runtime, number = run.session, run.session.runtime, run.session.state.step
     requested = any(one.checkpoint for one in known)
-    session.learn(known)
-    if runtime.finite.after_steps(known, run.settings.on_nan, number):
-        return "interrupted"
-    if not known and not synchronized:
+    if known:
+        session.learn(known)
+        if runtime.finite.after_steps(known, run.settings.on_nan, number):
+            return "interrupted"
+        if any(one.stop for one in known):
+            session.learn(runtime.recorder.drain())  # a checkpoint holds what was added up since
+            return "interrupted"
+    elif not synchronized:
         session.reporter.progress_alone(step, number)
-    if any(one.stop for one in known):
-        session.learn(runtime.recorder.drain())  # a checkpoint holds what was added up since
-        return "interrupted"
     if run.evaluation_is_due:
         with untimed(run, b"evaluate"):
             evaluate_in_stage(run)  # first: a checkpoint holds its outcome

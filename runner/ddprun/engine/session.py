@@ -80,7 +80,8 @@ class Runtime:
 
     def take_marks(self, *, detailed: bool) -> None:
         """A step begins: whether all marks are wanted of it, for its record."""
-        self.exchange.begin_step(recorded=detailed)
+        if self.clock.lag:  # a GPU's
+            self.exchange.begin_step(recorded=detailed)
         if self.gradients is not None:
             self.gradients.wanted = detailed
 

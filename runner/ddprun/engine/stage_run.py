@@ -44,6 +44,7 @@ class StageRun:
     synchronizer: Synchronizer
     mutate: Callable[[nn.Module], Any] | None
     steps: int | None  # None where nobody can know
+    noop: bool  # its hooks give each rank its own values back
 
     def batches(self) -> Iterator[StepBatches]:
         """The micro-batches of each step that is left, until the stage's length or the data is at its end."""
@@ -130,8 +131,7 @@ class StageRun:
 
     def note_effect(self, effect: Effect) -> None:
         """Note which ranks hold the same after a step, or at the stage's end."""
-        hooks = self.session.runtime.stacks.all_ranks[self.stage.index].names
-        self.session.state.replicas.note(effect, self.settings.plan, noop="noop" in hooks)
+        self.session.state.replicas.note(effect, self.settings.plan, noop=self.noop)
 
     def mutate_weights(self, step: int) -> None:
         """Change each rank's weights as `mutate` says, after `step` steps of the run."""
@@ -215,7 +215,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         hooks=list(stack.names),
         buffers=settings.buffers.plain(),
     )
-    run = StageRun(session, stage, settings, synchronizer, mutate, steps)
+    run = StageRun(session, stage, settings, synchronizer, mutate, steps, "noop" in stack.names)
     if saved is not None:
         synchronizer.begin()
         with agreed(session, saved["checkpoint"], "stage"):

@@ -183,6 +183,8 @@ class PlanProgress:
         set out (and land at once unless they have a delay), and what all of that makes of the ranks.
         """
         transfers = self.plan.transfers
+        if not transfers:
+            return [], [], self._effect([])
         self.since = [steps + 1 for steps in self.since]
         landing = [index for index, one in enumerate(transfers) if one.delay and one.lands(step)]
         setting_out = [index for index, one in enumerate(transfers) if one.sets_out(step)]

@@ -61,7 +61,8 @@ class Synchronizer:
     def after_step(self, step: int) -> Effect:
         """The optimizer has taken its step, which counts from 1 in the stage."""
         landing, setting_out, effect = self._progress.after_step(step)
-        self._carry_out(landing, setting_out)
+        if landing or setting_out:
+            self._carry_out(landing, setting_out)
         return effect
 
     def finish(self, *, reconcile: bool) -> Effect:

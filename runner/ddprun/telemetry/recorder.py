@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.control_message import (
@@ -275,7 +276,7 @@ class StepRecorder:
         return self.current.number % self._every == 0 or self.observe is not None
 
     def note_update(
-        self, lr: Sequence[float], grad_norm: Tensor | None, group_norms: Sequence[Tensor] | None
+        self, optimizer: Optimizer, grad_norm: Tensor | None, group_norms: Sequence[Tensor] | None
     ) -> None:
         """Note the parameter groups' learning rates, the norm of all gradients, and those of the groups.
 
@@ -284,7 +285,7 @@ class StepRecorder:
         if not self.records_step:
             return
         step, on_host = self.current, self._clock.on_host
-        step.lr = lr
+        step.lr = [float(group["lr"]) for group in optimizer.param_groups]
         step.grad_norm = None if grad_norm is None else on_host(grad_norm.float())
         if group_norms is not None:
             step.group_grad_norms = [on_host(norm.float()) for norm in group_norms]

@@ -113,11 +113,12 @@ class Stragglers:
         messages = messages[: len(steps)]
         last_ready = messages[..., sorted({SYNC_READY_AT, messages.shape[2] - 1})]  # outside backward, in it
         skews = (last_ready.max(1) - last_ready.min(1)).sum(1).tolist()
+        exchanged = (messages[..., SYNC_READY_AT:] != 0.0).any(2).any(1).tolist()
         # Where no bucket was exchanged, as around an audit, no rank waited for another one.
         new = [
             _StepMessages(step, skew_us, numbers)
-            for step, skew_us, numbers in zip(steps, skews, messages, strict=True)
-            if numbers[:, SYNC_READY_AT:].any()
+            for step, skew_us, numbers, any_bucket in zip(steps, skews, messages, exchanged, strict=True)
+            if any_bucket
         ]
         changes: list[tuple[int, Straggler | None]] = []
         first, half = 0, max(1, self._window // 2)

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -112,35 +112,36 @@ class LauncherWatchdog:
             passed, before = now - before, now
             if passed > _LOST_S:  # this process was stopped, and its ranks with it: no time has passed
                 continue
+            living: dict[Path, dict[int, Seen]] = {}
+            with self._failed_checks.reporting():
+                living = {start: _living(start) for start in self._starts()}
             for check in (self._check_ranks, self._check_launcher):
                 with self._failed_checks.reporting():
-                    check(passed)
+                    check(living, passed)
 
-    def _check_launcher(self, passed_s: float) -> None:
+    def _check_launcher(self, living: Mapping[Path, Mapping[int, Seen]], passed_s: float) -> None:
         """Give up if all ranks are gone, for long, and torchelastic waits for what will not come."""
-        starts = self._starts()
-        if not starts or self._give_up is None:
+        if not living or self._give_up is None:
             return
-        self._without_ranks_s = 0.0 if any(map(_living, starts)) else self._without_ranks_s + passed_s
+        self._without_ranks_s = 0.0 if any(living.values()) else self._without_ranks_s + passed_s
         if self._without_ranks_s <= _LAUNCHER_ENDS_S:
             return
         if self._reachable is not None:
             self._unreachable = 0 if self._reachable() else self._unreachable + 1
-        if self._unreachable >= _TRIES or (self._reachable is None and (starts[-1] / HANG).exists()):
+        if self._unreachable >= _TRIES or (self._reachable is None and ([*living][-1] / HANG).exists()):
             self._give_up()
 
-    def _check_ranks(self, passed_s: float) -> None:
-        for start in self._starts():
-            living = _living(start)
+    def _check_ranks(self, living: Mapping[Path, Mapping[int, Seen]], passed_s: float) -> None:
+        for start, ranks in living.items():
             if (start / HANG).exists():
                 since = self._hang_since.setdefault(start, time.monotonic())
-                stuck = [page for page in living.values() if page.lifeless]
-                if len(stuck) == len(living) or time.monotonic() - since > _SURVIVORS_S:
+                stuck = [page for page in ranks.values() if page.lifeless]
+                if len(stuck) == len(ranks) or time.monotonic() - since > _SURVIVORS_S:
                     self._end(stuck)
                 continue
             # With all of a host's ranks stopped, none of them can report.
-            stopped = [page for page in living.values() if page.stopped]
-            all_stopped = bool(stopped) and len(stopped) == len(living)
+            stopped = [page for page in ranks.values() if page.stopped]
+            all_stopped = bool(stopped) and len(stopped) == len(ranks)
             self._stopped_s[start] = self._stopped_s.get(start, 0.0) + passed_s if all_stopped else 0.0
             if self._stopped_s[start] > self._timeout_s:
                 _announce_hang(start)
