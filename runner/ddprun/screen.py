@@ -10,6 +10,7 @@ import io
 import os
 import select
 import sys
+from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -59,18 +60,18 @@ def protect() -> None:
 
 def say(text: str) -> None:
     """A line, or several, on stderr; from a signal handler, too."""
-    _write(sys.stderr, text)
+    _write_line(sys.stderr, text)
 
 
 def show(text: str) -> None:
     """A line, or several, on stdout."""
-    _write(sys.stdout, text)
+    _write_line(sys.stdout, text)
 
 
 def flush() -> None:
     """Bring out what stdout and stderr hold back, before a process ends without the interpreter's own end."""
     for stream in (sys.stdout, sys.stderr):
-        _write(stream, None)
+        _flush(stream)
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
@@ -83,20 +84,22 @@ def is_terminal(stream: IO[str] | None) -> bool:
 
 def failure_of_stdout() -> OSError | None:
     """Why something that was written to stdout was lost; None if nothing was."""
-    _write(sys.stdout, None)
+    _flush(sys.stdout)
     raw = getattr(sys.stdout, "buffer", None)
     return raw.failure if isinstance(raw, StandardStream) else None
 
 
-def _write(stream: IO[str] | None, text: str | None) -> None:
-    if stream is None:
-        return
-    try:
-        if text is not None:
+def _write_line(stream: IO[str] | None, text: str) -> None:
+    if stream is not None:
+        with suppress(OSError, ValueError):  # ValueError: it is closed
             stream.write(f"{text}\n")  # at once: lines of several processes do not mix
-        stream.flush()
-    except (OSError, ValueError):  # ValueError: it is closed
-        return
+            stream.flush()
+
+
+def _flush(stream: IO[str] | None) -> None:
+    if stream is not None:
+        with suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _open_if_closed(descriptor: int) -> bool:
@@ -124,7 +127,7 @@ def _protected(stream: IO[str] | None, descriptor: int, was_closed: bool) -> IO[
     if type(raw) is not io.FileIO or raw.fileno() != descriptor:  # protected already, or somebody's own
         stream.reconfigure(errors="backslashreplace")
         return stream
-    _write(stream, None)
+    _flush(stream)
     return io.TextIOWrapper(
         StandardStream(descriptor),
         encoding=stream.encoding,

@@ -204,7 +204,7 @@ class Under:
         for tensor in self.tensors:
             tensor.fill_(7.0)
 
-    def release(self) -> None:
+    def give_back(self) -> None:
         self.released += 1
 
 
@@ -244,6 +244,6 @@ def test_page_locked_memory_is_used_again_once_it_is_written() -> None:
         assert all(torch.equal(copied[name], tensor) for name, tensor in weights.items())
         assert all(tensor.data_ptr() % 8 == 0 for tensor in copied.values())
         save(copied)  # they share storage, and overlap nowhere
-        copies.release()
+        copies.give_back()
         assert gpu.pinned_bytes == 64 << 20, f"round {round_number}"
     assert gpu.log[-2:] == [("stream 0", "waits for", "compute"), ("compute", "waits for", "stream 0")]

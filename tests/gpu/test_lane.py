@@ -236,7 +236,7 @@ def staged() -> tuple[float, float, bool]:
         same = same and all(
             bool((one == float(tensor[0]) - 100.0).all()) for one, tensor in zip(copied, weights, strict=True)
         )
-        copies.release()
+        copies.give_back()
     return stalls[0], stalls[1], same
 
 

@@ -170,7 +170,7 @@ class StagedCopies:
         if self._done is not None:
             self._done.synchronize()
 
-    def release(self) -> None:
+    def give_back(self) -> None:
         """The copies are not needed any more: their memory serves the next ones."""
         self._staging._busy.release()
 

@@ -145,15 +145,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         raise OSError(None, str(error)) from None
 
 
-def read_tensors(path: Path, below: Path, *, outline: bool = False) -> dict[str, Tensor]:
+def read_tensors(path: Path, root: Path, *, outline: bool = False) -> dict[str, Tensor]:
     """Read every tensor of a safetensors file, which may be hostile, into memory of its own on the CPU.
 
-    No link is followed in the folder `below`. `outline` reads the header alone: the tensors are on torch's
+    No link is followed inside `root`. `outline` reads the header alone: the tensors are on torch's
     `meta` device. Raises UnreadableError if the file cannot be read, DamagedError if it is truncated or
     contradicts itself.
     """
     with located(path):
-        with open_file(below, path.relative_to(below)) as file:
+        with open_file(root, path.relative_to(root)) as file:
             try:
                 # By descriptor: what stands at the path now may be another file. It is mapped, not yet read.
                 mapped = load_file(f"/dev/fd/{file.fileno()}")

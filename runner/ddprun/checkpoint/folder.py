@@ -68,8 +68,8 @@ class Checkpoint:
     """What in it is not finite: a parameter, optimizer state, or `LOSS` alone; None: all of these are."""
 
     @property
-    def below(self) -> Path:
-        """The folder in which no link is followed: that of the run."""
+    def root(self) -> Path:
+        """The folder inside which no link is followed: that of the run, or the checkpoint if it is `own`."""
         return self.path if self.own else self.path.parent.parent
 
     @property
@@ -115,11 +115,13 @@ def write(folder: Path, name: str, state: EncodedState) -> Files:
     return {path.name: _synced(path) for path in (text, weights)}
 
 
-def send(control: Control, to: int, folder: Path, names: Iterable[str], below: Path | None = None) -> None:
-    """Send files to a rank that does not see the folder; links are followed nowhere `below`, or in it."""
-    below = below or folder
+def send(control: Control, to: int, folder: Path, names: Iterable[str], root: Path | None = None) -> None:
+    """Send files to a rank that does not see the folder; no link is followed inside `root`, which is that
+    folder if nothing else is given.
+    """
+    root = root or folder
     for name in names:
-        with open_file(below, (folder / name).relative_to(below)) as file:
+        with open_file(root, (folder / name).relative_to(root)) as file:
             while data := file.read(_CHUNK_BYTES):
                 control.send_bytes(data, to)
 
@@ -210,7 +212,10 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
     for name in part_names(checkpoint.world_size) if names is None else names:
         for path in paths(checkpoint.path, name):
             described = checkpoint.files[path.name]
-            with located(path), open_file(checkpoint.below, path.relative_to(checkpoint.below)) as file:
+            with (
+                located(path),
+                open_file(checkpoint.root, path.relative_to(checkpoint.root)) as file,
+            ):
                 size = os.fstat(file.fileno()).st_size
                 if size != described["bytes"]:
                     raise ValueError(f"{size:,} bytes and not {described['bytes']:,}")
@@ -226,7 +231,7 @@ def read(checkpoint: Checkpoint, name: str, *, outline: bool = False) -> dict[st
     """
     text, weights = paths(checkpoint.path, name)
     tree = read_json(checkpoint, text)
-    tensors = read_tensors(weights, checkpoint.below, outline=outline)
+    tensors = read_tensors(weights, checkpoint.root, outline=outline)
     with located(text):
         return decode(tree, tensors)
 
@@ -236,7 +241,7 @@ def read_json(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     nested too deeply, or not a JSON object.
     """
     with located(path):
-        return read_object(checkpoint.below, path.relative_to(checkpoint.below), MAX_JSON_BYTES)
+        return read_object(checkpoint.root, path.relative_to(checkpoint.root), MAX_JSON_BYTES)
 
 
 def prune(root: Path, keep: int) -> None:

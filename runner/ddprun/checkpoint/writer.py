@@ -106,7 +106,7 @@ class CheckpointWriter:
             self.after(job.put_ns, False)
             if staged is not None:
                 staged.wait()
-                staged.release()
+                staged.give_back()
             if self.rank == 0:
                 self._jobs.put(replace(job, parts={}, staged=None))
         if wait:
@@ -150,7 +150,7 @@ class CheckpointWriter:
                 # The store or the other ranks are gone: the run is about to end, and says why itself.
                 outcome = Outcome(job.step, time.monotonic() - started, problem=repr(error))
             if job.staged is not None:
-                job.staged.release()
+                job.staged.give_back()
             if self._under_way is job:
                 self._under_way = None
             if outcome is not None and job.step:  # without a step: this rank had not come to it

@@ -255,7 +255,7 @@ def _read_state(session: Session, found: Checkpoint, scratch: Path) -> dict[str,
         parts = folder.part_names(found.world_size) if merging else ["shared", rank_name(reader)]
         names = [path.name for part in parts for path in folder.paths(found.path, part)]
         if rank == 0:
-            folder.send(runtime.exchange.control, reader, found.path, names, found.below)
+            folder.send(runtime.exchange.control, reader, found.path, names, found.root)
         elif rank == reader:
             files = {name: found.files[name] for name in names}
             folder.receive(runtime.exchange.control, 0, scratch, files)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddprun.config import AverageStage, BroadcastStage, Loaded, Stage, StepStage, TrainSettings
 from ddprun.engine.ema import averages_of
-from ddprun.explain.model_probe import ModelProbe, World, probe_model
+from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
 from ddprun.explain.traffic import Amount, Bucket, Route, Simulations, total
 from ddprun.host.device import default_ranks
 from ddprun.sync.buffers import BufferPlan, BufferUse, counters_of, split_by_transfer
@@ -188,7 +188,7 @@ class Explained:
     """A pipeline, explained."""
 
     loaded: Loaded
-    world: World
+    world: WorldShape
     probe: ModelProbe
     start: Amount | None  # sent before the first step, so that ranks are equal; None: not known
     stages: tuple[StageExplained, ...]
@@ -287,7 +287,9 @@ def explain(
         PipelineError: something in the file that only a run can see.
     """
     launch = loaded.pipeline.launch
-    world = World(hosts or launch.hosts[1], ranks_per_host or launch.nproc_per_node or default_ranks(loaded))
+    world = WorldShape(
+        hosts or launch.hosts[1], ranks_per_host or launch.nproc_per_node or default_ranks(loaded)
+    )
     probe = probe_model(loaded, world, importing=importing)
     simulations = Simulations(loaded, world, probe.device, importing=importing)
     planner = _Planner(loaded, probe, simulations)

@@ -35,7 +35,7 @@ _LARGE_BYTES = 64 << 20  # of parameters, of which a pass with values would take
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class WorldShape:
     """The ranks that a run would have: equally many on each host, neighbours in rank order."""
 
     hosts: int
@@ -46,7 +46,7 @@ class World:
         """How many there are."""
         return self.hosts * self.ranks_per_host
 
-    def layout(self, rank: int) -> Placement:
+    def placement(self, rank: int) -> Placement:
         """Where the ranks are, seen from one of them."""
         names = [f"host {index // self.ranks_per_host}" for index in range(self.ranks)]
         return Placement(rank, tuple(names), (self.ranks_per_host,) * self.ranks)
@@ -87,7 +87,7 @@ class ModelProbe:
     compiled: Compiled | None  # None: the pipeline does not compile its model, or it is not known
 
 
-def probe_model(loaded: Loaded, world: World, *, importing: bool) -> ModelProbe:
+def probe_model(loaded: Loaded, world: WorldShape, *, importing: bool) -> ModelProbe:
     """Build what a rank of `world` builds, and look at it as a rank does.
 
     `importing`: what the pipeline names by a dotted name may be imported.

@@ -16,7 +16,7 @@ import torch
 
 from ddprun.config import BroadcastStage, Loaded, StepStage
 from ddprun.engine import build
-from ddprun.explain.model_probe import World, is_foreign
+from ddprun.explain.model_probe import WorldShape, is_foreign
 from ddprun.sync.plan import Partition
 from ddprun.sync.synchronizer import QueueRequirements, requirements
 from ddprun_hooks.buckets import BucketLayout
@@ -143,7 +143,7 @@ class Simulations:
         PipelineError: the ranks do not lie as a stage needs them.
     """
 
-    def __init__(self, loaded: Loaded, world: World, device: torch.device, *, importing: bool) -> None:
+    def __init__(self, loaded: Loaded, world: WorldShape, device: torch.device, *, importing: bool) -> None:
         self._loaded, self._world, self._device, self._importing = loaded, world, device, importing
         needed: list[QueueRequirements] = []
         for stage in loaded.pipeline.step_stages():
@@ -174,7 +174,7 @@ class Simulations:
         """The group on a route of the simulated rank of this index."""
         key = index, route.queue
         if key not in self._worlds:
-            placement = self._world.layout(self._ranks[index])
+            placement = self._world.placement(self._ranks[index])
             self._worlds[key] = simulated_group(route.queue, placement, self._by_queue[route.queue])
         return route.group(self._worlds[key])
 
@@ -241,7 +241,7 @@ class Simulations:
 
     def _check(self, stage: StepStage, stack: Stack, needs: GroupRequirements) -> None:
         """Check that the ranks lie as a stage needs them; a fault names what of it needs them otherwise."""
-        layout = self._world.layout(0)
+        layout = self._world.placement(0)
         for key, of in (
             ("hooks", {need: needs[need] for need in stack.requirements if need in needs}),
             ("sync", needs),
@@ -261,7 +261,7 @@ def _bucket(layout: BucketLayout, sent: Amount | None, legs: tuple[Leg, ...] | N
 
 
 def _ranks_alike(
-    world: World, needs: GroupRequirements, sources: Iterable[int]
+    world: WorldShape, needs: GroupRequirements, sources: Iterable[int]
 ) -> dict[int, tuple[int, int]]:
     """Ranks of which at least one sends as any other does; how many ranks each of them stands for, and which
     of them sends the same in all that is no broadcast.
