@@ -154,7 +154,8 @@ def measure(row: Row, seconds: float) -> dict[str, Any]:
         running: list[Grown] = []
         try:
             for name in (BY_HAND, AGAIN, OURS):
-                loop = Grown(name, Path(scratch) / name.replace(" ", "-"), row.hidden)
+                folder = Path(scratch) / name.replace(" ", "-")
+                loop = Grown(name, folder, row.hidden, ROOT if name == OURS else None)
                 loop.row = row
                 running.append(loop)
                 loop.start()
