@@ -72,14 +72,17 @@ class Row:
         return f"{self.ranks} ranks, {self.parameters} parameters, buckets of {self.bucket_cap_mb} MiB"
 
 
-_DEEP = (512,) * 501  # a layer is a MiB
+_DEEP, _DEEPEST = (512,) * 65, (512,) * 501  # a layer is a MiB
 AXES = {
     "ranks": [Row(ranks) for ranks in (1, 2, 4, 8, 16)],
     "parameters": [
         Row(hidden=hidden)
         for hidden in ((960, 960), (2210,) * 3, (4980,) * 3, (8160,) * 4)  # 1, 10, 50, 200 million
     ],
-    "buckets": [Row(hidden=_DEEP, bucket_cap_mb=cap) for cap in (1000, 50, 5, 1)],
+    "buckets": [
+        *(Row(hidden=_DEEP, bucket_cap_mb=cap) for cap in (1000, 8, 1)),
+        *(Row(hidden=_DEEPEST, bucket_cap_mb=cap) for cap in (1000, 1)),
+    ],
 }
 
 
@@ -151,13 +154,14 @@ def measure(row: Row, seconds: float) -> dict[str, Any]:
         running: list[Grown] = []
         try:
             for name in (BY_HAND, AGAIN, OURS):
-                loop = Grown(name, Path(scratch) / name.replace(" ", "-"), row.hidden)
+                folder = Path(scratch) / name.replace(" ", "-")
+                loop = Grown(name, folder, row.hidden, ROOT if name == OURS else None)
                 loop.row = row
                 running.append(loop)
                 loop.start()
             first = running[0].ends()
             step_s = float(np.median(np.diff(first)))
-            slice_s = max(1.0, 6 * step_s)
+            slice_s = max(1.0, 4 * step_s)
             for number in range(max(3, round(seconds / slice_s / len(running)))):
                 for loop in random.Random(number).sample(running, len(running)):
                     loop.work(slice_s)
