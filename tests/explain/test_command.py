@@ -91,6 +91,7 @@ PERIODS = {
         "is applied exactly 1 step later",
     ),
     "{broadcast: {every: 5, source: 2}}": ("Steps 5, 10, 15 …: the parameters of rank 2, as they are",),
+    "{broadcast: {every: 1}}": ("Each rank changes its own, and all have the same again after the step.",),
     "{average: {every: 1}}": ("Every step: what parameters have changed by",),
     "independent": (
         "Nothing is sent.",

@@ -82,7 +82,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class StageEvaluations:
-    """StageEvaluations inside a stage that send the same."""
+    """Evaluations inside a stage that send the same."""
 
     times: int
     exchanges: tuple[PlannedExchange, ...]
@@ -99,13 +99,9 @@ class StageExplained:
     cycle: int = 0  # after so many steps it begins again; at most as many as the stage has
     patterns: tuple[Pattern, ...] = ()  # the rarest first
     control_messages: tuple[int, ...] = ()  # first steps with one; they repeat with the cycle
-    evaluations: tuple[
-        StageEvaluations, ...
-    ] = ()  # inside the stage; of an unknown number of steps, one of each
+    evaluations: tuple[StageEvaluations, ...] = ()  # of an unknown number of steps, one of each kind
     begin: tuple[PlannedExchange, ...] = ()  # before the first step
-    end: (
-        tuple[PlannedExchange, ...] | None
-    )  # after the last step, or of a stage without steps; None: not known
+    end: tuple[PlannedExchange, ...] | None  # after the last step; all of a stage without; None: not known
     exchanges: tuple[PlannedExchange, ...]  # all of them, by number
     left_apart: bool = False  # the next stage wants ranks as they are: nothing makes them equal at the end
     counts: tuple[int, ...]  # how many ranks each simulated one stands for

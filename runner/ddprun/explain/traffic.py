@@ -29,7 +29,7 @@ from ddprun_hooks.payload import Kind
 from ddprun_hooks.stack import Stack, all_reduce_stack, broadcast_stack
 
 QueueName = Literal["world", "deltas", "plain"]
-"""As `ddprun_hooks.comm.exchange.PlannedExchange` calls their groups; `world` is that of gradients."""
+"""As `ddprun_hooks.comm.exchange.Exchange` calls their groups; `world` is that of gradients."""
 
 Among = Literal["all", "host", "across", "part"]
 """All ranks, those of each host, of one local rank on every host, or of each part of a partition."""
