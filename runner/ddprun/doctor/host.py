@@ -17,6 +17,7 @@ import psutil
 from ddprun import __version__
 from ddprun.doctor import Finding, Level, Report
 from ddprun.host.network import VARIABLES, NetworkError, addresses, check_named, is_loopback, owners
+from ddprun.host.processes import cores
 from ddprun.host.shared_memory import REMEDY, ROOM_FOR_NCCL_BYTES, Room, binary, least_bytes, room
 
 _LOADERS = 4
@@ -24,7 +25,6 @@ _LOADERS = 4
 
 _ROOM_BYTES = 256 << 20
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _NVIDIA_SMI_S = 20.0
 
 
@@ -88,16 +88,6 @@ def interfaces() -> list[dict[str, Any]]:
         entry = found.setdefault(name, {"name": name, "addresses": [], "mbit_per_s": state.speed or None})
         entry["addresses"].append(address)
     return sorted(found.values(), key=lambda entry: str(entry["name"]))
-
-
-def cores() -> float:
-    """Processor cores that this process may use: by affinity and by the container's quota."""
-    count: float = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    try:
-        quota, period = _QUOTA.read_text("ascii").split()
-        return min(count, round(int(quota) / int(period), 1))
-    except (OSError, ValueError):
-        return count
 
 
 def bad_variables() -> dict[str, str]:

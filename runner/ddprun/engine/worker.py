@@ -32,7 +32,7 @@ from ddprun.engine.stage_run import equalize
 from ddprun.engine.state import close_checkpoints, take_checkpoint
 from ddprun.host import rank_files
 from ddprun.host.device import Offer, Place, backend_of, device_of, offer
-from ddprun.host.processes import die_with_parent
+from ddprun.host.processes import cores, die_with_parent
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import Resuming
 from ddprun.watchdog.rank_watchdog import GROUPS_LATER_S
@@ -195,6 +195,7 @@ def _announce(session: Session) -> None:
         hosts=list(ranks.hosts),
         device=runtime.device.type,
         backend=runtime.backend,
+        cores=cores(),
         buckets=[
             {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
             for b in (runtime.replica.layout if runtime.replica is not None else ())

@@ -269,7 +269,12 @@ def _numbers(exchanges: Sequence[PlannedExchange]) -> list[int]:
 
 
 def explain(
-    loaded: Loaded, *, hosts: int | None = None, ranks_per_host: int | None = None, importing: bool = True
+    loaded: Loaded,
+    *,
+    hosts: int | None = None,
+    ranks_per_host: int | None = None,
+    importing: bool = True,
+    probe: ModelProbe | None = None,
 ) -> Explained:
     """Find out what a pipeline sends. No rank is started and nothing is sent.
 
@@ -277,7 +282,8 @@ def explain(
     bytes are counted as a run counts them. A hook is asked about its first payload only.
 
     `hosts` and `ranks_per_host` are by default as the file says, or as a run on this machine would have it.
-    `importing`: what the pipeline names by a dotted name may be imported.
+    `importing`: what the pipeline names by a dotted name may be imported. `probe`: of the same model and data,
+    from an earlier call for other ranks, hooks or policies, so that they are not looked at again.
 
     Raises:
         PipelineError: something in the file that only a run can see.
@@ -286,7 +292,8 @@ def explain(
     world = WorldShape(
         hosts or launch.hosts[1], ranks_per_host or launch.nproc_per_node or default_ranks(loaded)
     )
-    probe = probe_model(loaded, world, importing=importing)
+    if probe is None:
+        probe = probe_model(loaded, world, importing=importing)
     simulations = Simulations(loaded, world, probe.device, importing=importing)
     planner = _Planner(loaded, probe, simulations)
     stages = tuple(planner.explained(stage) for stage in loaded.pipeline.stages)

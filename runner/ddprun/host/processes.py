@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 LAUNCHER = "DDPRUN_LAUNCHER"
 """Environment variable of ranks: their launcher's process id. What a rank starts will not see it."""
 
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _T = TypeVar("_T")
 
 Handler = Callable[[int, FrameType | None], Any]
@@ -83,3 +84,13 @@ def in_background(call: Callable[[], _T]) -> "Future[_T]":
 
     threading.Thread(target=run, name="ddprun-background", daemon=True).start()
     return future
+
+
+def cores() -> float:
+    """Processor cores that this process may use: by affinity and by the container's quota."""
+    count: float = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    try:
+        quota, period = _QUOTA.read_text("ascii").split()
+        return min(count, round(int(quota) / int(period), 1))
+    except (OSError, ValueError):
+        return count

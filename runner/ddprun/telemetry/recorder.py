@@ -10,6 +10,7 @@ synchronise is in the next message.
 """
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -209,6 +210,7 @@ class StepRecorder:
         self._buffer = MarkBuffer()  # of the running step, and of those before it that are not resolved
         self._step: Step | None = None
         self._last_end: Any = None  # mark of the last step's end, within a stage
+        self._last_cpu_ns = 0  # processor time of this process at that moment
         self._between_steps = Traffic()
         self._unposted = 0  # steps since messages were posted
         self._resolved_at = 0  # by this rank's own clock
@@ -248,6 +250,7 @@ class StepRecorder:
         now, before, buffer = self.mark(), self._last_end, self._buffer
         self._step = Step(number, stage)
         if before is None:
+            self._last_cpu_ns = time.process_time_ns()
             buffer.parts.append("")
             buffer.marks.append(now)
         else:
@@ -310,8 +313,9 @@ class StepRecorder:
         `stop`, `checkpoint` and `compare_clocks` are what this rank asks for. `synchronized`: the ranks have
         exchanged in this step; alike on all of them.
         """
-        step = self.current
+        step, cpu_ns = self.current, time.process_time_ns()
         self.lap("other_us")
+        step.cpu_us, self._last_cpu_ns = (cpu_ns - self._last_cpu_ns) // 1000, cpu_ns
         if not synchronized:
             step.synchronized = False
         if stop or checkpoint or compare_clocks:

@@ -74,6 +74,7 @@ class Step:
     gradients: Mapping[str, Any] | None = None  # marks of complete gradients; None: not measured
     sync: Traffic | None = None
     synchronized: bool = True
+    cpu_us: int = 0  # processor time of this process, all threads
     requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
     lr: Sequence[float] | None = None  # of each parameter group, if the optimizer has stepped
     grad_norm: Any = None  # of all gradients before clipping, from `Clock.on_host`; None: not measured
@@ -454,6 +455,7 @@ def step_records(
             "sync_us": sync,
             "other_us": other,
             "step_us": resolved.step_us[row],
+            "cpu_us": step.cpu_us,
             "laps": [lap for lap in laps if lap[1] > 0],
             "waits": [wait for wait in waits[wait_bounds[row] : wait_bounds[row + 1]] if wait[1] > wait[0]],
         }

@@ -1,0 +1,203 @@
+"""What the records of a run say about the costs of its steps: computation, hooks, and how late ranks are."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ddprun.report.runs import Run
+
+OWN = ("data_us", "forward_us", "backward_us", "optimizer_us", "sync_us", "other_us")
+"""Parts of a step in which the training thread works for itself."""
+
+_WARM_UP = 3  # first steps of a stage that do not count
+_OUTLIER = 4.0  # times the median of its stage: something else happened in that step
+
+
+class RecordsError(Exception):
+    """A run's records do not tell what a step costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A cost that grows with bytes: `base + slope * bytes`, both at least 0."""
+
+    base: float = 0.0
+    slope: float = 0.0
+
+    def at(self, nbytes: float) -> float:
+        """The cost of so many bytes."""
+        return self.base + self.slope * nbytes
+
+    def __mul__(self, factor: float) -> "Line":
+        return Line(self.base * factor, self.slope * factor)
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[float, float]]) -> "Line":
+        """The least squares through (bytes, cost); points of one size alone give a slope without a base."""
+        x, y = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+        if np.ptp(x) > 0:
+            slope, base = map(float, np.polyfit(x, y, 1))
+            if slope >= 0 and base >= 0:
+                return cls(base, slope)
+            if slope < 0:
+                return cls(float(y.mean()))
+        squares = float((x * x).sum())
+        return cls(0.0, float((x * y).sum()) / squares) if squares else cls(float(y.mean()))
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCosts:
+    """Of one bucket, means over steps and ranks, in microseconds."""
+
+    nbytes: int
+    gaps_us: tuple[float, ...]  # hooks before the first collective, between two, and after the last
+    ready_us: float  # since the backward pass began
+    done_us: float
+
+
+@dataclass(slots=True)
+class StageCosts:
+    """Of the steps of one stage, means over steps and ranks, in microseconds."""
+
+    steps: int = 0
+    step_us: float = 0.0
+    cpu_us: float = 0.0  # processor time of a rank's process
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the training thread
+    buckets: Mapping[int, BucketCosts] = field(default_factory=dict)  # of gradients
+    ready: Mapping[str, float] = field(default_factory=dict)
+    """When backward has each parameter's gradient: a share of the backward pass, from 0 to 1."""
+
+    own_us: Sequence[Sequence[float]] = ()  # of each rank, what its training thread did itself in each step
+    cpus_us: Sequence[Sequence[float]] = ()  # of each rank, its processor time in each step
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Everything that a prediction needs of a measured run."""
+
+    device: str
+    cores: float  # of a host
+    stages: Sequence[StageCosts]  # by the index in the run's pipeline
+
+
+def read(run: Run, stages: int) -> Costs:
+    """Read a run whose pipeline has so many stages.
+
+    Raises:
+        RecordsError: nothing to predict from.
+        NoRunError: a file of the run cannot be read.
+    """
+    started = run.first("started") or {}
+    found = [_Gathered() for _ in range(stages)]
+    for rank in run.ranks:
+        kept = dict[int, tuple[int, float, float]]()  # by step: stage, and its last backward pass
+        for stage, lines in _by_stage(run.steps(rank)):
+            for line in _usual(lines) if stage < stages else ():
+                kept[line["step"]] = stage, *_last_backward(line)
+                found[stage].add_step(rank, line)
+        for line in run.buckets(rank, kept.__contains__, holding=b'"gradient"'):
+            stage, began, length = kept[line["step"]]
+            found[stage].add_bucket(line, began, length)
+    if not any(one.steps for one in found):
+        raise RecordsError(f"{run.folder} has no stage with records of more than {_WARM_UP} steps")
+    cores = started.get("cores")
+    return Costs(
+        device=str(started.get("device", "cpu")),
+        cores=float(cores) if isinstance(cores, int | float) and cores > 0 else 1.0,
+        stages=[one.costs() for one in found],
+    )
+
+
+def _by_stage(lines: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Step records of one stage after the other."""
+    held = list[dict[str, Any]]()
+    for line in lines:
+        if held and line["stage"] != held[-1]["stage"]:
+            yield held[-1]["stage"], held
+            held = []
+        held.append(line)
+    if held:
+        yield held[-1]["stage"], held
+
+
+def _usual(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Steps of a stage that count. Steps that wait may be many times as long as others."""
+    counted = [line for line in lines[_WARM_UP:] if line["step_us"] > 0]
+    if not counted:
+        return []
+    own = [sum(line[part] for part in OWN) for line in counted]
+    most = _OUTLIER * statistics.median(own)
+    return [line for line, us in zip(counted, own, strict=True) if us <= most]
+
+
+def _last_backward(line: Mapping[str, Any]) -> tuple[float, float]:
+    """When the last backward pass of a step began, on the rank's clock, and how long it worked."""
+    at = began = float(line["start_us"])
+    passes = 0
+    for part, us in line.get("laps") or ():
+        if part == "backward":
+            began, passes = at, passes + 1
+        at += us
+    return began, line["backward_us"] / max(1, passes)
+
+
+class _Gathered:
+    """What the records of one stage say, step by step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._sums: dict[str, float] = defaultdict(float)
+        self._own: dict[int, list[float]] = defaultdict(list)
+        self._cpus: dict[int, list[float]] = defaultdict(list)
+        self._ready: dict[str, list[float]] = defaultdict(list)
+        self._buckets: dict[int, list[tuple[int, list[float], float, float]]] = defaultdict(list)
+
+    def add_step(self, rank: int, line: Mapping[str, Any]) -> None:
+        self.steps += 1
+        cpu_us = line.get("cpu_us") or 0
+        for name in (*OWN, "step_us"):
+            self._sums[name] += line[name]
+        self._sums["cpu_us"] += cpu_us
+        self._own[rank].append(sum(line[part] for part in OWN))
+        self._cpus[rank].append(cpu_us)
+
+    def add_bucket(self, line: Mapping[str, Any], began: float, backward_us: float) -> None:
+        if backward_us > 0:
+            known = line.get("params_ready_us") or [line["ready_us"]] * len(line["params"])
+            for name, at in zip(line["params"], known, strict=False):
+                if at is not None:
+                    self._ready[name].append(min(1.0, max(0.0, (at - began) / backward_us)))
+        moments = [line["ready_us"]]
+        for leg in line["legs"]:
+            moments += [leg["start_us"], leg["done_us"]]
+        moments.append(line["done_us"])
+        gaps = [max(0.0, end - start) for start, end in zip(moments[::2], moments[1::2], strict=True)]
+        row = line["bytes"], gaps, line["ready_us"] - began, line["done_us"] - began
+        self._buckets[line["bucket"]].append(row)
+
+    def costs(self) -> StageCosts:
+        if not self.steps:
+            return StageCosts()
+        means = {name: total / self.steps for name, total in self._sums.items()}
+        buckets = {}
+        for number, rows in self._buckets.items():
+            most = max(len(gaps) for _, gaps, _, _ in rows)
+            sizes, gaps, ready, done = zip(*(row for row in rows if len(row[1]) == most), strict=True)
+            columns = tuple(map(statistics.fmean, zip(*gaps, strict=True)))
+            buckets[number] = BucketCosts(
+                round(statistics.fmean(sizes)), columns, statistics.fmean(ready), statistics.fmean(done)
+            )
+        return StageCosts(
+            steps=self.steps,
+            step_us=means.pop("step_us"),
+            cpu_us=means.pop("cpu_us"),
+            parts=means,
+            buckets=buckets,
+            ready={name: statistics.fmean(shares) for name, shares in self._ready.items()},
+            own_us=list(self._own.values()),
+            cpus_us=list(self._cpus.values()),
+        )

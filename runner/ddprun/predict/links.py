@@ -1,0 +1,117 @@
+"""The links between ranks: how much goes through, and how long a message is under way. Imports no torch."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Level = Literal["within", "across"]
+"""Between the ranks of a host, or between hosts."""
+
+TCP_SHARE = 0.94
+"""Of a link's nominal rate, what is left for payload: 1,448 of 1,538 bytes of an Ethernet frame."""
+
+LEVELS: tuple[Level, ...] = ("within", "across")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT])?(bit|bps|B)(?:/s)?")
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs|ns)")
+_PREFIX = {None: 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+UNLIMITED = "unlimited"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins two neighbours, in each direction."""
+
+    bytes_per_s: float = math.inf  # of payload
+    latency_s: float = 0.0  # from a message's leaving to its arrival
+
+    def seconds(self, nbytes: float) -> float:
+        """How long so many bytes keep the link busy."""
+        return nbytes / self.bytes_per_s
+
+    @property
+    def limited(self) -> bool:
+        """Whether it takes any time at all."""
+        return math.isfinite(self.bytes_per_s) or self.latency_s > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Those inside a host, and the one by which each host reaches the others."""
+
+    within: Link = Link()
+    across: Link = Link()
+
+    def of(self, level: Level) -> Link:
+        """The link of a level."""
+        return self.within if level == "within" else self.across
+
+    def __str__(self) -> str:
+        parts = [f"between hosts {shown(self.across)}"]
+        return "; ".join([*parts, f"inside a host {shown(self.within)}"] if self.within.limited else parts)
+
+
+def parse_links(rates: str | None, latencies: str | None = None) -> Links:
+    """Links as a command line says them: `100Mbit`, or `within=50Gbit,across=10Gbit`; latencies alike.
+
+    A value without a name is that of the link between hosts.
+
+    Raises:
+        ValueError: neither a rate nor a time, with what is allowed.
+    """
+    links = Links()
+    for text, read in ((rates, _with_rate), (latencies, _with_latency)):
+        for level, value in _by_level(text).items():
+            links = replace(links, **{level: read(getattr(links, level), value)})
+    return links
+
+
+def _by_level(text: str | None) -> Mapping[str, str]:
+    if text is None:
+        return {}
+    if "=" not in text:
+        return {"across": text.strip()}
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        level, _, value = (word.strip() for word in part.partition("="))
+        if level not in ("within", "across") or level in found:
+            raise ValueError(f'"{text}" must name "within" and "across", each at most once')
+        found[level] = value
+    return found
+
+
+def _with_rate(link: Link, text: str) -> Link:
+    if text == UNLIMITED:
+        return replace(link, bytes_per_s=math.inf)
+    found = _RATE.fullmatch(text)
+    if found is None or not float(found[1]):
+        raise ValueError(f'"{text}" is not a rate; write 100Mbit, 2.5Gbit, 10GB/s or {UNLIMITED}')
+    bytes_per_s = float(found[1]) * _PREFIX[found[2]] / (1 if found[3] == "B" else 8)
+    return replace(link, bytes_per_s=TCP_SHARE * bytes_per_s)
+
+
+def _with_latency(link: Link, text: str) -> Link:
+    found = _TIME.fullmatch(text)
+    if found is None:
+        raise ValueError(f'"{text}" is not a time; write 5us, 0.3ms or 1s')
+    return replace(link, latency_s=float(found[1]) * _SECONDS[found[2]])
+
+
+def shown(link: Link) -> str:
+    """A link for a reader."""
+    if not math.isfinite(link.bytes_per_s):
+        rate = UNLIMITED
+    else:
+        rate = rate_of(link.bytes_per_s)
+    return f"{rate}, {1e3 * link.latency_s:.3g} ms" if link.latency_s else rate
+
+
+def rate_of(bytes_per_s: float) -> str:
+    """A nominal rate, for so much payload a second."""
+    bits = 8 * bytes_per_s / TCP_SHARE
+    for unit, prefix in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits >= 0.9995 * prefix:
+            return f"{bits / prefix:.3g} {unit}" if bits < 999.5 * prefix else f"{bits / prefix:.0f} {unit}"
+    return f"{bits:.3g} bit/s"

@@ -1,0 +1,307 @@
+"""Plays steps of training against time: who computes, what is on which link, and who waits for whom.
+
+All ranks of a host do the same, so one of them is played, and the others count in what they share: the cores
+of the host, and its link to other hosts. So the cost grows with buckets, not with ranks. Work on a CPU is a
+fluid: all threads that have some get equal shares of the cores. A link carries one message after the other
+(first in, first out). A collective goes in rounds, each with a message that has to arrive, and to be copied
+or summed by a core, before the next.
+"""
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ddprun.predict.links import Level, Links
+
+Blame = Literal["late", "hooks", "wire", "latency", "collectives"]
+"""What a training thread waits for: the last rank to have a bucket ready; hooks; a link that is busy;
+messages that are under way; the work of collectives."""
+
+_EPSILON_US = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Computation, in microseconds of a core (or of a GPU) that nobody else uses."""
+
+    us: float
+    part: str = "hooks"  # of a step, such as `forward_us`; or hooks
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """The last rank is ready so much later than this one, in microseconds."""
+
+    us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """One collective."""
+
+    work_us: float  # of this rank: copies, sums, system calls
+    nbytes: Mapping[Level, float]  # what leaves each host for others, or goes between ranks inside, bytes
+    rounds: int = 1  # messages that can only go one after the other
+    chains: int = 1  # into so many parts its data is cut, whose rounds overlap
+    latencies: Mapping[Level, float] = field(default_factory=dict)
+    """How many times the latency of each link counts, in all rounds together."""
+
+    wake_us: float = 0.0  # until a thread sees that a message is there
+    queue: str = ""  # collectives of one queue share the threads of a process group
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A bucket on its way."""
+
+    name: str
+    phases: tuple[Work | Late | Carry, ...]
+    queue: str = "gradient"
+    on_training_thread: bool = True  # its first work
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """The training thread hands over a bucket."""
+
+    flight: Flight
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """The training thread waits for the buckets of a queue that were sent so many steps ago, or earlier."""
+
+    queue: str = "gradient"
+    steps_ago: int = 0
+
+
+Instruction = Work | Send | Await
+
+
+@dataclass(slots=True)
+class Flown:
+    """What became of a flight: microseconds from the beginning of its step."""
+
+    name: str
+    ready_us: float
+    done_us: float = math.nan
+
+
+@dataclass(slots=True)
+class Played:
+    """One step."""
+
+    us: float = 0.0
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the training thread
+    exposed: dict[Blame, float] = field(default_factory=lambda: defaultdict(float))  # it waited, for what
+    flights: list[Flown] = field(default_factory=list)
+
+    @property
+    def exposed_us(self) -> float:
+        """How long the training thread waited."""
+        return sum(self.exposed.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What ranks share."""
+
+    cores: float  # of a host; infinite where each rank computes on a device of its own
+    local: int  # ranks of a host
+    links: Links
+    workers: int = 2  # collectives of one process group that run at once
+    drag: float = 1.0
+    """How much longer computation takes while something is under way, on a device of its own."""
+
+    def share(self, threads: int = 1) -> float:
+        """The part of a core that each of so many threads of a rank gets, while all ranks have as many."""
+        return min(1.0, self.cores / (self.local * threads)) if threads else 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _UnderWay:
+    """A flight, and where it is."""
+
+    flight: Flight
+    flown: Flown
+    step: int
+    phase: int = -1
+    chains: int = 0  # of its phase, that are not through
+    done: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Chain:
+    """What of a flight goes on by itself: first messages, then work, round by round."""
+
+    owner: _UnderWay
+    carry: Carry | None = None  # None: hooks' work, or waiting for a late rank
+    round: int = 0
+    work_us: float = 0.0  # left of its round
+    next_work_us: float = 0.0  # that begins once its message is here
+    wire_until_us: float = 0.0
+    until_us: float = 0.0  # its message arrives
+
+
+class Timeline:
+    """Plays steps one after the other; what is under way at the end of one goes on in the next."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._now = 0.0
+        self._free: dict[Level, float] = {"within": 0.0, "across": 0.0}  # when each link has nothing to do
+        self._under_way: list[_UnderWay] = []
+        self._chains: list[_Chain] = []
+        self._running = Counter[str]()  # collectives, by queue
+        self._waiting: dict[str, deque[_UnderWay]] = defaultdict(deque)  # for a thread of their queue
+        self._step = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._under_way
+
+    def play(self, instructions: Iterable[Instruction]) -> Played:
+        """Play one step."""
+        self._step += 1
+        start, played = self._now, Played()
+        for instruction in instructions:
+            match instruction:
+                case Work():
+                    self._compute(instruction, played)
+                case Send(flight):
+                    flown = Flown(flight.name, self._now - start)
+                    played.flights.append(flown)
+                    sent = _UnderWay(flight, flown, self._step)
+                    own = flight.phases[0] if flight.phases and flight.on_training_thread else None
+                    if isinstance(own, Work):
+                        sent.phase = 0
+                        self._compute(own, played)
+                    self._under_way.append(sent)
+                    self._enter_next(sent)
+                case Await(queue, steps_ago):
+                    last = self._step - steps_ago
+                    for one in list(self._under_way):
+                        while one.flight.queue == queue and one.step <= last and not one.done:
+                            self._pass(math.inf, None, played, one)
+        played.us = self._now - start
+        for flown in played.flights:
+            flown.done_us -= start
+        return played
+
+    def _compute(self, work: Work, played: Played) -> None:
+        left = work.us
+        while left > _EPSILON_US:
+            left = self._pass(left, work.part, played)
+
+    def _pass(
+        self, left: float, part: str | None, played: Played, awaited: _UnderWay | None = None
+    ) -> float:
+        """Let time pass up to the next moment at which anything changes; gives what is left of the training
+        thread's work.
+        """
+        machine = self._machine
+        working = [one for one in self._chains if one.work_us > 0]
+        share = machine.share(len(working) + (part is not None))
+        own_share = share / machine.drag if self._under_way and part != "hooks" else share
+        passed = left / own_share if part is not None else math.inf
+        for one in working:
+            passed = min(passed, one.work_us / share)
+        for one in self._chains:
+            if one.until_us > self._now:
+                passed = min(passed, one.until_us - self._now)
+        assert math.isfinite(passed), "somebody waits for nothing"
+        if part is not None:
+            played.parts[part] += passed
+            left -= passed * own_share
+        elif awaited is not None:
+            played.exposed[self._blame(awaited)] += passed
+        self._now += passed
+        for one in working:
+            one.work_us -= passed * share
+        for one in list(self._chains):
+            self._go_on(one)
+        return left
+
+    def _blame(self, awaited: _UnderWay) -> Blame:
+        """What a bucket is waiting for now."""
+        chains = [one for one in self._chains if one.owner is awaited]
+        match awaited.flight.phases[awaited.phase]:
+            case Late():
+                return "late"
+            case Work():
+                return "hooks"
+        if any(one.work_us > 0 for one in chains):
+            return "collectives"
+        return "wire" if any(one.wire_until_us > self._now for one in chains) or not chains else "latency"
+
+    def _go_on(self, chain: _Chain) -> None:
+        """Take a chain as far as it gets without time passing."""
+        while True:
+            if chain.until_us > self._now + _EPSILON_US:
+                return
+            if chain.next_work_us > 0:
+                chain.work_us, chain.next_work_us = chain.next_work_us, 0.0
+            if chain.work_us > _EPSILON_US:
+                return
+            chain.work_us = 0.0
+            carry = chain.carry
+            if carry is None or chain.round == carry.rounds:
+                self._chains.remove(chain)
+                chain.owner.chains -= 1
+                if not chain.owner.chains:
+                    self._leave(chain.owner)
+                return
+            chain.round += 1
+            parts = carry.rounds * carry.chains
+            end = self._now
+            for level, nbytes in carry.nbytes.items():
+                took = 1e6 * self._machine.links.of(level).seconds(nbytes / parts)
+                if took:
+                    self._free[level] = max(self._now, self._free[level]) + took
+                    end = max(end, self._free[level])
+            chain.wire_until_us = end
+            for level, times in carry.latencies.items():
+                end += 1e6 * self._machine.links.of(level).latency_s * times / carry.rounds
+            end += carry.wake_us
+            chain.until_us, chain.next_work_us = end, carry.work_us / parts
+
+    def _leave(self, one: _UnderWay) -> None:
+        """A phase is over."""
+        phase = one.flight.phases[one.phase]
+        self._enter_next(one)
+        if isinstance(phase, Carry):
+            self._running[phase.queue] -= 1
+            if self._waiting[phase.queue]:
+                self._carry(self._waiting[phase.queue].popleft())
+
+    def _enter_next(self, one: _UnderWay) -> None:
+        one.phase += 1
+        if one.phase == len(one.flight.phases):
+            one.done, one.flown.done_us = True, self._now
+            self._under_way.remove(one)
+            return
+        match one.flight.phases[one.phase]:
+            case Work(us):
+                self._begin(one, [_Chain(one, work_us=us)])
+            case Late(us):
+                self._begin(one, [_Chain(one, until_us=self._now + us)])
+            case Carry(queue=queue) if self._running[queue] < self._machine.workers:
+                self._carry(one)
+            case Carry(queue=queue):
+                self._waiting[queue].append(one)
+
+    def _carry(self, one: _UnderWay) -> None:
+        """A collective gets a thread."""
+        carry = one.flight.phases[one.phase]
+        assert isinstance(carry, Carry), "only collectives wait for a thread"
+        self._running[carry.queue] += 1
+        self._begin(one, [_Chain(one, carry) for _ in range(carry.chains)])
+
+    def _begin(self, one: _UnderWay, chains: list[_Chain]) -> None:
+        one.chains = len(chains)
+        self._chains += chains
+        for chain in chains:
+            self._go_on(chain)
