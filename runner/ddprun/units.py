@@ -1,4 +1,4 @@
-"""Sizes and counts for a reader."""
+"""Sizes, counts and times for a reader."""
 
 
 def size(count: float) -> str:
@@ -15,3 +15,11 @@ def size(count: float) -> str:
 def count(number: int, thing: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """A time for a reader: three significant digits."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 0.9995 or unit == "µs":
+            return f"{seconds * factor:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
+    raise AssertionError

@@ -2,13 +2,41 @@
 
 import json
 import os
+import re
+import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import format_option, override_option
+
+if TYPE_CHECKING:
+    from ddprun.explain.explain import Explained
+    from ddprun.predict.forecast import Forecast
+    from ddprun.predict.links import Links
+
+_MOST_HOSTS = 1 << 20
+
+
+class _Sweep(click.ParamType):
+    """`nnodes=1..64`: hosts, doubled from the first to the last."""
+
+    name = "sweep"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Sequence[int]:
+        found = re.fullmatch(r"nnodes=(\d+)\.\.(\d+)", str(value))
+        if found is None or not 0 < int(found[1]) <= int(found[2]) <= _MOST_HOSTS:
+            self.fail(f'"{value}" is no range of hosts; write nnodes=1..64', param, ctx)
+        first, last = int(found[1]), int(found[2])
+        hosts = []
+        while first < last:
+            hosts.append(first)
+            first *= 2
+        return [*hosts, last]
 
 
 @click.command()
@@ -16,6 +44,28 @@ from ddprun.cli.run import format_option, override_option
 @override_option("Override a value, as in `ddprun run`.")
 @click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts; by default the file's.")
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks per host; by default as in a run.")
+@click.option(
+    "--link",
+    metavar="RATE",
+    help="Predict step times over such a link between hosts: 100Mbit, 10GB/s, unlimited, or "
+    "within=RATE,across=RATE.",
+)
+@click.option("--latency", metavar="TIME", help="Its latency one way: 5us, 8ms, or within=TIME,across=TIME.")
+@click.option(
+    "--from",
+    "measured",
+    metavar="RUN",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Predict from a saved run in place of a short one on this machine.",
+)
+@click.option(
+    "--from-link", metavar="RATE", help="The link between the hosts of that run; by default unlimited."
+)
+@click.option("--from-latency", metavar="TIME", help="And its latency.")
+@click.option(
+    "--cores", type=click.FloatRange(min=0.1), help="Cores of each host; by default the measured run's."
+)
+@click.option("--sweep", type=_Sweep(), metavar="nnodes=A..B", help="Predict for many numbers of hosts.")
 @click.option("--no-import", is_flag=True, help="Import none of your own code; what stays unknown is named.")
 @format_option("text", "json", text="For a reader, or one JSON object with every parameter's name.")
 def explain(
@@ -23,18 +73,37 @@ def explain(
     overrides: tuple[str, ...],
     nnodes: int | None,
     nproc_per_node: int | None,
+    link: str | None,
+    latency: str | None,
+    measured: Path | None,
+    from_link: str | None,
+    from_latency: str | None,
+    cores: float | None,
+    sweep: Sequence[int] | None,
     no_import: bool,
     form: str,
 ) -> int:
     """Show what a pipeline sends: which buckets, when, among whom, how many bytes. No rank is started.
 
-    Builds the model and the data, and runs forward and backward passes on one batch. Exit code 0; 2 if the
-    pipeline cannot run; 1 if code that it names fails.
+    Builds the model and the data, and runs forward and backward passes on one batch. With --link, --latency,
+    --from or --sweep, it also predicts how long steps take. What computing and hooks cost is measured first,
+    in a short run on this machine, or read from RUN. Exit code 0; 2 if the pipeline cannot run; 1 if code
+    that it names, or the short run, fails.
     """
     from ddprun.cli import printing
     from ddprun.config import PipelineError, load
     from ddprun.config.secrets import Secrets
+    from ddprun.predict.links import parse_links
 
+    predicts = any(one is not None for one in (link, latency, measured, sweep))
+    if measured is None and (from_link or from_latency):
+        raise click.UsageError("--from-link and --from-latency say what link the run of --from had: name it")
+    if no_import and predicts:
+        raise click.UsageError("--no-import: a prediction needs the model, and so your code")
+    try:
+        links, had = parse_links(link, latency), parse_links(from_link, from_latency)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--link or --latency") from None
     secrets = Secrets.of()
     try:
         loaded = load(pipeline, overrides)
@@ -48,16 +117,53 @@ def explain(
         explained = explaining.explain(
             loaded, hosts=nnodes, ranks_per_host=nproc_per_node, importing=not no_import
         )
-    except PipelineError:
+        predicted = None
+        if predicts:
+            predicted = _forecast(explained, pipeline, overrides, links, had, measured, cores, sweep or ())
+    except (PipelineError, click.ClickException):
         raise
     except Exception as error:  # of the user's own code, such as a model's forward
         message = f"ddprun explain: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
         click.echo(secrets.redact(message), err=True)
         return 1
     if form == "json":
-        click.echo(json.dumps(secrets.redact_all(explained.as_object()), indent=2, ensure_ascii=False))
+        found = explained.as_object()
+        if predicted is not None:
+            for stage in found["stages"]:
+                stage["predicted"] = predicted.as_object(stage["stage"])
+        click.echo(json.dumps(secrets.redact_all(found), indent=2, ensure_ascii=False))
     else:
         from ddprun.explain.text import text
 
-        click.echo(secrets.redact(text(explained)))
+        click.echo(secrets.redact(text(explained, predicted.lines if predicted is not None else None)))
     return 0
+
+
+def _forecast(
+    explained: "Explained",
+    pipeline: Path,
+    overrides: tuple[str, ...],
+    links: "Links",
+    had: "Links",
+    measured: Path | None,
+    cores: float | None,
+    sweep: Sequence[int],
+) -> "Forecast":
+    """Measure, or read what was measured, and predict."""
+    from ddprun.predict import forecast as forecasting
+    from ddprun.predict.costs import RecordsError
+    from ddprun.predict.measure import MeasureError, fitted, measure
+    from ddprun.report.runs import NoRunError
+
+    run_dir = measured
+    try:
+        if run_dir is None:
+            stacks = forecasting.stacks_of(explained)
+            run_dir = Path("runs") / "explain" / time.strftime("%Y%m%d-%H%M%S")
+            click.echo(f"ddprun explain: a short run measures what steps cost here, in {run_dir}", err=True)
+            measure(explained.loaded, pipeline, overrides, stacks, run_dir)
+            click.echo(f"ddprun explain: --from {run_dir} takes its results again", err=True)
+        model = fitted(run_dir, had, cores=cores)
+    except (MeasureError, RecordsError, NoRunError) as error:
+        raise click.ClickException(str(error)) from None
+    return forecasting.forecast(explained, model, links, overrides, sweep)

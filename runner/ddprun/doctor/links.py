@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ddprun.doctor import Finding, Level, pair_of
 from ddprun.doctor.host import speed_of
 from ddprun.host.network import VARIABLES
+from ddprun.units import duration
 
 _CLOCK_ROUNDS = 10
 _CLOCK_WARNING_S = 1.0
@@ -58,14 +59,6 @@ _ONE_BY_ONE_HOSTS = 8
 """So many hosts are measured one pair after the other."""
 
 
-def length(seconds: float) -> str:
-    """A time for a reader: three significant digits."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        if seconds * factor >= 0.9995 or unit == "µs":
-            return f"{seconds * factor:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
-    raise AssertionError
-
-
 def clock_offset(store: dist.Store, host: int, hosts: int, within_s: float) -> tuple[float, float]:
     """How far this host's wall clock is ahead of the first host's, and the error bound, in seconds.
 
@@ -97,10 +90,12 @@ def clock_findings(names: Sequence[str], offsets: Sequence[tuple[float, float]])
     ):
         ahead, behind = (other, one) if others > offset else (one, other)
         apart_s, within_s = abs(others - offset), bound + others_bound
-        found = f"the clock of {ahead} is {length(apart_s)} ahead of that of {behind} (± {length(within_s)})"
+        found = (
+            f"the clock of {ahead} is {duration(apart_s)} ahead of that of {behind} (± {duration(within_s)})"
+        )
         level: Level = "ok"
         if apart_s <= within_s:
-            found = f"clocks are equal within {length(within_s)}"
+            found = f"clocks are equal within {duration(within_s)}"
         elif apart_s > _CLOCK_WARNING_S:
             level = "warning"
             found += "; times in their logs and records do not match"
@@ -351,7 +346,7 @@ def link_findings(
 ) -> list[Finding]:
     """What was measured between two hosts; `speeds_mbit` are those of their interfaces, where known."""
     where = pair_of(one, other)
-    text = f"a small all-reduce takes {length(found.latency_s)} over {found.backend}"
+    text = f"a small all-reduce takes {duration(found.latency_s)} over {found.backend}"
     advice = "fewer and larger messages: ddp.bucket_cap_mb, accumulate; or sync: local_sgd or diloco"
     value: dict[str, Any] = {"backend": found.backend, "all_reduce_us": found.latency_s * 1e6}
     latency = Finding(where, "latency", "ok", text, "", value)
@@ -370,7 +365,7 @@ def link_findings(
     if fast > _LOPSIDED * slow:
         do.append("one direction is slower than the other: look at cables, duplex and limits on that side")
     if slow < _SLOW_MBIT:
-        text += f"; 100 MB of gradients take {length(8e-6 * 100e6 / found.both_mbit)}"
+        text += f"; 100 MB of gradients take {duration(8e-6 * 100e6 / found.both_mbit)}"
         do.append("send less: hooks: [int8] or [powersgd], sync: diloco; `ddprun explain` counts the bytes")
     value = {
         "backend": found.backend,

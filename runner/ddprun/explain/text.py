@@ -1,8 +1,8 @@
 """How `ddprun explain` looks on a terminal: labelled paragraphs, and tables of buckets, bytes and legs."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
-from itertools import pairwise, zip_longest
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, pairwise, zip_longest
 from typing import Any
 
 from ddprun.config import Buffers, Choice, StepStage, TrainSettings
@@ -16,10 +16,12 @@ _INDENT = 16
 _ROWS = 12  # longer tables lose their middle; `--format json` has all
 
 
-def text(explained: Explained) -> str:
-    """All of it, for a reader."""
+def text(explained: Explained, more: Callable[[int], Iterable[str]] | None = None) -> str:
+    """All of it, for a reader; `more` gives further lines of a stage, by its index."""
     known: dict[tuple[str, str], int] = {}
-    parts = [_head(explained), *(_stage(stage, explained, known) for stage in explained.stages)]
+    parts: list[Iterable[str]] = [_head(explained)]
+    for stage in explained.stages:
+        parts.append(chain(_stage(stage, explained, known), more(stage.index) if more is not None else ()))
     return "\n\n".join("\n".join(part) for part in parts)
 
 

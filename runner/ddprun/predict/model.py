@@ -31,7 +31,15 @@ from ddprun.predict.timeline import (
 )
 
 Limit = Literal[
-    "computation", "data", "cores", "hooks", "collectives", "late ranks", "latency", "link within", "link across"
+    "computation",
+    "data",
+    "cores",
+    "hooks",
+    "collectives",
+    "late ranks",
+    "latency",
+    "link within",
+    "link across",
 ]
 """What a step would gain most from having more, or less, of."""
 
@@ -251,7 +259,9 @@ class CostModel:
             for why, us in played.exposed.items():
                 waits[why] = waits.get(why, 0.0) + us / len(cycle)
         sent = _sent(stage, world.hosts)
-        busy: dict[Level, float] = {level: 1e6 * machine.links.of(level).seconds(sent[level]) for level in LEVELS}
+        busy: dict[Level, float] = {
+            level: 1e6 * machine.links.of(level).seconds(sent[level]) for level in LEVELS
+        }
         step_us = sum(played.us for played in cycle) / len(cycle)
         return Predicted(
             step_us=step_us,
@@ -387,7 +397,9 @@ class Lateness:
         means = [sum(values) / len(values) for values in ranks]
         middle = sum(means) / len(means) if means else 0.0
         self._spread = [
-            (mean - middle, value - mean) for values, mean in zip(ranks, means, strict=True) for value in values
+            (mean - middle, value - mean)
+            for values, mean in zip(ranks, means, strict=True)
+            for value in values
         ]
         self._known: dict[tuple[int, int], float] = {}
 

@@ -196,9 +196,7 @@ class Timeline:
         while left > _EPSILON_US:
             left = self._pass(left, work.part, played)
 
-    def _pass(
-        self, left: float, part: str | None, played: Played, awaited: _UnderWay | None = None
-    ) -> float:
+    def _pass(self, left: float, part: str | None, played: Played, awaited: _UnderWay | None = None) -> float:
         """Let time pass up to the next moment at which anything changes; gives what is left of the training
         thread's work.
         """

@@ -1,0 +1,92 @@
+"""Whether a hook pays over a link: the same stage with it and without it."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ddprun.predict.links import Link, Links
+from ddprun.predict.model import Predicted
+
+Stack = Sequence[Any]
+"""Hooks as a pipeline file has them."""
+
+_SLOWEST, _FASTEST = 1e4, 1e12  # bytes a second, between which a break-even is looked for
+_HALVINGS = 30
+_SAME = 0.02  # of a step's time: no difference to speak of
+
+
+@dataclass(frozen=True, slots=True)
+class HookVerdict:
+    """What a hook of a stack costs and saves in a step of a stage."""
+
+    hook: str
+    without: Stack  # the stack that is left
+    with_us: float
+    without_us: float
+    break_even: float | None
+    """Payload a second of the link between hosts, in bytes, below which it pays; 0: it never does; infinite:
+    it always does. None: hosts do not count, or one of both stacks was not measured."""
+
+    @property
+    def pays(self) -> bool | None:
+        """None: it makes no difference to speak of."""
+        if abs(self.with_us - self.without_us) <= _SAME * self.without_us:
+            return None
+        return self.with_us < self.without_us
+
+    def as_object(self) -> dict[str, Any]:
+        """For `--format json`."""
+        limit = self.break_even
+        return {
+            "hook": self.hook,
+            "without": list(self.without),
+            "step_us": round(self.with_us),
+            "without_us": round(self.without_us),
+            "pays": self.pays,
+            "break_even_bits_per_s": round(8 * limit) if limit is not None and math.isfinite(limit) else None,
+        }
+
+
+def without_each(stack: Stack) -> Iterator[tuple[str, list[Any]]]:
+    """Each hook of a stack, those on the legs of `hierarchical` included, and the stack without it."""
+    for index, hook in enumerate(stack):
+        name, options = _parts(hook)
+        yield name, [*stack[:index], *stack[index + 1 :]]
+        for leg in ("within", "across"):
+            inner = list(options.get(leg) or ())
+            for place, one in enumerate(inner):
+                left = {name: {**options, leg: [*inner[:place], *inner[place + 1 :]]}}
+                where = "between hosts" if leg == "across" else "inside a host"
+                yield f"{_parts(one)[0]} {where}", [*stack[:index], left, *stack[index + 1 :]]
+
+
+def _parts(hook: Any) -> tuple[str, dict[str, Any]]:
+    """Name and options of a hook as a file has it."""
+    if isinstance(hook, dict):
+        name, options = next(iter(hook.items()))
+        return str(name), {key: value for key, value in (options or {}).items() if value is not None}
+    return str(hook), {}
+
+
+def break_even(
+    with_hook: Callable[[Links], Predicted], without: Callable[[Links], Predicted], links: Links
+) -> float:
+    """The rate of the link between hosts, in bytes a second, below which a stage is faster with the hook.
+
+    0: it is not at any rate; infinite: it is at each.
+    """
+
+    def gains(rate: float) -> bool:
+        at = replace(links, across=Link(rate, links.across.latency_s))
+        return with_hook(at).step_us < without(at).step_us
+
+    if not gains(_SLOWEST):
+        return 0.0
+    if gains(_FASTEST):
+        return math.inf
+    low, high = _SLOWEST, _FASTEST
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if gains(middle) else (low, middle)
+    return low
