@@ -15,13 +15,13 @@ from ddprun.doctor.links import (
     Measured,
     clock_findings,
     closed_ports,
-    length,
     link_findings,
     open_ports,
     port_findings,
     rounds,
     route_findings,
 )
+from ddprun.units import duration
 
 FINE = Finding("a", "cores", "ok", "4 for 2 ranks")
 BAD = Finding("a - b", "ports", "problem", "none", "open them", {"closed": [1]})
@@ -85,7 +85,7 @@ def test_clocks_are_told_by_who_is_ahead() -> None:
 
 def test_lengths_have_three_digits() -> None:
     """In the unit that fits."""
-    assert [length(s) for s in (3600, 12.34, 1, 0.9996, 0.5, 1.5e-4, 0)] == [
+    assert [duration(s) for s in (3600, 12.34, 1, 0.9996, 0.5, 1.5e-4, 0)] == [
         "3600 s",
         "12.3 s",
         "1 s",

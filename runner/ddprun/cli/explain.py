@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -22,21 +22,19 @@ if TYPE_CHECKING:
 _MOST_HOSTS = 1 << 20
 
 
-class _Sweep(click.ParamType):
-    """`nnodes=1..64`: hosts, doubled from the first to the last."""
-
-    name = "sweep"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Sequence[int]:
-        found = re.fullmatch(r"nnodes=(\d+)\.\.(\d+)", str(value))
-        if found is None or not 0 < int(found[1]) <= int(found[2]) <= _MOST_HOSTS:
-            self.fail(f'"{value}" is no range of hosts; write nnodes=1..64', param, ctx)
-        first, last = int(found[1]), int(found[2])
-        hosts = []
-        while first < last:
-            hosts.append(first)
-            first *= 2
-        return [*hosts, last]
+def _numbers_of_hosts(ctx: click.Context, param: click.Parameter, value: str | None) -> Sequence[int] | None:
+    """Those of `nnodes=A..B`: doubled from the first to the last."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"nnodes=(\d+)\.\.(\d+)", value)
+    if found is None or not 0 < int(found[1]) <= int(found[2]) <= _MOST_HOSTS:
+        raise click.BadParameter(f'"{value}" is no range of hosts; write nnodes=1..64', ctx, param)
+    first, last = int(found[1]), int(found[2])
+    hosts = []
+    while first < last:
+        hosts.append(first)
+        first *= 2
+    return [*hosts, last]
 
 
 @click.command()
@@ -65,7 +63,9 @@ class _Sweep(click.ParamType):
 @click.option(
     "--cores", type=click.FloatRange(min=0.1), help="Cores of each host; by default the measured run's."
 )
-@click.option("--sweep", type=_Sweep(), metavar="nnodes=A..B", help="Predict for many numbers of hosts.")
+@click.option(
+    "--sweep", callback=_numbers_of_hosts, metavar="nnodes=A..B", help="Predict for many numbers of hosts."
+)
 @click.option("--no-import", is_flag=True, help="Import none of your own code; what stays unknown is named.")
 @format_option("text", "json", text="For a reader, or one JSON object with every parameter's name.")
 def explain(

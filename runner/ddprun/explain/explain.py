@@ -282,8 +282,8 @@ def explain(
     bytes are counted as a run counts them. A hook is asked about its first payload only.
 
     `hosts` and `ranks_per_host` are by default as the file says, or as a run on this machine would have it.
-    `importing`: what the pipeline names by a dotted name may be imported. `probe`: of the same model and data,
-    from an earlier call for other ranks, hooks or policies, so that they are not looked at again.
+    `importing`: what the pipeline names by a dotted name may be imported. `probe`: of the same model and
+    data, from an earlier call for other ranks, hooks or policies; they are not looked at again.
 
     Raises:
         PipelineError: something in the file that only a run can see.

@@ -20,8 +20,10 @@ def text(explained: Explained, more: Callable[[int], Iterable[str]] | None = Non
     """All of it, for a reader; `more` gives further lines of a stage, by its index."""
     known: dict[tuple[str, str], int] = {}
     parts: list[Iterable[str]] = [_head(explained)]
-    for stage in explained.stages:
-        parts.append(chain(_stage(stage, explained, known), more(stage.index) if more is not None else ()))
+    parts += [
+        chain(_stage(stage, explained, known), more(stage.index) if more is not None else ())
+        for stage in explained.stages
+    ]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
@@ -92,7 +94,7 @@ def _compiling(explained: Explained) -> Iterator[str]:
         yield from paragraph(
             "", f"{cut}: sending one part's overlaps with the backward pass of the part before."
         )
-        yield from _labelled(
+        yield from labelled(
             "", table([("graph", "part", "parameters"), *_thinned(rows, ("…", "", ""))], ">><")
         )
     for one in breaks:
@@ -336,7 +338,7 @@ def _sizes(label: str, amount: Amount | None, steps: int = 1, wanted: int = 1) -
 
 
 def _sizes_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    return _labelled("Sent", table([("", "per rank", "all ranks", "between hosts"), *rows], "<>>>"))
+    return labelled("Sent", table([("", "per rank", "all ranks", "between hosts"), *rows], "<>>>"))
 
 
 def _at(stage: StageExplained, moment: str) -> list[PlannedExchange]:
@@ -430,7 +432,7 @@ def _tables(exchanges: Sequence[PlannedExchange], ranks: int) -> Iterator[str]:
         buckets = [bucket for exchange in alike for bucket in exchange.buckets or ()]
         rows = _thinned([_row(bucket, ranks) for bucket in buckets], ("…", *[""] * 5))
         head = ("bucket", "dtype", "values", "bytes", "sent per rank", "parameters")
-        yield from _labelled("", table([head, *rows], "><>>><"))
+        yield from labelled("", table([head, *rows], "><>>><"))
         unknown = next((exchange.unknown for exchange in alike if exchange.unknown), "")
         if unknown:
             yield from paragraph("", f"How they travel is unknown: {unknown}.")
@@ -473,7 +475,7 @@ def _thinned(rows: Sequence[Any], middle: Any = "…") -> list[Any]:
     return [*rows] if len(rows) <= _ROWS else [*rows[:half], middle, *rows[-half + 1 :]]
 
 
-def _labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
+def labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
     """Lines beside a label."""
     for index, line in enumerate(lines):
         yield f"  {'' if index else label:<{_INDENT - 2}}{line}".rstrip()
@@ -481,7 +483,7 @@ def _labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
 
 def paragraph(label: str, text: str) -> Iterator[str]:
     """A paragraph beside a label."""
-    return _labelled(label, textwrap.wrap(text, _WIDTH - _INDENT, break_on_hyphens=False))
+    return labelled(label, textwrap.wrap(text, _WIDTH - _INDENT, break_on_hyphens=False))
 
 
 def table(rows: Sequence[Sequence[str]], aligned: str) -> list[str]:

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ddprun.config import Loaded, StepStage, load
 from ddprun.config.resolved import flow
 from ddprun.explain.explain import Explained, StageExplained, explain
-from ddprun.explain.text import paragraph, table
+from ddprun.explain.text import labelled, paragraph, table
 from ddprun.predict.hooks import HookVerdict, break_even, without_each
 from ddprun.predict.links import Links, rate_of
 from ddprun.predict.model import CostModel, Limit, Predicted
@@ -93,10 +94,7 @@ class Forecast:
                 )
                 for row in rows
             ]
-            for label, line in zip(
-                ["Sweep", *[""] * len(cells)], table([head, *cells], ">>>>><"), strict=True
-            ):
-                yield f"  {label:<14}{line}".rstrip()
+            yield from labelled("Sweep", table([head, *cells], ">>>>><"))
 
 
 def stacks_of(explained: Explained) -> list[list[Any]]:
@@ -121,7 +119,7 @@ def forecast(
     overrides: Sequence[str],
     hosts: Sequence[int] = (),
 ) -> Forecast:
-    """Predict each stage that takes steps, for the ranks it was explained for, and for other numbers of hosts.
+    """Predict each stage that takes steps: for the ranks it was explained for, and for other `hosts`.
 
     `overrides` are those with which the pipeline was loaded.
     """
@@ -165,7 +163,8 @@ def _again(explained: Explained, loaded: Loaded, hosts: int | None = None) -> Ex
 def _verdicts(
     explained: Explained, stage: StageExplained, model: CostModel, links: Links, overrides: Sequence[str]
 ) -> Iterator[HookVerdict]:
-    assert stage.settings is not None and isinstance(stage.stage, StepStage)
+    assert stage.settings is not None
+    assert isinstance(stage.stage, StepStage)
     stack = [hook.plain() for hook in stage.settings.hooks]
     if "noop" in stack or not stage.settings.plan.uses_hooks:
         return
@@ -178,8 +177,8 @@ def _verdicts(
         limit = None
         if explained.world.hosts > 1 and model.knows(stage) and model.knows(other):
             limit = break_even(
-                lambda at: model.predict(stage, explained.world, at),
-                lambda at, other=other: model.predict(other, explained.world, at),
+                partial(model.predict, stage, explained.world),
+                partial(model.predict, other, explained.world),
                 links,
             )
         yield HookVerdict(hook, left, with_us, without_us, limit)
@@ -191,7 +190,8 @@ def _summary(one: Predicted, links: Links) -> str:
     waiting = f", of which ranks wait {', '.join(said)}" if said else ""
     over = f"Over {links}" if one.across_bytes else "On one host"
     text = f"{over}, a step takes {duration(1e-6 * one.step_us)}{waiting}. "
-    text += f"Without exchange it would take {duration(1e-6 * one.alone_us)}: the efficiency is {one.efficiency:.0%}. "
+    text += f"Without exchange it would take {duration(1e-6 * one.alone_us)}: "
+    text += f"the efficiency is {one.efficiency:.0%}. "
     text += f"The limit is {_LIMITS[one.limit]}."
     if one.across_bytes:
         busy = one.busy["across"] / one.step_us
@@ -202,7 +202,8 @@ def _summary(one: Predicted, links: Links) -> str:
 
 def _said(verdict: HookVerdict, links: Links) -> str:
     left = flow(list(verdict.without))
-    both = f"{duration(1e-6 * verdict.with_us)} a step with it, {duration(1e-6 * verdict.without_us)} with {left}"
+    both = f"{duration(1e-6 * verdict.with_us)} a step with it, "
+    both += f"{duration(1e-6 * verdict.without_us)} with {left}"
     match verdict.pays:
         case True:
             text = f"It pays: {both}."

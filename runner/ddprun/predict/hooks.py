@@ -79,7 +79,7 @@ def break_even(
 
     def gains(rate: float) -> bool:
         at = replace(links, across=Link(rate, links.across.latency_s))
-        return with_hook(at).step_us < without(at).step_us
+        return with_hook(at).step_us < (1 - _SAME) * without(at).step_us
 
     if not gains(_SLOWEST):
         return 0.0

@@ -49,8 +49,8 @@ class Links:
         return self.within if level == "within" else self.across
 
     def __str__(self) -> str:
-        parts = [f"between hosts {shown(self.across)}"]
-        return "; ".join([*parts, f"inside a host {shown(self.within)}"] if self.within.limited else parts)
+        across = f"{shown(self.across)} between hosts"
+        return f"{across} and {shown(self.within)} inside a host" if self.within.limited else across
 
 
 def parse_links(rates: str | None, latencies: str | None = None) -> Links:
@@ -101,10 +101,7 @@ def _with_latency(link: Link, text: str) -> Link:
 
 def shown(link: Link) -> str:
     """A link for a reader."""
-    if not math.isfinite(link.bytes_per_s):
-        rate = UNLIMITED
-    else:
-        rate = rate_of(link.bytes_per_s)
+    rate = rate_of(link.bytes_per_s) if math.isfinite(link.bytes_per_s) else UNLIMITED
     return f"{rate}, {1e3 * link.latency_s:.3g} ms" if link.latency_s else rate
 
 

@@ -37,7 +37,6 @@ _DROPPED = (
     "evaluate",
     "keep_best",
     "stop",
-    "schedule",
 )
 _LOG_LINES = 12
 
@@ -62,7 +61,7 @@ def stages_for(loaded: Loaded, stacks: Sequence[Stack], steps: int = STEPS) -> s
     options = dict(written[trained[0].index]["train"]) if written is not None else {}
     kept = {key: value for key, value in options.items() if key not in _DROPPED}
     kept |= {"steps": steps, "schedule": None}
-    settings = [{"hooks": ["noop"], "sync": "every_step"}, {"sync": "independent"}]
+    settings: list[dict[str, Any]] = [{"hooks": ["noop"], "sync": "every_step"}, {"sync": "independent"}]
     settings += [{"hooks": list(stack), "sync": "every_step"} for stack in stacks]
     return flow([{"train": {**kept, **one}} for _ in range(TURNS) for one in settings])
 

@@ -318,7 +318,7 @@ class CostModel:
         yield Work(work["sync_us"] + work["other_us"], "sync_us")
 
     def _control(self, settings: TrainSettings, world: WorldShape, sent: bool) -> Iterator[Instruction]:
-        """A control message about a step in which ranks met; where all steps have one, no rank waits for it."""
+        """The control message about a step in which ranks met; where each has one, nobody waits for it."""
         yield Await("control", settings.plan.control_delay_steps)
         if sent and world.ranks > 1:
             level: Level = "across" if world.hosts > 1 else "within"
