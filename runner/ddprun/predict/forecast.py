@@ -89,7 +89,7 @@ class Forecast:
                     f"{row.ranks:,}",
                     duration(1e-6 * row.predicted.step_us),
                     duration(1e-6 * row.predicted.exposed_us),
-                    f"{row.predicted.efficiency:.0%}",
+                    percent(row.predicted.efficiency),
                     row.predicted.limit,
                 )
                 for row in rows
@@ -191,13 +191,18 @@ def _summary(one: Predicted, links: Links) -> str:
     over = f"Over {links}" if one.across_bytes else "On one host"
     text = f"{over}, a step takes {duration(1e-6 * one.step_us)}{waiting}. "
     text += f"Without exchange it would take {duration(1e-6 * one.alone_us)}: "
-    text += f"the efficiency is {one.efficiency:.0%}. "
+    text += f"the efficiency is {percent(one.efficiency)}. "
     text += f"The limit is {_LIMITS[one.limit]}."
     if one.across_bytes:
         busy = one.busy["across"] / one.step_us
         text += f" A host sends {size(one.across_bytes)} to others in a step"
-        text += f", which keeps its link busy for {busy:.0%} of the time." if busy else "."
+        text += f", which keeps its link busy for {percent(busy)} of the time." if busy else "."
     return text
+
+
+def percent(share: float) -> str:
+    """A share for a reader: two significant digits."""
+    return f"{share:.0%}" if share >= 0.095 else f"{100 * share:.2g}%"
 
 
 def _said(verdict: HookVerdict, links: Links) -> str:

@@ -207,9 +207,9 @@ class Timeline:
         passed = left / own_share if part is not None else math.inf
         for one in working:
             passed = min(passed, one.work_us / share)
-        for one in self._chains:
-            if one.until_us > self._now:
-                passed = min(passed, one.until_us - self._now)
+        for moment in (moment for one in self._chains for moment in (one.wire_until_us, one.until_us)):
+            if moment > self._now + _EPSILON_US:
+                passed = min(passed, moment - self._now)
         assert math.isfinite(passed), "somebody waits for nothing"
         if part is not None:
             played.parts[part] += passed
