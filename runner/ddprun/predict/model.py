@@ -93,6 +93,11 @@ class Predicted:
             "links_busy_us": {level: round(us) for level, us in self.busy.items()},
             "host_sends_bytes": round(self.across_bytes),
             "hooks_measured": self.measured,
+            "buckets": [
+                {"bucket": one.name, "ready_us": round(one.ready_us), "done_us": round(one.done_us)}
+                for one in self.played.flights
+                if one.name != "control"
+            ],
         }
 
 
