@@ -41,7 +41,9 @@ class Told(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     end: Annotated[int, Field(ge=0, le=255)] | None = None  # the exit code
-    folder: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+/round-[0-9]{1,3}$")] = "-/round-0"  # below --runs
+    folder: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*/round-[0-9]{1,3}$")] = (
+        "-/round-0"  # below --runs
+    )
     candidates: Annotated[
         tuple[dict[str, Any], ...], Field(strict=False, max_length=64)
     ] = ()  # their changes
