@@ -120,7 +120,10 @@ def test_overrides_are_written_but_no_secrets(tmp_path: Path) -> None:
     assert "loader: {batch_size: 16}" in found
     assert "  sgd: {lr: 0.5}  # as in the paper" in found
     assert found.count("# by --set") == 2
-    (tmp_path / "p.yaml").write_text(text.replace("data: digits", "data: {own.Data: {token: x}}"))
+    own = text.replace("data: digits", "data: {own.Data: {size: 3}}  # mine")
+    found = written(tmp_path, own, HOOKS, overrides=("data.own.Data.size=4",))
+    assert "data: {own.Data: {size: 4}}  # mine" in found
+    (tmp_path / "p.yaml").write_text(own.replace("size: 3", "token: x"))
     loaded = load(tmp_path / "p.yaml", ("data.own.Data.token=hf_4kXbT9vQzLmW2",))
     assert "hf_4kXbT9vQzLmW2" not in tuned_text(loaded, [Change(*HOOKS, "")], [])
     assert secret_overrides(loaded) == ["data.own.Data.token"]

@@ -48,6 +48,16 @@ def key_of(text: str) -> str:
     return match[0] if match else ""
 
 
+def path_in(root: Node, text: str) -> KeyPath:
+    """Where an override's value is in a tree that it was applied to.
+
+    Raises:
+        PipelineError: it is no override.
+    """
+    _, steps, _ = _read(text, Source.of("--set", 1, text))
+    return tuple(segment for segment, _ in _joined(root, steps))
+
+
 def alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[Any]]]:
     """Read options `name`, each `KEY=[A, B, C]`: the key as it is written, and the values.
 

@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from ddprun.config import Loaded, PipelineError, load
-from ddprun.config.overrides import key_of
+from ddprun.config.overrides import key_of, path_in
 from ddprun.config.reader import MAX_BYTES
 from ddprun.config.resolved import flow
 from ddprun.config.scalars import write as written
-from ddprun.config.tree import KeyPath, find, parse_path
+from ddprun.config.tree import KeyPath, find, parse_path, show
 from ddprun.run_files import replacing
 
 
@@ -66,9 +66,8 @@ def save(text: str, path: Path, like: Path) -> None:
 
 
 def _by_user(loaded: Loaded, override: str) -> Change:
-    key = key_of(override)
-    path = tuple(segment for segment, _ in parse_path(key))
-    return Change(key, find(loaded.root, path).node.data(), "by --set")
+    path = path_in(loaded.root, override)
+    return Change(show(path), find(loaded.root, path).node.data(), "by --set")
 
 
 def _same(text: str, wanted: Loaded) -> bool:
