@@ -142,7 +142,8 @@ class _Chain:
     work_us: float = 0.0  # left of its round
     next_work_us: float = 0.0  # that begins once its message is here
     wire_until_us: float = 0.0
-    until_us: float = 0.0  # its message arrives
+    arrives_us: float = 0.0  # its message
+    until_us: float = 0.0  # a thread has noticed
 
 
 class Timeline:
@@ -207,9 +208,10 @@ class Timeline:
         passed = left / own_share if part is not None else math.inf
         for one in working:
             passed = min(passed, one.work_us / share)
-        for moment in (moment for one in self._chains for moment in (one.wire_until_us, one.until_us)):
-            if moment > self._now + _EPSILON_US:
-                passed = min(passed, moment - self._now)
+        for one in self._chains:
+            for moment in (one.wire_until_us, one.arrives_us, one.until_us):
+                if moment > self._now + _EPSILON_US:
+                    passed = min(passed, moment - self._now)
         assert math.isfinite(passed), "somebody waits for nothing"
         if part is not None:
             played.parts[part] += passed
@@ -231,9 +233,12 @@ class Timeline:
                 return "late"
             case Work():
                 return "hooks"
+        soon = self._now + _EPSILON_US
         if any(one.work_us > 0 for one in chains):
             return "collectives"
-        return "wire" if any(one.wire_until_us > self._now for one in chains) or not chains else "latency"
+        if any(one.wire_until_us > soon for one in chains):
+            return "wire"
+        return "latency" if any(one.arrives_us > soon for one in chains) else "collectives"
 
     def _go_on(self, chain: _Chain) -> None:
         """Take a chain as far as it gets without time passing."""
@@ -263,6 +268,7 @@ class Timeline:
             chain.wire_until_us = end
             for level, times in carry.latencies.items():
                 end += 1e6 * self._machine.links.of(level).latency_s * times / carry.rounds
+            chain.arrives_us = end
             end += carry.wake_us
             chain.until_us, chain.next_work_us = end, carry.work_us / parts
 
