@@ -235,7 +235,7 @@ class CostModel:
     ) -> Predicted:
         """Play a cycle of a stage's policy, with a stack in place of what is known of its hooks."""
         if stack is None:
-            stack = self._stacks.get(hooks_key(stage), self._plain)
+            stack = self._stacks.get(hooks_key(stage), self._plain) if sends(stage) else _Stack()
         timeline, delay = Timeline(machine), _delay(stage)
         by_step = {step: pattern for pattern in stage.patterns for step in pattern.steps}
         known: dict[int, Played] = {}  # by pattern: a step that begins and ends with nothing under way
