@@ -32,7 +32,7 @@ from ddprun.predict.links import Links, parse_links
 from ddprun.predict.measure import fitted
 
 LOCAL = 2  # ranks on a host
-BURST_KB = 16  # that a link lets through at once: with more, short exchanges would not feel its limit
+BURST_KB = 16  # that a slow link lets through at once: with more, short exchanges would not feel its limit
 CYCLE = 8  # steps of a policy from one exchange to the next
 WARM_UP = 4  # steps of a stage that do not count, or one cycle
 MEDIAN_ERROR, WORST_ERROR, CLOSE = 0.07, 0.15, 0.05
@@ -84,7 +84,7 @@ class Speed:
 
 SPEEDS = {
     "unlimited": Speed(None, Links(), 64, 8),
-    "1000": Speed(Link(1000, burst_kb=BURST_KB), parse_links("1000Mbit"), 64, 8),
+    "1000": Speed(Link(1000), parse_links("1000Mbit"), 64, 8),
     "100": Speed(Link(100, burst_kb=BURST_KB), parse_links("100Mbit"), 24, 5),
     "37, 8 ms": Speed(Link(37, 8.0), parse_links("37Mbit", "8ms"), 16, 4),
     "10": Speed(Link(10, burst_kb=BURST_KB), parse_links("10Mbit"), 12, 3),

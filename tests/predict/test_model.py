@@ -10,7 +10,7 @@ from ddprun.explain.explain import Explained, explain
 from ddprun.predict.costs import Costs, Line, read
 from ddprun.predict.forecast import forecast, optimizer_bytes, stacks_of
 from ddprun.predict.links import Link, Links, parse_links
-from ddprun.predict.measure import MeasureError, stages_for
+from ddprun.predict.measure import NothingToMeasureError, stages_for
 from ddprun.predict.model import CostModel, Lateness, Predicted
 from ddprun.predict.timeline import Timeline
 from ddprun.report.runs import Run
@@ -144,7 +144,7 @@ def test_thousands_of_ranks_take_no_longer_to_predict(
     counts, whole = [], Timeline._pass
     for hosts in (32, 8192):
         many = explain(cases.loaded, hosts=hosts, ranks_per_host=2, probe=cases.probe)
-        moments = []
+        moments = list[int]()
         with monkeypatch.context() as patched:
             patched.setattr(Timeline, "_pass", lambda *args, to=moments: to.append(1) or whole(*args))
             model.predict(many.stages[0], many.world, parse_links("100Gbit", "5us"))
@@ -181,7 +181,7 @@ def test_the_short_run_has_what_a_forecast_wants(cases: Explained) -> None:
     only_forward = PIPELINE.format(stages="[{forward: {steps: 4}}]")
     file = cases.loaded.path.with_name("forward.yaml")
     file.write_text(only_forward)
-    with pytest.raises(MeasureError, match="no stage trains"):
+    with pytest.raises(NothingToMeasureError, match="no stage trains"):
         stages_for(load(file), [[]])
 
 
@@ -198,12 +198,13 @@ def test_memory_is_what_a_rank_holds(model: CostModel, cases: Explained) -> None
 
 def test_a_line_goes_through_its_points() -> None:
     """And costs never fall with bytes, nor below zero."""
-    assert Line.through([(0, 5), (10, 25)]) == Line(pytest.approx(5), pytest.approx(2))
-    assert Line.through([(10, 20), (10, 40)]) == Line(0.0, pytest.approx(3))
+    exact = Line.through([(0, 5), (10, 25)])
+    assert (exact.base, exact.slope) == pytest.approx((5, 2))
+    assert Line.through([(10, 20), (10, 40)]).at(10) == pytest.approx(30)
     assert Line.through([(10, 20), (20, 10)]) == Line(15.0)
-    falling = Line.through([(10, 1), (20, 12)])
-    assert falling.base == 0
-    assert falling.slope > 0
+    below_zero = Line.through([(10, 1), (20, 12)])
+    assert below_zero.base == 0
+    assert below_zero.slope > 0
 
 
 def test_the_last_of_n_ranks_is_an_order_statistic() -> None:
