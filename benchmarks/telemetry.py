@@ -31,7 +31,7 @@ from typing import Any
 
 from ddprun.compare.compare import ratio_of
 from ddprun.telemetry.recorder import GlobalStep, StepRecorder
-from ddprun.telemetry.steps import Step
+from ddprun.telemetry.steps import StepMarks
 
 BLOCK = 32
 """Steps. What one leaves to the next, as a file that is still being written, is little beside a block."""
@@ -87,7 +87,7 @@ class SwitchedRecorder(StepRecorder):
             super().start(number, stage)
         else:
             self._last_end = None
-            self._step = Step(number, stage)
+            self._step = StepMarks(number, stage)
 
     def note_loss(self, mean: Any, samples: int, counts: float | None = None) -> None:
         if self._full:

@@ -46,7 +46,7 @@ from ddprun.telemetry.steps import (
     MarkBuffer,
     Numbers,
     ResolvedSteps,
-    Step,
+    StepMarks,
     Totals,
     Traffic,
     bucket_record,
@@ -207,7 +207,7 @@ class StepRecorder:
         self._known_uncounted: set[Uncounted] = set()
         self._buckets = 0  # gradient buckets of the stage
         self._buffer = MarkBuffer()  # of the running step, and of those before it that are not resolved
-        self._step: Step | None = None
+        self._step: StepMarks | None = None
         self._last_end: Any = None  # mark of the last step's end, within a stage
         self._between_steps = Traffic()
         self._unposted = 0  # steps since messages were posted
@@ -224,7 +224,7 @@ class StepRecorder:
     # In a step.
 
     @property
-    def current(self) -> Step:
+    def current(self) -> StepMarks:
         """The running step."""
         assert self._step is not None, "no step is running"
         return self._step
@@ -246,7 +246,7 @@ class StepRecorder:
     def start(self, number: int, stage: int) -> None:
         """Start a step's time. What lies between two steps of a stage is the later one's `sync_us`."""
         now, before, buffer = self.mark(), self._last_end, self._buffer
-        self._step = Step(number, stage)
+        self._step = StepMarks(number, stage)
         if before is None:
             buffer.parts.append("")
             buffer.marks.append(now)
@@ -406,7 +406,7 @@ class StepRecorder:
         buffer, index = self._buffer, len(self._buffer.steps) - 1 - self._clock.lag
         if index < 0:
             return
-        before = buffer.steps[index - 1] if index else Step(0, 0)
+        before = buffer.steps[index - 1] if index else StepMarks(0, 0)
         step = buffer.steps[index]
         marks, traces = slice(before.marks_end, step.marks_end), slice(before.traces_end, step.traces_end)
         buffer.marks[marks] = self._clock.times(buffer.marks[marks])
