@@ -29,9 +29,9 @@ from ddprun.config import (
 from ddprun.config.choices import object_ref
 from ddprun.config.signatures import options_model
 from ddprun.config.tree import KeyPath, parse_path
-from ddprun.engine.accumulating import Accumulating
 from ddprun.engine.data import Feed, Refuse, is_iterable
 from ddprun.engine.samples import Collate
+from ddprun.engine.stateful_metric import StatefulMetric
 from ddprun.engine.weights import freeze, parameter_groups
 from ddprun.sync.frozen import trained_parameters
 from ddprun.zoo.data import DATA, DataError, Split
@@ -630,14 +630,14 @@ def build_function(loaded: Loaded, path: str, choice: Choice) -> Callable[..., A
 
 def build_metric(
     loaded: Loaded, path: str, choice: Choice, device: torch.device
-) -> Callable[..., Any] | Accumulating:
+) -> Callable[..., Any] | StatefulMetric:
     """A dotted metric: a function of (output, target) that returns a number, or one that accumulates."""
     chosen = _Chosen.at(loaded, path, choice)
     if not inspect.isclass(target := chosen.imported()):
         return chosen.callable(None, None)
     if not (hasattr(target, "update") and hasattr(target, "compute")):
         raise chosen.refused(f'"{chosen.name}" lacks update or compute', _WANTED["metric"].words)
-    return Accumulating(lambda: chosen.checked(chosen.call), chosen.refused, device)
+    return StatefulMetric(lambda: chosen.checked(chosen.call), chosen.refused, device)
 
 
 def check_metrics(loaded: Loaded, device: torch.device) -> None:
