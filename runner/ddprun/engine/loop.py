@@ -404,7 +404,7 @@ def between_steps(
         take_checkpoint(session, requested=requested)
     report_checkpoints(session)
     if runtime.compiler is not None:
-        session.reporter.compiled_more(runtime.compiler, number)
+        session.reporter.report_recompiles(runtime.compiler, number)
     if any(one.compare_clocks for one in known):
         session.measure_clocks()
     if run.never_synchronizes and run.stops_alone():

@@ -40,7 +40,7 @@ class Reporter:
         self.where = "before the first stage"  # for an error's message
         self.apart_reported = False  # that ranks differ, and not yet that they are equal again
         self._straggler: Straggler | None = None
-        self._compiler_gave_up = False
+        self._recompile_limit_reported = False
 
     def note(self, text: str) -> None:
         """Show a line."""
@@ -145,19 +145,23 @@ class Reporter:
         made += f", {count(len(compiler.breaks), 'graph break')}" if compiler.breaks else ""
         self.note(f"compiled {what} in {seconds:.1f} s: {made}")
 
-    def compiled_more(self, compiler: GraphCompiler, step: int) -> None:
-        """Report what was compiled in a step or an evaluation: its time is part of theirs."""
+    def report_recompiles(self, compiler: GraphCompiler, step: int) -> None:
+        """Report graphs that were compiled in a step or an evaluation, whose time holds theirs."""
         more = len(compiler.graphs) - compiler.reported
         compiler.reported += more
         if more:
             self.events.info("compiled_more", step=step, graphs=more, all_graphs=compiler.reported)
-        if compiler.gave_up and not self._compiler_gave_up:
-            self._compiler_gave_up = True
-            self.events.warning("compiled_no_more", step=step, all_graphs=compiler.reported)
-            self.note(
-                f"step {step}: torch.compile has made all graphs that it makes ({compiler.reported}), and "
-                "batches of further sizes run uncompiled: write compile: {dynamic: true}"
-            )
+        if compiler.at_recompile_limit and not self._recompile_limit_reported:
+            self._recompile_limit_reported = True
+            self._report_recompile_limit(compiler.reported, step)
+
+    def _report_recompile_limit(self, graphs: int, step: int) -> None:
+        """Warn that torch compiles no further sizes of batches."""
+        self.events.warning("compiled_no_more", step=step, all_graphs=graphs)
+        self.note(
+            f"step {step}: torch.compile has made all graphs that it makes ({graphs}), and "
+            "batches of further sizes run uncompiled: write compile: {dynamic: true}"
+        )
 
     def frozen_differ(self, names: Sequence[str]) -> None:
         """Report frozen parameters of which not all ranks hold the same, though nothing trains them."""

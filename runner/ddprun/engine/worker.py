@@ -149,7 +149,7 @@ def _run_stages(session: Session) -> Status:
         watchdog.set_phase(stage.name.encode())
         entry = {"kind": stage.name, "index": stage.index, **_STAGES[type(stage)](session, stage)}
         if runtime.compiler is not None:
-            session.reporter.compiled_more(runtime.compiler, session.state.step)
+            session.reporter.report_recompiles(runtime.compiler, session.state.step)
         entry = runtime.loaded.secrets.redact_all(entry)  # checkpoints hold it
         watchdog.set_phase(b"collecting records")
         runtime.records.collect()
