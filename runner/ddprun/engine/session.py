@@ -160,15 +160,15 @@ class Best:
 
 @dataclass(slots=True)
 class Evaluations:
-    """What evaluations inside stages have come to; the same on all ranks."""
+    """What evaluations inside stages have come to; the same on all ranks. Checkpoints use these names."""
 
     step: int = -1  # of the run, after which the last one was
-    kept: Best | None = None  # whose weights `keep_best` has written
-    best: Best | None = None  # of the stage that runs, by what `stop` goes by
-    since: int = 0  # evaluations of that stage since then
+    kept: Best | None = None  # whose weights `keep_best` has written to the run folder's best.safetensors
+    best: Best | None = None  # of the stage that runs, by the metric of `stop`
+    since: int = 0  # evaluations of that stage since `best`
 
     def begin_stage(self) -> None:
-        """A stage begins: what is kept stays."""
+        """A stage begins: `kept` stays, since the file does."""
         self.best, self.since = None, 0
 
     @classmethod
