@@ -38,7 +38,7 @@ from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, audit_parameters, begin_stage, end_stage
 from ddprun.engine.state import report_checkpoints, take_checkpoint
-from ddprun.telemetry.recorder import GlobalStep
+from ddprun.telemetry.recorder import AgreedSteps
 
 StepFunction = Callable[[StageRun, StepBatches, int], None]
 """A step's own work, up to the optimizer's step. `step` counts from 1 in the stage, here and below."""
@@ -108,18 +108,18 @@ def run_steps(run: StageRun, step_function: StepFunction) -> bool:
         reporter.where = f"{run.stage.path}, step {number}"
         watchdog.step(number)
         watchdog.set_phase(b"data")
-        recorder.start(number, run.stage.index)
+        recorder.begin_step(number, run.stage.index)
         run.session.runtime.take_marks(detailed=recorder.records_step)
         batches = next(batches_of_steps, None)
         if batches is None:
-            recorder.cancel()
+            recorder.cancel_step()
             break
         step_function(run, batches, step)
         watchdog.set_phase(b"sync")
-        synchronized = synchronize(run, step)
+        exchanged = synchronize(run, step)
         state.step = number
-        known = exchange_control(run, synchronized)
-        match between_steps(run, known, step, synchronized):
+        agreed_steps = exchange_control(run, exchanged)
+        match between_steps(run, agreed_steps, step, exchanged):
             case "interrupted":
                 return True
             case "stop alone":
@@ -360,26 +360,26 @@ def synchronize(run: StageRun, step: int) -> bool:
     return by_policy or run.synchronizes(step)
 
 
-def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
+def exchange_control(run: StageRun, exchanged: bool) -> list[AgreedSteps]:
     """End the step's time and post this rank's control message about it; gives what all ranks have just
     learned of earlier steps. Waits for all messages where something before the next step needs them.
     """
     session, runtime = run.session, run.session.runtime
-    known = runtime.recorder.end(
+    agreed_steps = runtime.recorder.end_step(
         stop=runtime.stop.wanted,
-        checkpoint=synchronized and runtime.stop.take_checkpoint_request(),
+        checkpoint=exchanged and runtime.stop.take_checkpoint_request(),
         compare_clocks=session.clocks_are_old,
-        synchronized=synchronized,
+        exchanged=exchanged,
     )
     pauses = _profiler_toggles(run) or _time_slice_is_over(run) or session.checkpoint_is_due
     pauses = pauses or run.evaluation_is_due
-    if pauses or any(one.checkpoint or one.compare_clocks for one in known):
-        known += runtime.recorder.drain()
-    return known
+    if pauses or any(one.checkpoint or one.compare_clocks for one in agreed_steps):
+        agreed_steps += runtime.recorder.wait_for_messages()
+    return agreed_steps
 
 
 def between_steps(
-    run: StageRun, known: Sequence[GlobalStep], step: int, synchronized: bool
+    run: StageRun, agreed_steps: Sequence[AgreedSteps], step: int, exchanged: bool
 ) -> Literal["continue", "interrupted", "stop alone"]:
     """Do what all ranks agree on by what they have just learned, at the same moment: the one place for it.
 
@@ -387,15 +387,16 @@ def between_steps(
         `interrupted`: all ranks stop here. `stop alone`: they never exchange anything, and this one stops.
     """
     session, runtime, number = run.session, run.session.runtime, run.session.state.step
-    requested = any(one.checkpoint for one in known)
-    if known:
-        session.learn(known)
-        if runtime.finite.after_steps(known, run.settings.on_nan, number):
+    requested = any(one.checkpoint for one in agreed_steps)
+    if agreed_steps:
+        session.record_agreed(agreed_steps)
+        if runtime.finite.after_steps(agreed_steps, run.settings.on_nan, number):
             return "interrupted"
-        if any(one.stop for one in known):
-            session.learn(runtime.recorder.drain())  # a checkpoint holds what was added up since
+        if any(one.stop for one in agreed_steps):
+            # The checkpoint at the end holds what has been added up to here.
+            session.record_agreed(runtime.recorder.wait_for_messages())
             return "interrupted"
-    elif not synchronized:
+    elif not exchanged:
         session.reporter.progress_alone(step, number)
     if run.evaluation_is_due:
         with untimed(run, b"evaluate"):
@@ -405,7 +406,7 @@ def between_steps(
     report_checkpoints(session)
     if runtime.compiler is not None:
         session.reporter.report_recompiles(runtime.compiler, number)
-    if any(one.compare_clocks for one in known):
+    if any(one.compare_clocks for one in agreed_steps):
         session.measure_clocks()
     if run.never_synchronizes and run.stops_alone():
         return "stop alone"
@@ -415,10 +416,10 @@ def between_steps(
 def end_of_steps(run: StageRun) -> bool:
     """Learn what is still under way; whether some rank wanted to stop or its weights are not finite."""
     session, runtime, on_nan = run.session, run.session.runtime, run.settings.on_nan
-    known = runtime.recorder.flush()
-    session.learn(known)
-    failed = runtime.finite.after_steps(known, on_nan, session.state.step)
-    if any(one.checkpoint for one in known) and not failed:
+    agreed_steps = runtime.recorder.end_stage()
+    session.record_agreed(agreed_steps)
+    failed = runtime.finite.after_steps(agreed_steps, on_nan, session.state.step)
+    if any(one.checkpoint for one in agreed_steps) and not failed:
         take_checkpoint(session, requested=True)
     mine = [float(runtime.stop.wanted), float(runtime.finite.first_lost())]
     stops, lost = runtime.exchange.control.all_gather(mine, "the stage's end").T.tolist()
@@ -455,7 +456,8 @@ def pause_before_step(run: StageRun) -> None:
 def _finish_pending(run: StageRun, phase: bytes) -> None:
     """Read all marks and messages, and wait for the device."""
     session = run.session
-    session.learn(session.runtime.recorder.pause())
+    session.record_agreed(session.runtime.recorder.wait_for_messages())
+    session.runtime.recorder.pause_timing()
     session.runtime.clock.synchronize()
     session.runtime.ranks.watchdog.set_phase(phase)
 

@@ -23,7 +23,7 @@ from ddprun.plugins import TRACKERS
 from ddprun.sync.audit import Finding
 from ddprun.telemetry.control_message import Overflow
 from ddprun.telemetry.progress import Screen
-from ddprun.telemetry.recorder import GlobalStep, StepRecorder
+from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.stragglers import Straggler
 from ddprun.track import RunInfo, StepInfo, Tracker
 from ddprun.track.trackers import Trackers, nobody
@@ -51,7 +51,7 @@ class Reporter:
     def begin_stage(self, name: str, steps: int | None, *, first: int, step: int) -> None:
         """A stage of so many steps begins, after `first` steps of the run, or is resumed after `step`."""
         self._first, self._resumed_at, self._started = first, step, time.monotonic()
-        self._newest: GlobalStep | None = None
+        self._newest: AgreedSteps | None = None
         self._shown = self._overflows = 0
         self._straggler = None
         self.screen.begin(name, steps, first)
@@ -64,10 +64,10 @@ class Reporter:
         """Time that does not count as the stage's."""
         self._started += seconds
 
-    def progress(self, known: Sequence[GlobalStep], step: int) -> None:
+    def progress(self, agreed_steps: Sequence[AgreedSteps], step: int) -> None:
         """Show what all ranks have just learned, oldest first, after `step` steps of the run."""
         self._report_uncounted()
-        for one in known:
+        for one in agreed_steps:
             reports: list[tuple[int, Overflow | Straggler | None]]
             reports = [*one.overflows, *one.straggler_changes]
             for at, found in sorted(reports, key=itemgetter(0)):
@@ -75,8 +75,8 @@ class Reporter:
                     self._report_overflow(at, found)
                 else:
                     self._report_straggler(at, found)
-        if known:
-            self._newest = known[-1]
+        if agreed_steps:
+            self._newest = agreed_steps[-1]
             self._show(self._newest.steps[-1] - self._first, step)
 
     def progress_alone(self, done: int, step: int) -> None:

@@ -34,7 +34,7 @@ from ddprun.sync.plan import ReplicaConsistency
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.clock import Clock, GradientTimes
 from ddprun.telemetry.profile import Profiler
-from ddprun.telemetry.recorder import GlobalStep, StepRecorder
+from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.writer import RecordFiles
 from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.gpu import Staging
@@ -208,11 +208,11 @@ class Session:
     schedule_steps: int = 0  # that a schedule over the run had taken when it was resumed between stages
     clocks_measured_s: float = 0.0  # when that was done last, on this process's monotonic clock
 
-    def learn(self, known: Sequence[GlobalStep]) -> None:
+    def record_agreed(self, agreed_steps: Sequence[AgreedSteps]) -> None:
         """Record and show what all ranks have just learned, oldest first."""
-        if known:
-            self.state.loss = known[-1].mean_losses[-1]
-        self.reporter.progress(known, self.state.step)
+        if agreed_steps:
+            self.state.loss = agreed_steps[-1].mean_losses[-1]
+        self.reporter.progress(agreed_steps, self.state.step)
 
     @property
     def checkpoint_is_due(self) -> bool:

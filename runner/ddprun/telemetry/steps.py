@@ -76,7 +76,7 @@ class StepMarks:
     backward_end: int | None = None  # index of the mark that ended it, if it exchanged gradients
     gradients: Mapping[str, Any] | None = None  # marks of complete gradients; None: not measured
     sync: Traffic | None = None
-    synchronized: bool = True
+    exchanged: bool = True  # ranks exchanged something in it; alike on all of them
     requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
     lr: Sequence[float] | None = None  # of each parameter group, if the optimizer has stepped
     grad_norm: Any = None  # of all gradients before clipping, from `Clock.on_host`; None: not measured
@@ -414,7 +414,7 @@ def step_records(
 ) -> Iterator[StepRecord]:
     """The records of every n-th step (`every`), after `divide`; the traces of `resolved` are taken out.
 
-    `mean_losses`: over all ranks, of each step; None where ranks did not synchronise.
+    `mean_losses`: over all ranks, of each step; None where ranks exchanged nothing.
     """
     steps, times, us = resolved.steps, resolved.times, resolved.us.tolist()
     ended, durations = [_LAPS[part] for part in resolved.parts], resolved.durations.tolist()
