@@ -159,8 +159,8 @@ def measure(session: Session, metrics: Sequence[Choice], path: str) -> tuple[dic
     counted = 0
     with torch.no_grad():
         for content, samples in _batches(session):
-            with runtime.precision.computing():
-                outcome = runtime.objective(runtime.model, runtime.precision.admit(content))
+            with runtime.precision.autocast():
+                outcome = runtime.objective(runtime.model, runtime.precision.to_device(content))
             if not samples:
                 continue
             counted += samples

@@ -147,13 +147,13 @@ def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
         replica.dispatcher.begin_step(scale, fidelity=measure_fidelity)
     for index, micro in enumerate(batches.micro_batches, start=1):
         last = index == batches.count
-        content = precision.admit(micro.content)
+        content = precision.to_device(micro.content)
         recorder.lap("data_us")
         if runtime.buffers.before_forward():
             recorder.lap("sync_us")
         watchdog.set_phase(b"forward")
         with nullcontext() if last or replica is None else replica.ddp.no_sync():
-            with precision.computing():
+            with precision.autocast():
                 loss = runtime.objective(model, content).loss
             share = weight(run.session, micro, batches.total)
             weighted = loss if share == 1.0 else loss * share
@@ -192,7 +192,7 @@ def forward_step(update: Update | None, run: StageRun, batches: StepBatches, ste
     session, runtime = run.session, run.session.runtime
     recorder, precision, model = runtime.recorder, runtime.precision, runtime.model
     (micro,) = batches.micro_batches
-    content = precision.admit(micro.content)
+    content = precision.to_device(micro.content)
     recorder.lap("data_us")
     if runtime.buffers.before_forward():
         recorder.lap("sync_us")
@@ -205,7 +205,7 @@ def forward_step(update: Update | None, run: StageRun, batches: StepBatches, ste
 
     def score() -> Tensor:
         """The loss of the weights as they are, on this step's batch; all scores for an update draw alike."""
-        with torch.no_grad(), draws(), precision.computing():
+        with torch.no_grad(), draws(), precision.autocast():
             losses.append(runtime.objective(model, content).loss)
         # Of no target at all the mean is not a number.
         return losses[-1] * share if micro.counts else torch.zeros_like(losses[-1])
