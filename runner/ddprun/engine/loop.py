@@ -44,7 +44,7 @@ StepFunction = Callable[[StageRun, StepBatches, int], None]
 """A step's own work, up to the optimizer's step. `step` counts from 1 in the stage, here and below."""
 
 Update = Callable[[nn.Module, Callable[[], Tensor]], Any]
-"""What a forward stage does in a step: a function of the model and of its score."""
+"""What a forward stage does in a step: a function of the model and of a closure that gives its loss."""
 
 
 def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
@@ -203,17 +203,17 @@ def forward_step(update: Update | None, run: StageRun, batches: StepBatches, ste
     share = weight(session, micro, batches.total)
     losses: list[Tensor] = []
 
-    def score() -> Tensor:
-        """The loss of the weights as they are, on this step's batch; all scores for an update draw alike."""
+    def closure() -> Tensor:
+        """The loss of the weights as they are, on this step's batch; all calls in a step draw alike."""
         with torch.no_grad(), draws(), precision.autocast():
             losses.append(runtime.objective(model, content).loss)
         # Of no target at all the mean is not a number.
         return losses[-1] * share if micro.counts else torch.zeros_like(losses[-1])
 
     if update is None:
-        score()
+        closure()
     elif micro.counts:  # a rank without samples has nothing to go by
-        update(model, score)
+        update(model, closure)
     mean = torch.stack(losses).mean() if losses else torch.tensor(math.nan)
     counts = (micro.samples, micro.counts) if losses else (0, 0)
     recorder.note_loss(mean_loss(session, mean, micro.samples), *counts)
@@ -244,7 +244,7 @@ def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> b
         runtime.recorder.note_update(optimizer, norm, group_norms)
         if from_backward:
             applied = precision.step(optimizer)
-        else:  # in half precision a score overflows sooner than a loss that is scaled
+        else:  # in half precision such a loss overflows sooner than one that is scaled
             gradients = _gradients(model.parameters())
             applied = precision.scaler is None or all(bool(one.isfinite().all()) for one in gradients)
             if applied:
