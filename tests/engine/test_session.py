@@ -54,10 +54,11 @@ def go(stage_run: StageRun, steps: int) -> None:
     session = stage_run.session
     session.runtime.model.train()
     for batches in islice(session.runtime.feeds.of(0).steps(stage_run.settings.accumulate), steps):
-        session.runtime.recorder.begin_step(session.state.step + 1, 0)
-        train_step(stage_run, batches, session.state.step + 1)
-        exchanged = synchronize(stage_run, session.state.step + 1)
-        session.state.step += 1
+        step = session.state.current_step
+        session.runtime.recorder.begin_step(step, 0)
+        train_step(stage_run, batches, step)
+        exchanged = synchronize(stage_run, step)
+        session.state.step = step
         session.runtime.recorder.end_step(stop=False, compare_clocks=False, exchanged=exchanged)
 
 

@@ -184,7 +184,7 @@ class RunState:
     `tests/engine/test_session.py` checks field by field.
     """
 
-    step: int = 0  # optimizer steps done
+    step: int = 0  # steps of the run that are done
     loss: float | None = None  # mean over ranks in the newest step whose loss is known
     metrics: dict[str, float] | None = None  # of the last evaluation
     evaluations: Evaluations = field(default_factory=Evaluations)  # those inside stages
@@ -196,6 +196,11 @@ class RunState:
     synchronizer: Synchronizer | None = None  # of the stage that is running
     schedule: LRScheduler | None = None  # of the last stage that has begun and takes steps
     mid_stage: Mapping[str, Any] | None = None  # the checkpoint's state from which the next stage resumes
+
+    @property
+    def current_step(self) -> int:
+        """The step that is under way, or that comes next; counts from 1 in the run, as in records."""
+        return self.step + 1
 
 
 @dataclass(slots=True)
