@@ -174,7 +174,7 @@ def _announce(session: Session) -> None:
             f"launched with {environment.local_world_size} ranks per host; "
             f"the file's launch.nproc_per_node: {launch.nproc_per_node} is not used"
         )
-    least, most = launch.hosts
+    least, most = launch.host_range
     if not least <= environment.hosts <= most:
         reporter.note(
             f"launched on {environment.hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used"
