@@ -111,7 +111,7 @@ def explain(
         secrets = loaded.secrets
         if not no_import:
             loaded.check_environment()
-        printing.show(loaded.warnings)
+        printing.print_faults(loaded.warnings)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
         from ddprun.explain import explain as explaining
 

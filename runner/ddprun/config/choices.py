@@ -118,8 +118,8 @@ KINDS: dict[str, ChoiceKind] = {
         ChoiceKind(
             "update",
             built_in.UPDATES,
-            dotted="a function of (model, score) that changes the model's weights in place or sets their "
-            "grad, where score() is the loss of the weights as they are",
+            dotted="a function of (model, closure) that changes the model's weights in place or sets their "
+            "grad, where closure() is the loss of the weights as they are",
         ),
         ChoiceKind(
             "metric",

@@ -386,7 +386,7 @@ class Launch(Options):
     """How often the ranks are restarted after a failure, from the newest checkpoint."""
 
     @property
-    def hosts(self) -> tuple[int, int]:
+    def host_range(self) -> tuple[int, int]:
         """The smallest and the largest number of hosts."""
         if isinstance(self.nnodes, int):
             return self.nnodes, self.nnodes

@@ -149,7 +149,7 @@ def _run_stages(session: Session) -> Status:
         watchdog.set_phase(stage.name.encode())
         entry = {"kind": stage.name, "index": stage.index, **_STAGES[type(stage)](session, stage)}
         if runtime.compiler is not None:
-            session.reporter.compiled_more(runtime.compiler, session.state.step)
+            session.reporter.report_recompiles(runtime.compiler, session.state.step)
         entry = runtime.loaded.secrets.redact_all(entry)  # checkpoints hold it
         watchdog.set_phase(b"collecting records")
         runtime.records.collect()
@@ -174,7 +174,7 @@ def _announce(session: Session) -> None:
             f"launched with {environment.local_world_size} ranks per host; "
             f"the file's launch.nproc_per_node: {launch.nproc_per_node} is not used"
         )
-    least, most = launch.hosts
+    least, most = launch.host_range
     if not least <= environment.hosts <= most:
         reporter.note(
             f"launched on {environment.hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used"

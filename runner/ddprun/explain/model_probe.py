@@ -195,7 +195,7 @@ def _buckets(
         # It has other rules for the first two, and a compiled graph has an order of its own.
         return _buckets_by_ddp(loaded, model, objective, precision, feed)
     with seeding.preserve_rng_state(precision.device):
-        content, ready = precision.admit(feed.first_batch()), None
+        content, ready = precision.to_device(feed.first_batch()), None
         model.train()
         if sum(map(nbytes, model.parameters())) > _LARGE_BYTES:
             with suppress(Exception):  # of a model that looks at values; it runs with them, then
@@ -219,7 +219,7 @@ def _gradients_ready(
     for name, param in held.items():
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(partial(ready.setdefault, name.removeprefix("model.")))
-    with precision.computing():
+    with precision.autocast():
         loss: Tensor = torch.func.functional_call(step, held, ())
     loss.backward()  # type: ignore[no-untyped-call]
     model.zero_grad(set_to_none=True)

@@ -117,7 +117,7 @@ class Table:
 
     @property
     def cells(self) -> list[tuple[str, ...]]:
-        """The rows as a reader wants them."""
+        """The rows as text; numbers of a column have equally many decimals."""
         return list(zip(*map(alike, zip_longest(*self.rows)), strict=True))
 
 
