@@ -1,12 +1,16 @@
 """How well does `ddprun explain --link` predict what steps then take?
 
     python -m benchmarks.prediction [--models cnn] [--links 100] [--minutes 3]
+    python -m benchmarks.prediction --ranks
 
-Needs Linux and root; run it in the repository's folder. Two network namespaces with two ranks each are joined
-by links of five kinds. For each model one run without a limit on the link measures what steps cost: without
-exchange, and with each stack of hooks. From that alone each case is predicted: model, stack, policy, link.
-Then each case is run. Both hosts share the cores of this machine, so each counts as having half of them.
-Prints Markdown tables: the errors, and whether the fastest by prediction is the fastest in fact.
+The first needs Linux and root; run it in the repository's folder. Two network namespaces with two ranks each
+are joined by links of five kinds. For each model one run without a limit on the link measures what steps
+cost: without exchange, and with each stack of hooks. From that alone each case is predicted: model, stack,
+policy, link. Then each case is run. Both hosts share the cores of this machine, so each counts as having half
+of them. Prints Markdown tables: the errors, and whether the fastest by prediction is the fastest in fact.
+
+With `--ranks`, two ranks on this machine are measured, and steps of up to 16 are predicted and run, which
+share its cores.
 """
 
 import argparse
@@ -18,12 +22,14 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from benchmarks.page import DOES_NOT_HOLD, Pieces, print_head, print_row
 from benchmarks.two_hosts import HOSTS, TIMEOUT_S, Link, started
+from tests.ranks import Running
 
 from ddprun.config import load
 from ddprun.explain.explain import explain
@@ -33,6 +39,8 @@ from ddprun.predict.measure import fitted
 
 LOCAL = 2  # ranks on a host
 BURST_KB = 16  # that a slow link lets through at once: with more, short exchanges would not feel its limit
+ON_ONE_HOST = ["[]", "[fp16]", "[shared_memory]"]
+RANKS = (2, 4, 8, 16)
 CYCLE = 8  # steps of a policy from one exchange to the next
 WARM_UP = 4  # steps of a stage that do not count, or one cycle
 MEDIAN_ERROR, WORST_ERROR, CLOSE = 0.07, 0.15, 0.05
@@ -120,19 +128,29 @@ def measure(model: str, speed: Speed) -> list[float]:
     for policy in POLICIES:
         steps = speed.steps if policy == "every_step" else CYCLE * speed.cycles
         text += "".join(stage(steps, stack, policy) for stack in STACKS)
-    found: dict[int, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
-        run_dir = run(Path(scratch), text, speed.link)
-        for file in (run_dir / "steps").iterdir():
-            by_stage: dict[int, list[float]] = defaultdict(list)
-            for line in map(json.loads, file.read_text().splitlines()):
-                by_stage[line["stage"]].append(line["step_us"] / 1e6)
-            for number, times in by_stage.items():
-                length = 1 if number < len(STACKS) else CYCLE
-                times = times[max(WARM_UP, length) :]
-                ends = range(length, len(times) + 1, length)
-                found[number] += [fmean(times[end - length : end]) for end in ends]
-    return [median(found[number]) for number in sorted(found)]
+        found = step_times(run(Path(scratch), text, speed.link))
+    medians = []
+    for number in sorted(found):
+        length, cycles = 1 if number < len(STACKS) else CYCLE, list[float]()
+        for times in found[number]:
+            counted = times[max(WARM_UP, length) :]
+            ends = range(length, len(counted) + 1, length)
+            cycles += [fmean(counted[end - length : end]) for end in ends]
+        medians.append(median(cycles))
+    return medians
+
+
+def step_times(run_dir: Path) -> dict[int, list[list[float]]]:
+    """Seconds of each step, of each rank, by the stage."""
+    found: dict[int, list[list[float]]] = defaultdict(list)
+    for file in (run_dir / "steps").iterdir():
+        by_stage: dict[int, list[float]] = defaultdict(list)
+        for line in map(json.loads, file.read_text().splitlines()):
+            by_stage[line["stage"]].append(line["step_us"] / 1e6)
+        for number, times in by_stage.items():
+            found[number].append(times)
+    return found
 
 
 def predict(model: str, speeds: Mapping[str, Speed]) -> dict[str, list[float]]:
@@ -193,6 +211,65 @@ def show(models: Sequence[str], speeds: Sequence[str], found: Mapping[tuple[str,
     return middle <= MEDIAN_ERROR and worst <= WORST_ERROR and close >= 0.9 * cases
 
 
+def measure_ranks(model: str, ranks: int) -> list[float]:
+    """Seconds of a step with each of `ON_ONE_HOST`, medians over the steps of all ranks of one host."""
+    text = MODELS[model] + REST + "".join(stage(40, stack, "every_step") for stack in ON_ONE_HOST)
+    with tempfile.TemporaryDirectory() as scratch:
+        times = step_times(run_here(Path(scratch), text, ranks))
+    return [median(chain.from_iterable(of[WARM_UP:] for of in times[number])) for number in sorted(times)]
+
+
+def predict_ranks(model: str) -> dict[str, list[tuple[float, str]]]:
+    """The same, predicted from a run on two ranks, with what limits; by the number of ranks."""
+    turn = stage(24, "[noop]", "every_step") + stage(24, None, "independent")
+    turn += "".join(stage(24, stack, "every_step") for stack in ON_ONE_HOST)
+    cases = "".join(stage(1, stack, "every_step") for stack in ON_ONE_HOST)
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        cost_model = fitted(run_here(folder, MODELS[model] + REST + 3 * turn, 2), Links())
+        (folder / "cases.yaml").write_text(MODELS[model] + REST + cases)
+        for ranks in RANKS:
+            explained = explain(load(folder / "cases.yaml"), hosts=1, ranks_per_host=ranks)
+            steps = [cost_model.predict(one, explained.world, Links()) for one in explained.stages]
+            found[str(ranks)] = [(one.step_us / 1e6, one.limit) for one in steps]
+    return found
+
+
+def run_here(folder: Path, text: str, ranks: int) -> Path:
+    """Run a pipeline on ranks of this machine; gives the run's folder."""
+    (folder / "p.yaml").write_text(text)
+    with Running("p.yaml", f"--nproc-per-node={ranks}", "--run-dir=run", cwd=folder) as running:
+        finished = running.wait(TIMEOUT_S)
+        if finished.code:
+            raise RuntimeError(finished.stderr)
+    return folder / "run"
+
+
+def show_ranks(models: Sequence[str], pieces: Pieces) -> None:
+    """Print the table of ranks that share the cores of this machine."""
+    print("Milliseconds of a step, predicted from two ranks / measured, and the error.")
+    print(f"All ranks share {cores():g} cores:\n")
+    print_head(["model", "hooks", *(f"{ranks} ranks" for ranks in RANKS), "the limit"])
+    for model in models:
+        predicted = pieces.take(f"{model} ranks", lambda model=model: predict_ranks(model))  # type: ignore[misc]
+        measured = {
+            ranks: pieces.take(
+                f"{model} {ranks} ranks",
+                lambda model=model, ranks=ranks: measure_ranks(model, ranks),  # type: ignore[misc]
+            )
+            for ranks in RANKS
+        }
+        for number, stack in enumerate(ON_ONE_HOST):
+            guesses = [predicted[str(ranks)][number] for ranks in RANKS]
+            facts = [measured[ranks][number] for ranks in RANKS]
+            cells = [
+                f"{1e3 * guess:.1f} / {1e3 * fact:.1f} ({guess / fact - 1:+.0%})"
+                for (guess, _), fact in zip(guesses, facts, strict=True)
+            ]
+            print_row([model, f"`{stack}`", *cells, ", ".join(dict.fromkeys(limit for _, limit in guesses))])
+
+
 def main() -> None:
     """Measure, predict and print."""
     parser = argparse.ArgumentParser(
@@ -200,12 +277,18 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--links", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
+    parser.add_argument("--ranks", action="store_true", help="the table of ranks on this machine")
     parser.add_argument("--minutes", type=float, help="a piece of it: then the same command goes on")
     asked = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if asked.ranks:
+        pieces = Pieces("prediction-ranks", [asked.models], asked.minutes)
+        show_ranks(asked.models, pieces)
+        pieces.end()
+        return
     speeds = {name: SPEEDS[name] for name in asked.links}
     if refused := next((why for one in speeds.values() if one.link and (why := one.link.refusal())), None):
         sys.exit(refused)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     pieces = Pieces("prediction", [asked.models, asked.links], asked.minutes)
     found: dict[tuple[str, str], Any] = {}
     for model in asked.models:
