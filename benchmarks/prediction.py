@@ -82,20 +82,22 @@ POLICIES = [
 
 @dataclass(frozen=True)
 class Speed:
-    """A link, and how many steps, and cycles of a policy, are run over it."""
+    """A link, and how many steps, and cycles of a policy, are run over it, in how many turns."""
 
     link: Link | None
     links: Links
     steps: int
     cycles: int
+    turns: int = 1
+    """Short steps are run in turns, since a machine is not always equally fast."""
 
 
 SPEEDS = {
-    "unlimited": Speed(None, Links(), 64, 8),
-    "1000": Speed(Link(1000), parse_links("1000Mbit"), 64, 8),
-    "100": Speed(Link(100, burst_kb=BURST_KB), parse_links("100Mbit"), 24, 5),
+    "unlimited": Speed(None, Links(), 24, 4, turns=4),
+    "1000": Speed(Link(1000), parse_links("1000Mbit"), 24, 4, turns=4),
+    "100": Speed(Link(100, burst_kb=BURST_KB), parse_links("100Mbit"), 16, 3, turns=2),
     "37, 8 ms": Speed(Link(37, 8.0), parse_links("37Mbit", "8ms"), 16, 4),
-    "10": Speed(Link(10, burst_kb=BURST_KB), parse_links("10Mbit"), 12, 3),
+    "10": Speed(Link(10, queue_ms=500, burst_kb=BURST_KB), parse_links("10Mbit"), 12, 3),
 }
 
 
@@ -124,21 +126,22 @@ def run(folder: Path, text: str, link: Link | None) -> Path:
 
 def measure(model: str, speed: Speed) -> list[float]:
     """Seconds of a step in each case, all policies with all stacks; medians over ranks and cycles."""
-    text = MODELS[model] + REST
+    turn = ""
     for policy in POLICIES:
         steps = speed.steps if policy == "every_step" else CYCLE * speed.cycles
-        text += "".join(stage(steps, stack, policy) for stack in STACKS)
+        turn += "".join(stage(steps, stack, policy) for stack in STACKS)
+    text = MODELS[model] + REST + speed.turns * turn
     with tempfile.TemporaryDirectory() as scratch:
         found = step_times(run(Path(scratch), text, speed.link))
-    medians = []
-    for number in sorted(found):
-        length, cycles = 1 if number < len(STACKS) else CYCLE, list[float]()
-        for times in found[number]:
+    cases = len(POLICIES) * len(STACKS)
+    cycles: dict[int, list[float]] = defaultdict(list)
+    for number, of_ranks in found.items():
+        length = 1 if number % cases < len(STACKS) else CYCLE
+        for times in of_ranks:
             counted = times[max(WARM_UP, length) :]
             ends = range(length, len(counted) + 1, length)
-            cycles += [fmean(counted[end - length : end]) for end in ends]
-        medians.append(median(cycles))
-    return medians
+            cycles[number % cases] += [fmean(counted[end - length : end]) for end in ends]
+    return [median(cycles[number]) for number in range(cases)]
 
 
 def step_times(run_dir: Path) -> dict[int, list[list[float]]]:

@@ -315,7 +315,7 @@ class CostModel:
         if after:
             nbytes = sum(bucket.bytes for exchange in after for bucket in exchange.buckets or ())
             yield Work(_CHANGE_US * nbytes, "sync_us")
-            yield from send("after_step", "sync", self._late.us(since, world.ranks))
+            yield from send("after_step", "sync", self._late_us(since, world))
         if after and not delay:
             yield Await("sync")
         if settings.gradients != "all":
@@ -332,10 +332,14 @@ class CostModel:
             carry = Carry(0.0, nbytes, min(rounds, _ROUNDS), latencies={level: 2 * rounds}, queue="control")
             yield Send(Flight("control", (carry,), "control"))
 
+    def _late_us(self, steps: int, world: WorldShape) -> float:
+        """How long a rank waits for the last one; where ranks share cores, that one gets those of the rest."""
+        return self._late.us(steps, world.ranks) * self._machine_of(world, Links()).share()
+
     def _backward(
         self, exchanges: Sequence[PlannedExchange], world: WorldShape, stack: _Stack, whole_us: float
     ) -> Iterator[Instruction]:
-        late, done = self._late.us(1, world.ranks), 0.0
+        late, done = self._late_us(1, world), 0.0
         for exchange in exchanges:
             for bucket in (exchange.buckets or ()) if exchange.moment == "backward" else ():
                 ready = max([self._ready.get(name, 1.0) for name in bucket.params] or [1.0])
