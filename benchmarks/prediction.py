@@ -227,7 +227,7 @@ def predict_ranks(model: str) -> dict[str, list[tuple[float, str]]]:
     turn = stage(24, "[noop]", "every_step") + stage(24, None, "independent")
     turn += "".join(stage(24, stack, "every_step") for stack in ON_ONE_HOST)
     cases = "".join(stage(1, stack, "every_step") for stack in ON_ONE_HOST)
-    found = {}
+    found: dict[str, list[tuple[float, str]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         cost_model = fitted(run_here(folder, MODELS[model] + REST + 3 * turn, 2), Links())

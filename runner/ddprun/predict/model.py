@@ -333,7 +333,7 @@ class CostModel:
             yield Send(Flight("control", (carry,), "control"))
 
     def _late_us(self, steps: int, world: WorldShape) -> float:
-        """How long a rank waits for the last one; where ranks share cores, that one gets those of the rest."""
+        """How long a rank waits for the last one, which gets the cores of the others if they share them."""
         return self._late.us(steps, world.ranks) * self._machine_of(world, Links()).share()
 
     def _backward(
