@@ -1,9 +1,13 @@
 """Rates and latencies as a command line says them."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
+from ddprun.doctor import Report
+from ddprun.doctor.links import Measured, link_findings
 from ddprun.predict.links import TCP_SHARE, Link, Links, parse_links, rate_of, shown
 
 
@@ -62,6 +66,38 @@ def test_what_is_neither_a_rate_nor_a_time(rate: str | None, latency: str | None
     """It is named, and so is what would do."""
     with pytest.raises(ValueError, match=r"(write|must name)"):
         parse_links(rate, latency)
+
+
+def test_a_link_that_doctor_has_measured(tmp_path: Path) -> None:
+    """The slowest of all pairs, with the longest latency: measured, so nothing is taken off for headers."""
+    two = Measured("gloo", 0.004, 95.0, 96.0, 88.0, 1 << 20)
+    three = Measured("gloo", 0.008, 950.0, 960.0, 880.0, 1 << 20)
+    findings = [*link_findings("a", "b", two, [None]), *link_findings("a", "c", three, [None])]
+    file = tmp_path / "link.json"
+    file.write_text(json.dumps(Report([], findings).plain()))
+    found = parse_links(str(file)).across
+    assert found.bytes_per_s == pytest.approx(11e6)
+    assert found.latency_s == pytest.approx(0.002)
+    assert parse_links(str(file), "5ms").across.latency_s == 0.005
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("no", "is not what `ddprun doctor"),
+        ("[" * 100_000, "is not what `ddprun doctor"),
+        ('{"findings": [{"check": "latency", "value": {"backend": "smoke"}}]}', "is not what `ddprun doctor"),
+        ('{"findings": []}', "has no link between hosts"),
+    ],
+)
+def test_a_file_that_doctor_has_not_written(tmp_path: Path, text: str | None, said: str) -> None:
+    """It is refused in one line."""
+    file = tmp_path / "link.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        parse_links(str(file))
 
 
 @pytest.mark.parametrize("text", ["100 Mbit/s", "2.5 Gbit/s", "37 Mbit/s", "56 kbit/s", "999 Mbit/s"])

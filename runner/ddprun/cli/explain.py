@@ -45,8 +45,8 @@ def _numbers_of_hosts(ctx: click.Context, param: click.Parameter, value: str | N
 @click.option(
     "--link",
     metavar="RATE",
-    help="Predict step times over such a link between hosts: 100Mbit, 10GB/s, unlimited, or "
-    "within=RATE,across=RATE.",
+    help="Predict step times over such a link between hosts: 100Mbit, 10GB/s, unlimited, "
+    "within=RATE,across=RATE, or what `ddprun doctor --format json` wrote to a file: link.json.",
 )
 @click.option("--latency", metavar="TIME", help="Its latency one way: 5us, 8ms, or within=TIME,across=TIME.")
 @click.option(
