@@ -38,7 +38,6 @@ from ddprun.predict.links import Links, parse_links
 from ddprun.predict.measure import fitted
 
 LOCAL = 2  # ranks on a host
-BURST_KB = 16  # that a slow link lets through at once: with more, short exchanges would not feel its limit
 ON_ONE_HOST = ["[]", "[fp16]", "[shared_memory]"]
 RANKS = (2, 4, 8, 16)
 CYCLE = 8  # steps of a policy from one exchange to the next
@@ -95,9 +94,9 @@ class Speed:
 SPEEDS = {
     "unlimited": Speed(None, Links(), 24, 4, turns=4),
     "1000": Speed(Link(1000), parse_links("1000Mbit"), 24, 4, turns=4),
-    "100": Speed(Link(100, burst_kb=BURST_KB), parse_links("100Mbit"), 16, 3, turns=2),
+    "100": Speed(Link(100), parse_links("100Mbit"), 16, 3, turns=2),
     "37, 8 ms": Speed(Link(37, 8.0), parse_links("37Mbit", "8ms"), 16, 4),
-    "10": Speed(Link(10, queue_ms=500, burst_kb=BURST_KB), parse_links("10Mbit"), 12, 3),
+    "10": Speed(Link(10), parse_links("10Mbit"), 12, 3),
 }
 
 

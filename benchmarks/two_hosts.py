@@ -27,9 +27,6 @@ class Link:
     queue_ms: float = 50.0
     """Without a latency: how long a packet may wait for its turn."""
 
-    burst_kb: int = 64
-    """Without a latency: what passes at once after a pause."""
-
     def refusal(self) -> str | None:
         """Why it cannot be had here."""
         if REASON is not None:
@@ -42,7 +39,7 @@ class Link:
     def between(self, made: Sequence[Host]) -> Iterator[None]:
         """Make the link between two hosts so slow."""
         if not self.one_way_ms:
-            rate = f"tbf rate {self.mbit}mbit burst {self.burst_kb}kb latency {self.queue_ms}ms"
+            rate = f"tbf rate {self.mbit}mbit burst 64kb latency {self.queue_ms}ms"
             for host in made:
                 tc = ["tc", "qdisc", "replace", "dev", "e0", "root", *rate.split()]
                 subprocess.run(["ip", "netns", "exec", host.namespace, *tc], check=True)

@@ -160,7 +160,6 @@ def test_more_never_takes_less(what: str) -> None:
             work_us=10.0 * amount if what == "work" else 5.0,
             nbytes={"across": 100.0 * amount if what == "bytes" else 100.0},
             rounds=4,
-            chains=2,
             latencies={"across": 4},
             wake_us=3.0,
         )

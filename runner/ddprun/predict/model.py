@@ -382,9 +382,9 @@ class CostModel:
             work,
             nbytes,
             rounds=max(1, min(total, _ROUNDS)),
-            chains=2 if leg.op == "all_reduce" else 1,  # Gloo cuts each part of a ring into two
-            # Gloo's receivers tell its senders when they are ready: two latencies for each message.
-            latencies={level: 2 * total},
+            # Gloo's receivers tell its senders when they are ready: two latencies for each message. A ring
+            # has two on their way, and the receiver is ready for the second when the first has come.
+            latencies={level: (1.5 if leg.op == "all_reduce" else 2.0) * total},
             wake_us=stack.wake_us,
             queue=queue,
         )
