@@ -103,7 +103,9 @@ class Runtime:
 
 @dataclass(slots=True)
 class Cursor:
-    """Where in its pipeline the run is: which stage runs or comes next, and where its steps began."""
+    """Where in its pipeline the run is: which stage runs or comes next, and where its steps began. With it goes
+    what has come of the run so far: its time, and the summary's entries of stages that are done.
+    """
 
     next: int = 0  # the index in `stages` of the stage that runs, or that comes next
     stage: int | None = None  # the last stage that takes steps that has begun; it runs if it is `next`

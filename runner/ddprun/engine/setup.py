@@ -263,11 +263,11 @@ def _compare_data(feed: Feed, name: str, control: Control, reporter: Reporter) -
     from a data set that is said to shard itself.
     """
 
-    def warn(text: str) -> None:
+    def note_lost_samples(text: str) -> None:
         reporter.events.warning("data_lost")
         reporter.note(f"{name}: {text}")
 
-    feed.warn = warn
+    feed.on_samples_lost = note_lost_samples
     odd = feed.compare_ranks(control)
     if feed.ranks > 1 and feed.sharded and not odd:
         reporter.events.warning("data_not_sharded")
