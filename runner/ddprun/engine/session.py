@@ -103,8 +103,8 @@ class Runtime:
 
 @dataclass(slots=True)
 class Cursor:
-    """Where in its pipeline the run is: which stage runs or comes next, and where its steps began. With it goes
-    what has come of the run so far: its time, and the summary's entries of stages that are done.
+    """Where in its pipeline the run is: which stage runs or comes next, and where its steps began. With that
+    goes what has come of the run so far: its time, and the summary's entries of stages that are done.
     """
 
     next: int = 0  # the index in `stages` of the stage that runs, or that comes next
