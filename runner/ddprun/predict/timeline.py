@@ -256,7 +256,8 @@ class Timeline:
         one.wire_until_us = end
         for level, times in carry.latencies.items():
             end += 1e6 * self._machine.links.of(level).latency_s * times / carry.rounds
-        one.arrives_us, one.until_us = end, max(end, self._now + carry.wake_us)
+        # Threads need part of that time once the message is here, and part of it for whatever else cores do.
+        one.arrives_us, one.until_us = end, max(end + carry.wake_us / 2, self._now + carry.wake_us)
         one.next_work_us = carry.work_us / carry.rounds
 
     def _enter_next(self, one: _UnderWay) -> None:
