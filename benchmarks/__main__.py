@@ -138,6 +138,15 @@ PARTS = [
         "predict.md",
         pieces=True,
     ),
+    Part(
+        "prediction-ranks",
+        "predicted and measured steps of ranks that share cores",
+        "prediction --ranks",
+        "--models cnn",
+        1200,
+        "predict.md",
+        pieces=True,
+    ),
     Part("overlap", "what overlap_steps hides", "overlap --rounds 3", "--rounds 1", 1800, "sync.md"),
 ]
 

@@ -176,9 +176,7 @@ def predict(model: str, speeds: Mapping[str, Speed]) -> dict[str, list[float]]:
 def show(models: Sequence[str], speeds: Sequence[str], found: Mapping[tuple[str, str], Any]) -> bool:
     """Print the tables; gives whether all targets are reached."""
     print("Milliseconds of a step, predicted / measured, and the error:\n")
-    print_head(
-        ["model", "sync", "hooks", *(f"{name} Mbit/s" if name != "unlimited" else name for name in speeds)]
-    )
+    print_head(["model", "sync", "hooks", *map(linked, speeds)])
     errors: list[float] = []
     for model in models:
         for number, (policy, stack) in enumerate((p, s) for p in POLICIES for s in STACKS):
