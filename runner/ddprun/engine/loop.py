@@ -419,7 +419,7 @@ def between_steps(
             session.record_agreed(runtime.recorder.wait_for_messages())
             return "stopped"
     elif not exchanged:
-        session.reporter.progress_alone(run.steps_done, step)
+        session.reporter.progress_without_exchange(run.steps_done, step)
     if run.evaluation_is_due:
         with excluded_from_timing(run, b"evaluate"):
             evaluate_in_stage(run)  # first: a checkpoint holds its outcome

@@ -79,7 +79,7 @@ class Reporter:
             self._newest = agreed_steps[-1]
             self._show(self._newest.steps[-1] - self._first, step)
 
-    def progress_alone(self, done: int, step: int) -> None:
+    def progress_without_exchange(self, done: int, step: int) -> None:
         """Show a step, after `done` of the stage and `step` of the run, in which ranks exchanged nothing."""
         self._report_uncounted()
         self._show(done, step)

@@ -333,7 +333,7 @@ class StepRecorder:
             due += batch.last_step + self.control_delay_steps <= step.number
         if self._unposted >= self.steps_per_post + self._clock.lag and self._must_resolve():
             self._resolve(self._clock.lag)
-        return self._read_messages(due) if due else []
+        return self._await_messages(due) if due else []
 
     # Between steps.
 
@@ -344,7 +344,7 @@ class StepRecorder:
         the next message; `rest` sends it now.
         """
         self._resolve(0, rest=rest)
-        agreed_steps = self._read_messages(len(self._batches))
+        agreed_steps = self._await_messages(len(self._batches))
         self.deferred.do_all()
         return agreed_steps
 
@@ -473,7 +473,7 @@ class StepRecorder:
                     self._known_uncounted.add(note)
                     self.uncounted.append((step, note))
 
-    def _read_messages(self, batches: int) -> list[AgreedSteps]:
+    def _await_messages(self, batches: int) -> list[AgreedSteps]:
         """Read the messages about the oldest batches, whose steps are finished some time later."""
         agreed_steps = []
         for _ in range(batches):
