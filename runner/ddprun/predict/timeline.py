@@ -19,6 +19,9 @@ Blame = Literal["late", "hooks", "wire", "latency", "collectives"]
 """What a training thread waits for: the last rank to have a bucket ready; hooks; a link that is busy;
 messages that are under way; the work of collectives."""
 
+MOST_ROUNDS = 12
+"""Of a collective with more rounds, several are played as one."""
+
 _EPSILON_US = 1e-6
 
 
@@ -287,3 +290,19 @@ class Timeline:
                 self._go_on(waited)
             else:
                 self._threads[before.queue] -= 1
+
+
+def rounds_of(op: str, ranks: int, *, in_trees: bool = False) -> int:
+    """Messages of a collective that can only go one after the other: in a ring, or, as with NCCL, in a tree
+    where that takes fewer. Pieces of an all-to-all go at once.
+    """
+    ring = ranks - 1
+    tree = math.ceil(math.log2(max(2, ranks)))
+    match op:
+        case "all_reduce":
+            return 2 * min(ring, tree) if in_trees else 2 * ring
+        case "all_to_all":
+            return min(1, ring)
+        case "broadcast":
+            return tree
+    return ring

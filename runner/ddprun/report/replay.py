@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from ddprun.predict.links import Level, Link, Links
 from ddprun.predict.timeline import (
+    MOST_ROUNDS,
     Await,
     Carry,
     Flight,
@@ -27,6 +28,7 @@ from ddprun.predict.timeline import (
     Send,
     Timeline,
     Work,
+    rounds_of,
 )
 from ddprun.report.digest import Digest
 from ddprun.report.runs import between
@@ -43,7 +45,6 @@ _FASTER = 1.5**24  # than the slowest link that is tried
 _TRIALS = 24
 _EXACT = 1e-5  # of a rate
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_ROUNDS = 12  # of a collective with more, several are played as one, as in a prediction
 _LITTLE = 0.02  # of a step
 _MOSTLY = 0.75  # in so many of the steps a rank is the last, if it is to be named
 
@@ -220,11 +221,8 @@ class Network:
         among = (
             self.hosts if "across" in group else self.ranks // self.hosts if "within" in group else self.ranks
         )
-        ring = max(1, among - 1)
-        rounds, chains = {"all_reduce": (2 * ring, 2), "all_to_all": (1, 1)}.get(leg["op"], (ring, 1))
-        if not self.on_cpu:
-            rounds = chains = 1
-        return Carry(0.0, {level: nbytes}, min(rounds, _ROUNDS), chains, queue=group)
+        rounds = max(1, rounds_of(leg["op"], among)) if self.on_cpu else 1
+        return Carry(0.0, {level: nbytes}, min(rounds, MOST_ROUNDS), queue=group)
 
 
 @dataclass(frozen=True, slots=True)
