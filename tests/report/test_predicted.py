@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,6 +48,7 @@ def predicted(**changed: Any) -> dict[str, Any]:
         "links_busy_us": {"within": 0, "across": 50_000},
         "host_sends_bytes": 500_000,
         "buckets": PREDICTED_BUCKETS,
+        "sweep": [],
     }
     stage = {"stage": 0, "kind": "train", "sync": "every_step", "hooks": [], "cycle": 1}
     whole = {"v": 1, "ranks": 2, "hosts": 2}
@@ -181,6 +183,19 @@ def test_a_prediction_stands_beside_what_was_measured(tmp_path: Path) -> None:
     assert fewer.buckets["gradient 3"] == (None, ENDS[3])
 
 
+def test_other_numbers_of_ranks_are_a_chart(tmp_path: Path) -> None:
+    """Of those that the file has, with their numbers as a table."""
+    folder, file = over_a_link(tmp_path / "run"), tmp_path / "file.json"
+    rows = [{"ranks": 2 * 4**n, "step_us": 75_000 + 1_000 * n, "exposed_us": 1_000 * n} for n in range(7)]
+    stage = compared(folder, predicted(sweep=rows))
+    assert list(stage.sweep[6]) == [8192, 81_000, 6_000]
+    file.write_text(json.dumps(predicted(sweep=rows)))
+    assert main(["report", str(folder), "--predicted", str(file), "--no-trace"]) == 0
+    page = (folder / "report.html").read_text()
+    assert "A step on more ranks, predicted" in words(page)
+    assert re.search(r"<td[^>]*>8,?192</td>", page)
+
+
 @pytest.mark.parametrize(
     ("run", "changed", "said"),
     [
@@ -285,6 +300,7 @@ STEP = ("stages", 0, "predicted")
             "stages.0.predicted.waits_us.wire: Input should be greater",
         ),
         (changed(*STEP, "buckets", 1, "done_us", to=[]), "stages.0.predicted.buckets.1.done_us"),
+        (changed(*STEP, "sweep", to=[{"ranks": 0}]), "stages.0.predicted.sweep.0.ranks"),
         (changed(*STEP, "buckets", 1, "bucket", to="x" * 101), "stages.0.predicted.buckets.1.bucket: String"),
     ],
 )

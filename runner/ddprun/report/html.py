@@ -496,6 +496,30 @@ def _predicted(predicted: Sequence[Sequence[Compared]], runs: Runs) -> Iterator[
             if rows:
                 caption = "Since the step began: medians over steps and ranks."
                 yield Table(heads, rows, caption, "Each bucket" * (len(rows) > _MOST_BUCKETS))
+            if one.sweep:
+                heads = ["ranks", "a step, ms", "waiting, ms"]
+                in_ms = [[ranks, us / 1000, waiting / 1000] for ranks, us, waiting in one.sweep]
+                yield from _chart(_sweep_chart(in_ms, heads), "A step on more ranks, predicted", heads, in_ms)
+
+
+def _sweep_chart(rows: Sequence[Sequence[float]], heads: Sequence[str]) -> Chart:
+    """Times over the number of ranks, both on logarithmic scales."""
+    columns = list(zip(*rows, strict=True))
+    data = [
+        {
+            "x": columns[0],
+            "y": [value or None for value in column],
+            "name": name.removesuffix(", ms"),
+            "mode": "lines+markers",
+            "line": {"color": _COLOURS[style], "dash": _DASHES[style]},
+        }
+        for style, (name, column) in enumerate(zip(heads[1:], columns[1:], strict=True))
+    ]
+    layout = _layout("ranks", "ms", showlegend=True, legend={"orientation": "h", "y": 1.1})
+    layout["xaxis"] |= {"type": "log", "tickvals": columns[0], "ticktext": list(map(str, columns[0]))}
+    layout["yaxis"] |= {"type": "log", "rangemode": "normal"}
+    known = [value for column in columns[1:] for value in column if value]
+    return {"data": data, "layout": layout, "values": ("yaxis", min(known), max(known))}
 
 
 def _difference(said_us: float | None, was_us: float | None) -> list[Any]:

@@ -7,7 +7,7 @@ explain (`replay.py`). Nothing that the pipeline names is imported.
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
@@ -40,6 +40,8 @@ class Compared:
     sentences: Sequence[str]
     step: Mapping[Part, tuple[float, float]] = field(default_factory=dict)
     buckets: Mapping[str, tuple[Moments | None, Moments | None]] = field(default_factory=dict)
+    sweep: Sequence[tuple[int, float, float]] = ()
+    """Predicted for other numbers of ranks: how many, a step, and how long it waits."""
 
 
 # A prediction in a file.
@@ -55,6 +57,12 @@ class _PredictedBucket(BaseModel):
     done_us: _Us
 
 
+class _PredictedRanks(BaseModel):
+    ranks: Annotated[int, Field(strict=True, gt=0, lt=2**31)]
+    step_us: Annotated[float, Field(strict=True, gt=0, lt=2**63)]
+    exposed_us: _Us
+
+
 class _Predicted(BaseModel):
     step_us: Annotated[float, Field(strict=True, gt=0, lt=2**63)]
     parts_us: dict[str, _Us]
@@ -62,6 +70,7 @@ class _Predicted(BaseModel):
     links_busy_us: dict[Level, _Us]
     host_sends_bytes: _Us
     buckets: list[_PredictedBucket]
+    sweep: Annotated[list[_PredictedRanks], Field(max_length=100)] = []
 
     @property
     def parts(self) -> dict[Part, float]:
@@ -195,7 +204,9 @@ class _Stage:
         said, was = one.predicted.step_us, measured["step"]
         text = f"A step was predicted to take {duration(1e-6 * said)}, and took {duration(1e-6 * was)}"
         text += f" ({_percent(was, said)})."
-        return self._compared(text, one.predicted.parts, measured, one.predicted.moments, one.predicted)
+        found = self._compared(text, one.predicted.parts, measured, one.predicted.moments, one.predicted)
+        sweep = [(row.ranks, row.step_us, row.exposed_us) for row in one.predicted.sweep]
+        return replace(found, sweep=sweep)
 
     def _compared(
         self,
