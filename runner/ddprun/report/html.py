@@ -515,9 +515,9 @@ def _sweep_chart(rows: Sequence[Sequence[float]], heads: Sequence[str]) -> Chart
         }
         for style, (name, column) in enumerate(zip(heads[1:], columns[1:], strict=True))
     ]
-    layout = _layout("ranks", "ms", showlegend=True, legend={"orientation": "h", "y": 1.1})
+    layout = _layout("ranks", "ms")
     layout["xaxis"] |= {"type": "log", "tickvals": columns[0], "ticktext": list(map(str, columns[0]))}
-    layout["yaxis"] |= {"type": "log", "rangemode": "normal"}
+    layout["yaxis"] |= {"type": "log", "rangemode": "normal", "dtick": 1}
     known = [value for column in columns[1:] for value in column if value]
     return {"data": data, "layout": layout, "values": ("yaxis", min(known), max(known))}
 
