@@ -301,7 +301,7 @@ def test_explain_shows_the_graphs_and_buckets_of_the_run(runs: dict[str, Path]) 
     explained = explain(load(runs["true"].parent / "true.yaml"), hosts=1, ranks_per_host=2)
     (started,) = [event for event in events(runs["true"]) if event["event"] == "started"]
     assert explained.probe.gradients is not None
-    assert [[p.name for p in one.params] for one in explained.probe.gradients] == [
+    assert [[p.name for p in one.params] for one in explained.probe.gradients.layouts] == [
         bucket["params"] for bucket in started["buckets"]
     ]
     said = " ".join(text(explained).split())

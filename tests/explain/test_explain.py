@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,7 +144,7 @@ def test_a_run_finds_the_same(tmp_path: Path) -> None:
     assert probe.buffer_use is not None
     said = [
         {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
-        for b in probe.gradients
+        for b in probe.gradients.layouts
     ]
     assert found["started"]["buckets"] == said
     assert len(said) > 1
@@ -239,7 +240,8 @@ launch: {nproc_per_node: 2}
     )
     found = explain(load(tmp_path / "shown.yaml"))
     assert [stage.steps for stage in found.stages] == [4, 5]
-    (bucket,) = found.probe.gradients or ()
+    assert found.probe.gradients is not None
+    (bucket,) = found.probe.gradients.layouts
     assert sorted(param.name for param in bucket.params) == ["head.bias", "head.weight"]
     assert explain(load(tmp_path / "shown.yaml"), importing=False).probe.feeds is None
 
@@ -289,12 +291,49 @@ def test_buckets_without_values_are_those_of_ddp(
     file = tmp_path / "large.yaml"
     file.write_text(f"{text}stages: [train: {{steps: 1}}]\n")
     by_order = explain(load(file), hosts=1, ranks_per_host=2).probe.gradients
+    assert by_order is not None
+    assert len(by_order.layouts) > 1
     monkeypatch.setattr(model_probe, "_LARGE_BYTES", 0)
     assert explain(load(file), hosts=1, ranks_per_host=2).probe.gradients == by_order
-    monkeypatch.setattr(model_probe, "_buckets", model_probe._buckets_by_ddp)
-    assert explain(load(file), hosts=1, ranks_per_host=2).probe.gradients == by_order
-    assert by_order is not None
-    assert len(by_order) > 1
+    for cap_mb in (by_order.cap_mb, 1.0):
+        loaded = load(file, [f"ddp={{bucket_cap_mb: {cap_mb}, static_graph: true}}"])
+        by_ddp = explain(loaded, hosts=1, ranks_per_host=2).probe.gradients
+        assert by_ddp is not None
+        assert by_ddp.layouts == by_order.of(cap_mb)
+        assert by_ddp.of(2.0) is None
+
+
+def test_a_probe_serves_other_settings_of_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is explained with it is the same as without; where more must be known, the model is looked at."""
+    file = tmp_path / "p.yaml"
+    file.write_text(
+        f"{HEAD.format(model='{mlp: {inputs: 64, hidden: [512, 512, 512], outputs: 10}}')}"
+        "stages: [train: {steps: 8}]\nsync: {local_sgd: {every: 4}}\n"
+    )
+    probe = explain(load(file), hosts=1, ranks_per_host=2).probe
+    looked: list[Any] = []
+
+    def probe_anew(*args: Any, **options: Any) -> model_probe.ModelProbe:
+        looked.append(args)
+        return model_probe.probe_model(*args, **options)
+
+    monkeypatch.setattr("ddprun.explain.explain.probe_model", probe_anew)
+    for overrides, looks in (
+        (["sync={diloco: {every: 4}}"], False),
+        (["sync=every_step"], True),
+        (["sync=every_step", "ddp.bucket_cap_mb=1", "hooks=[fp16]"], False),
+        (["sync={local_sgd: {every: 4, optimizer_state: average}}"], True),
+        (["sync=every_step", "ddp={bucket_cap_mb: 1, static_graph: true}"], True),
+        (["sync=every_step", "ddp={bucket_cap_mb: 2, static_graph: true}"], True),
+    ):
+        loaded = load(file, overrides)
+        looked.clear()
+        found = explain(loaded, hosts=1, ranks_per_host=2, probe=probe)
+        assert bool(looked) == looks, overrides
+        assert found.as_object() == explain(loaded, hosts=1, ranks_per_host=2).as_object()
+        probe = found.probe
 
 
 def test_a_model_that_looks_at_values_is_tried_with_values(
@@ -317,4 +356,4 @@ class Net(nn.Linear):
     monkeypatch.setattr(model_probe, "_LARGE_BYTES", 0)
     gradients = explain(load(file), hosts=1, ranks_per_host=2).probe.gradients
     assert gradients is not None
-    assert [param.name for param in gradients[0].params] == ["bias", "weight"]
+    assert [param.name for param in gradients.layouts[0].params] == ["bias", "weight"]

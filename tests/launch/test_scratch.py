@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,22 @@ def test_only_the_folder_of_a_launcher_that_is_gone_is_removed(temporary: Path) 
         for process in (living, dead):
             process.kill()
             process.communicate(timeout=30)
+
+
+def test_a_folder_that_another_launcher_removes_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take a new folder for an old one, as long as nobody has locked it."""
+    make, made = tempfile.mkdtemp, list[str]()
+
+    def made_and_removed(*args: str | None, **options: str | None) -> str:
+        made.append(make(*args, **options))
+        if len(made) == 1:
+            os.rmdir(made[0])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made_and_removed)
+    with launcher_folder() as folder:
+        assert str(folder) == made[1]
+        assert folder.is_dir()
 
 
 def test_the_end_of_a_run_is_left_for_the_launcher(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

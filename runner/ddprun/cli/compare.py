@@ -72,6 +72,7 @@ def compare(
     The runs take turns of a few steps, so that whatever disturbs the machine disturbs all alike. A page with
     all of them is written beside the table. Exit code 0; 1 if a run failed; 2 if the input is wrong.
     """
+    from ddprun.cli import printing
     from ddprun.compare import compare as comparing
     from ddprun.compare import learning
     from ddprun.config import load
@@ -96,7 +97,7 @@ def compare(
     if folder.exists() and any(folder.iterdir()):
         raise click.ClickException(f"the folder {folder} is not empty: name another with --output")
     arguments = ["--nproc-per-node", nproc_per_node] if nproc_per_node is not None else []
-    progress = _ProgressLine()
+    progress = printing.ProgressLine("ddprun compare")
     try:
         sides = comparing.run_all(chosen, repeated, folder, turn, arguments, progress)
     except KeyboardInterrupt:
@@ -118,21 +119,3 @@ def compare(
         text = f"ddprun: {side.variant.name} failed with exit code {run.code}; see {comparing.log_of(run)}"
         click.echo(text, err=True)
     return 1 if failed else 0
-
-
-class _ProgressLine:
-    """One line that is written over on a terminal; elsewhere the first and every tenth."""
-
-    def __init__(self) -> None:
-        self._terminal, self._count = is_terminal(sys.stderr), 0
-
-    def __call__(self, text: str) -> None:
-        if self._terminal:
-            click.echo(f"\r\x1b[Kddprun compare: {text}", err=True, nl=False)
-        elif self._count % 10 == 0:
-            click.echo(f"ddprun compare: {text}", err=True)
-        self._count += 1
-
-    def close(self) -> None:
-        if self._terminal:
-            click.echo("", err=True)

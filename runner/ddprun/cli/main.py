@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ddprun import BAD_INPUT, DONE, FAILED, INTERRUPTED, __version__, screen
-from ddprun.cli import catalog, check, compare, doctor, explain, init, report, run, submit
+from ddprun.cli import catalog, check, compare, doctor, explain, init, report, run, submit, tune
 from ddprun.cli.completion import SUFFIXES, pipeline_files
 
 _RUNS = ("run", "resume")
@@ -125,6 +125,7 @@ for _command in (
     explain.explain,
     report.report,
     compare.compare,
+    tune.tune,
     init.init,
     catalog.catalog,
     catalog.schema,

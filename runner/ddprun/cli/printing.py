@@ -1,4 +1,4 @@
-"""Faults as text for a terminal or a log, as JSON, and as GitHub's workflow commands."""
+"""Faults as text for a terminal or a log, as JSON, and as GitHub's workflow commands; a line of progress."""
 
 import os
 import sys
@@ -69,3 +69,31 @@ def _data(value: str) -> str:
 
 def _property(value: str) -> str:
     return _data(value).replace(":", "%3A").replace(",", "%2C")
+
+
+class ProgressLine:
+    """One line that is written over on a terminal; elsewhere the first and every tenth."""
+
+    def __init__(self, command: str) -> None:
+        self._command, self._terminal, self._count, self._open = command, is_terminal(sys.stderr), 0, False
+
+    def __call__(self, text: str) -> None:
+        """Say what is going on now."""
+        if self._terminal:
+            click.echo(f"\r\x1b[K{self._command}: {text}", err=True, nl=False)
+            self._open = True
+        elif self._count % 10 == 0:
+            click.echo(f"{self._command}: {text}", err=True)
+        self._count += 1
+
+    def say(self, text: str) -> None:
+        """A line that stays, above the others."""
+        if self._open:
+            click.echo("\r\x1b[K", err=True, nl=False)
+            self._open = False
+        click.echo(f"{self._command}: {text}", err=True)
+
+    def close(self) -> None:
+        """End the line."""
+        if self._open:
+            click.echo("", err=True)

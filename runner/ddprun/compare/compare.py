@@ -212,7 +212,7 @@ def run_all(
         progress(f"starting {count(len(sides), 'run')}" + ("" if len(seeds) == 1 else f" with seed {seed}"))
         asyncio.run(_take_turns(sides, every, arguments, progress))
         for side in sides:
-            _read(side.runs[-1], every)
+            read(side.runs[-1], every)
     return sides
 
 
@@ -294,8 +294,8 @@ def _end(processes: Sequence[Popen[bytes]]) -> None:
             process.wait()
 
 
-def _read(run: Repetition, every: int) -> None:
-    """Read a run's steps by turns.
+def read(run: Repetition, every: int) -> None:
+    """Read a run's steps by turns of `every`.
 
     The first turn warms up and does not count; nor do steps that measure fidelity, which takes time of its
     own.

@@ -147,6 +147,31 @@ def loss_after(run: Run, samples: int) -> float | None:
     Each mean over ranks counts for all samples since the one before, so that all runs are compared over the
     same samples, however often their ranks exchange losses.
     """
+    return _mean_of(_losses(run), samples * (1 - _LAST_SHARE), samples)
+
+
+def samples_until(run: Run, loss: float, samples: int) -> int | None:
+    """After how many samples the loss, as a mean over a tenth of `samples`, is no higher than this; None: not
+    within so many. Samples are those of all ranks.
+    """
+    known, tenth = _losses(run), samples * _LAST_SHARE
+    for total, _, _ in known:
+        if tenth <= total <= samples:
+            mean = _mean_of(known, total - tenth, total)
+            if mean is not None and mean <= loss:
+                return total
+    return None
+
+
+def _mean_of(known: Sequence[tuple[int, float, int]], above: float, most: int) -> float | None:
+    """The mean loss of the samples beyond `above`, up to `most`."""
+    counted = [(loss, own) for total, loss, own in known if above < total <= most]
+    weights = sum(own for _, own in counted)
+    return sum(loss * own for loss, own in counted) / weights if weights else None
+
+
+def _losses(run: Run) -> list[tuple[int, float, int]]:
+    """For each mean loss of all ranks: how many samples they had seen, the loss, and of how many it is."""
     seen: dict[int, int] = {}
     losses: dict[int, float] = {}
     for rank in run.ranks:
@@ -154,17 +179,14 @@ def loss_after(run: Run, samples: int) -> float | None:
             seen[line["step"]] = seen.get(line["step"], 0) + line["samples"]
             if line["mean_loss"] is not None:
                 losses[line["step"]] = line["mean_loss"]
-    total, weighted, counted, since = 0, 0.0, 0, 0
+    found, total, since = list[tuple[int, float, int]](), 0, 0
     for step in sorted(seen):
         total += seen[step]
         since += seen[step]
-        if total > samples:
-            break
         if step in losses:
-            if total > samples * (1 - _LAST_SHARE):
-                weighted, counted = weighted + losses[step] * since, counted + since
+            found.append((total, losses[step], since))
             since = 0
-    return weighted / counted if counted else None
+    return found
 
 
 # In words.

@@ -42,6 +42,12 @@ def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Fault]]:
     return root, faults
 
 
+def key_of(text: str) -> str:
+    """The key of an override, as it is written."""
+    match = _PATH.match(text)
+    return match[0] if match else ""
+
+
 def alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[Any]]]:
     """Read options `name`, each `KEY=[A, B, C]`: the key as it is written, and the values.
 
@@ -68,8 +74,7 @@ def alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[Any]]]
 def _read(text: str, source: Source) -> tuple[str, list[_Step], Node]:
     """The key as it is written, its path, and the value of an override."""
     start = Place(source, 1, 1)
-    match = _PATH.match(text)
-    key = match[0] if match else ""
+    key = key_of(text)
     end = len(key) + 1
     if text[end - 1 : end] != "=":
         hint = "write key.path=value, as in optimizer.sgd.lr=0.2"

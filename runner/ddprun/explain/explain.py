@@ -283,7 +283,8 @@ def explain(
 
     `hosts` and `ranks_per_host` are by default as the file says, or as a run on this machine would have it.
     `importing`: what the pipeline names by a dotted name may be imported. `probe`: of the same model and
-    data, from an earlier call for other ranks, hooks or policies; they are not looked at again.
+    data, from an earlier call for other ranks, hooks, policies or sizes of buckets; they are not looked at
+    again, unless it takes more than the probe knows.
 
     Raises:
         PipelineError: something in the file that only a run can see.
@@ -292,7 +293,7 @@ def explain(
     world = WorldShape(
         hosts or launch.host_range[1], ranks_per_host or launch.nproc_per_node or default_ranks(loaded)
     )
-    if probe is None:
+    if probe is None or not probe.fits(loaded):
         probe = probe_model(loaded, world, importing=importing)
     simulations = Simulations(loaded, world, probe.device, importing=importing)
     planner = _Planner(loaded, probe, simulations)
@@ -518,7 +519,9 @@ class _Planner:
         route = Route("gradient", "world", "hooks")
         if plan.gradients == "host":
             route = Route("gradient", "world", "host_hooks", True, plan.hosts)
-        return _sent("backward", route, self._probe.gradients)
+        known = self._probe.gradients
+        cap_mb = self._pipeline.ddp.bucket_cap_mb
+        return _sent("backward", route, None if known is None else known.of(cap_mb))
 
     def _transfer(self, moment: Moment, one: Transfer, plan: SyncPlan) -> tuple[Sent, ...]:
         """The buckets of a transfer that sets out."""
@@ -530,7 +533,7 @@ class _Planner:
                 optimizer = self._probe.optimizer
                 if optimizer is None:
                     return self._bucketed(moment, route, None)
-                optimizer.state.update(self._probe.optimizer_state)
+                optimizer.state.update(self._probe.optimizer_state or {})
                 complete_state(optimizer)
                 return self._bucketed(moment, route, floating_state(optimizer))
             case "parameters" if one.source is not None:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -73,18 +73,47 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientBuckets:
+    """The buckets of gradients, as backward fills them."""
+
+    layouts: tuple[BucketLayout, ...]
+    cap_mb: float  # `ddp.bucket_cap_mb`
+    ready: Mapping[str, Tensor] | None = field(compare=False)
+    """Parameters by name, in the order in which backward completes their gradients; None: DDP itself was
+    asked for its buckets."""
+
+    def of(self, cap_mb: float) -> tuple[BucketLayout, ...] | None:
+        """The buckets of another largest size; None: only DDP itself knows."""
+        if cap_mb == self.cap_mb:
+            return self.layouts
+        return None if self.ready is None else layout_of(self.ready, cap_mb)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelProbe:
     """What is known about a run before it starts."""
 
     model: nn.Module | None  # None: not known
-    gradients: tuple[BucketLayout, ...] | None  # as backward fills them; (): none are sent; None: not known
+    gradients: GradientBuckets | None  # None: not known, or no stage sends gradients
     buffer_use: BufferUse | None  # what rank 0's first batch does to the buffers; None: not known
     optimizer: Optimizer | None  # None: not known
-    optimizer_state: Mapping[Tensor, dict[str, Any]]  # after a step, without values; empty if not sent
+    optimizer_state: Mapping[Tensor, dict[str, Any]] | None
+    """After a step, without values; None: not known, or no stage sends it."""
+
     feeds: build.Feeds | None
     unknown: Unknown
     device: torch.device
     compiled: Compiled | None  # None: the pipeline does not compile its model, or it is not known
+
+    def fits(self, loaded: Loaded) -> bool:
+        """Whether all is known that explaining another pipeline of the same model and data takes: one that
+        differs in its hooks, its policies or the size of its buckets.
+        """
+        if _any_gradients(loaded) and not self.unknown.batch:
+            known, cap_mb = self.gradients, loaded.pipeline.ddp.bucket_cap_mb
+            if known is None or known.of(cap_mb) is None:
+                return False
+        return self.optimizer is None or self.optimizer_state is not None or not _sends_state(loaded)
 
 
 def probe_model(loaded: Loaded, world: WorldShape, *, importing: bool) -> ModelProbe:
@@ -118,17 +147,16 @@ def probe_model(loaded: Loaded, world: WorldShape, *, importing: bool) -> ModelP
         build.check_sync(loaded, model, world.ranks)
 
     verdict = None
-    gradients: tuple[BucketLayout, ...] | None = None if _any_gradients(loaded) else ()
-    compiled = None
+    gradients = compiled = None
     compiling.check_dynamo(loaded)
     if model is not None and feeds is not None and not unknown.batch:
         objective = Objective(loaded, build.build_loss(loaded, device))
         verdict = find_buffer_use(model, objective, precision, feeds.main, automatic=True)
         if pipeline.compile is not None:
             compiled = _compiled(loaded, model, objective, precision, feeds.main)
-        if gradients is None:
+        if _any_gradients(loaded):
             gradients = _buckets(loaded, model, objective, precision, feeds.main)
-    state = _state(optimizer) if optimizer is not None and _sends_state(loaded) else {}
+    state = _state(optimizer) if optimizer is not None and _sends_state(loaded) else None
     return ModelProbe(model, gradients, verdict, optimizer, state, feeds, unknown, device, compiled)
 
 
@@ -188,12 +216,13 @@ def _sends_state(loaded: Loaded) -> bool:
 
 def _buckets(
     loaded: Loaded, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
-) -> tuple[BucketLayout, ...]:
+) -> GradientBuckets:
     """DDP's buckets as they stay: what it makes of the gradients' order in a backward pass."""
     ddp = loaded.pipeline.ddp
     if ddp.static_graph or ddp.find_unused_parameters or loaded.pipeline.compile is not None:
         # It has other rules for the first two, and a compiled graph has an order of its own.
-        return _buckets_by_ddp(loaded, model, objective, precision, feed)
+        layouts = _buckets_by_ddp(loaded, model, objective, precision, feed)
+        return GradientBuckets(layouts, ddp.bucket_cap_mb, None)
     with seeding.preserve_rng_state(precision.device):
         content, ready = precision.to_device(feed.first_batch()), None
         model.train()
@@ -204,7 +233,7 @@ def _buckets(
             ready = _gradients_ready(model, objective, precision, content, lambda value: value)
     if missing := [name for name in trained_parameters(model) if name not in ready]:
         raise objective.unused(missing, "the loss of a rank's first batch")
-    return layout_of(ready, ddp.bucket_cap_mb)
+    return GradientBuckets(layout_of(ready, ddp.bucket_cap_mb), ddp.bucket_cap_mb, ready)
 
 
 def _gradients_ready(

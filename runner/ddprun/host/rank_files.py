@@ -32,11 +32,14 @@ def launcher_folder() -> Iterator[Path]:
     remove_old_folders()
     while True:
         with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
-            handle = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                handle = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:  # another launcher was faster, and took it for an old one
+                continue
             try:
                 # On the folder itself, which is also how one tells cleaners of temporary files to leave it.
                 fcntl.flock(handle, fcntl.LOCK_EX)
-                if not os.path.isdir(name):  # another launcher was faster, and took it for an old one
+                if not os.path.isdir(name):  # the same, a moment later
                     continue
                 # Room for the outcome, which a disk that fills up later cannot take away.
                 (Path(name) / _OUTCOME).write_text(" " * _OUTCOME_WIDTH)

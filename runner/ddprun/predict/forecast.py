@@ -153,7 +153,7 @@ def forecast(
     world, stages, hooks = explained.world, dict[int, Predicted](), dict[int, list[HookVerdict]]()
     memory, state = dict[int, Memory](), optimizer_bytes(explained.probe.optimizer)
     for stage in explained.stages:
-        if not _playable(stage):
+        if not playable(stage):
             continue
         stages[stage.index] = model.predict(stage, world, links)
         hooks[stage.index] = list(_verdicts(explained, stage, model, links, overrides))
@@ -164,12 +164,12 @@ def forecast(
         sweep += [
             SweepRow(stage.index, count_, other.world.ranks, model.predict(stage, other.world, links))
             for stage in other.stages
-            if _playable(stage)
+            if playable(stage)
         ]
     return Forecast(links, stages, hooks, memory, sweep)
 
 
-def _playable(stage: StageExplained) -> bool:
+def playable(stage: StageExplained) -> bool:
     """Whether it takes steps, and all that they send is known."""
     return bool(stage.patterns) and all(
         exchange.buckets is not None and all(bucket.legs is not None for bucket in exchange.buckets)

@@ -74,8 +74,11 @@ def measure(
     stacks: Sequence[Stack],
     run_dir: Path,
     steps: int = STEPS,
+    limit_s: float | None = None,
 ) -> None:
     """Run a pipeline's model and data on this machine, with each stack of hooks for some steps.
+
+    A run that takes longer than `limit_s` is ended: what it has recorded until then tells the costs.
 
     Raises:
         NothingToMeasureError: no stage of the pipeline has backward passes.
@@ -84,15 +87,19 @@ def measure(
     settings = [*overrides, f"stages={stages_for(loaded, stacks, steps)}", *_QUIET]
     command = [sys.executable, "-P", "-m", "ddprun", "run", str(pipeline), "--run-dir", str(run_dir)]
     command += ["--nnodes", "1", *(word for setting in settings for word in ("--set", setting))]
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return
     if done.returncode:
         said = "\n".join(done.stdout.strip().splitlines()[-_LOG_LINES:])
         raise ShortRunError(f"the short run in {run_dir} failed with exit code {done.returncode}:\n{said}")

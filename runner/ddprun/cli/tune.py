@@ -1,0 +1,225 @@
+"""`ddprun tune`."""
+
+import json
+import os
+import shlex
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ddprun.cli.completion import PipelineFile
+from ddprun.cli.run import format_option, override_option
+
+if TYPE_CHECKING:
+    from ddprun.config import Loaded
+    from ddprun.predict.links import Links
+    from ddprun.tune.choose import Floors
+    from ddprun.tune.search import Outcome
+
+
+@click.command()
+@click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())
+@override_option("Override a value, as in `ddprun run`; it is written to the winner's file, too.")
+@click.option(
+    "--vary",
+    metavar="KEY=[A, B]",
+    multiple=True,
+    help="Try these values of a key in place of its usual ones: --vary 'hooks=[[], [fp16]]'. Keys: sync, "
+    "hooks, ddp.bucket_cap_mb, and accumulate, which is else left as it is.",
+)
+@click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts; by default the file's.")
+@click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks per host; by default as in a run.")
+@click.option(
+    "--link",
+    metavar="RATE",
+    help="Tune for such a link between hosts, by prediction: 100Mbit, 10GB/s, or within=RATE,across=RATE.",
+)
+@click.option("--latency", metavar="TIME", help="Its latency one way: 5us, 8ms, or within=TIME,across=TIME.")
+@click.option(
+    "--from",
+    "measured",
+    metavar="RUN",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Predict from a saved run in place of a short one on this machine.",
+)
+@click.option(
+    "--floor",
+    "floors",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="What a winner must hold: cosine=0.99 of its gradients to the exact ones, loss=+1% at most above "
+    "the file's own.",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="How long it may take.",
+)
+@click.option(
+    "--output",
+    metavar="FILE.yaml",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where the winner is written; by default beside PIPELINE, as NAME.tuned.yaml.",
+)
+@click.option(
+    "--runs",
+    metavar="FOLDER",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs") / "tune",
+    show_default=True,
+    help="Folder for the short runs; the same command goes on with what is there.",
+)
+@format_option("text", "json", text="For a reader, or one JSON object with every candidate.")
+def tune(
+    pipeline: Path,
+    overrides: tuple[str, ...],
+    vary: tuple[str, ...],
+    nnodes: int | None,
+    nproc_per_node: int | None,
+    link: str | None,
+    latency: str | None,
+    measured: Path | None,
+    floors: tuple[str, ...],
+    minutes: float,
+    output: Path | None,
+    runs: Path,
+    form: str,
+) -> int:
+    """Find the sync policy, hooks and size of buckets with which a pipeline trains fastest.
+
+    All candidates are predicted from a short run on this machine. The best few then run in turns with the
+    file as it is, and the winner is written as a pipeline file. "Change nothing" is an answer, too. Exit code
+    0; 2 if the input is wrong; 1 if a run of the file as it is fails; 130 after Ctrl-C: the same command goes
+    on.
+    """
+    from ddprun.cli import printing
+    from ddprun.config import PipelineError, load
+    from ddprun.predict.links import parse_links
+
+    try:
+        links = parse_links(link, latency)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--link or --latency") from None
+    loaded = load(pipeline, overrides)
+    loaded.check_environment()
+    printing.show(loaded.warnings)
+    output = output if output is not None else pipeline.with_name(f"{pipeline.stem}.tuned.yaml")
+    _check_output(output, loaded)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
+    from ddprun.predict.costs import RecordsError
+    from ddprun.predict.measure import MeasureError
+    from ddprun.report.runs import NoRunError
+    from ddprun.tune import text as saying
+    from ddprun.tune.choose import parse_floors
+    from ddprun.tune.search import Request, Search, TuneError
+
+    try:
+        held = parse_floors(floors)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--floor") from None
+    _check_world(nnodes or loaded.pipeline.launch.hosts[1], links, held)
+    varied = _varied(loaded, vary)
+    progress = printing.ProgressLine("ddprun tune")
+    secrets, search = loaded.secrets, None
+    request = Request(loaded, nnodes, nproc_per_node, links, measured, varied, held, minutes, runs)
+    try:
+        search = Search(request, progress.say, progress)
+        outcome = search.run()
+        written = _write(outcome, loaded, output) if outcome.winner is not None else None
+        search.finish()
+    except KeyboardInterrupt:
+        progress.close()
+        kept = f"; {search.folder} keeps what was measured: the same command goes on" if search else ""
+        click.echo(f"ddprun tune: interrupted{kept}", err=True)
+        return 130
+    except (PipelineError, click.ClickException):
+        raise
+    except (TuneError, MeasureError, RecordsError, NoRunError, OSError) as error:
+        progress.close()
+        click.echo(secrets.redact(f"ddprun tune: {error}"), err=True)
+        return 1
+    except Exception as error:  # of the user's own code, such as a model's forward
+        progress.close()
+        message = f"ddprun tune: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
+        click.echo(secrets.redact(message), err=True)
+        return 1
+    progress.close()
+    if form == "json":
+        found = saying.as_object(outcome, written)
+        click.echo(json.dumps(secrets.redact_all(found), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        click.echo(secrets.redact(saying.text(outcome, written)))
+    return 0
+
+
+def _varied(loaded: "Loaded", vary: Sequence[str]) -> dict[str, list[Any]]:
+    """The values of `--vary`, each of which must be one that the file may have."""
+    from ddprun.config import load
+    from ddprun.config.overrides import alternatives
+    from ddprun.config.resolved import flow
+    from ddprun.tune.candidates import KEYS
+
+    found: dict[str, list[Any]] = {}
+    for key, values in alternatives(vary, "--vary"):
+        if key not in KEYS or key in found:
+            problem = "is given twice" if key in found else "cannot be tuned"
+            raise click.BadParameter(f'"{key}" {problem}; keys: {", ".join(KEYS)}', param_hint="--vary")
+        for value in values:
+            load(loaded.path, (*loaded.overrides, f"{key}={flow(value)}"))
+        found[key] = values
+    return found
+
+
+def _check_world(hosts: int, links: "Links", floors: "Floors") -> None:
+    """Look whether what is asked for can be told for so many hosts."""
+    from ddprun.tune.search import why_not_run
+
+    if hosts == 1 and links.across.limited:
+        text = "it is a link between hosts, and there is one: name more with --nnodes, or write within=RATE"
+        raise click.BadParameter(text, param_hint="--link or --latency")
+    reason = why_not_run(hosts, links)
+    if reason and (floors.cosine, floors.loss) != (None, None):
+        raise click.BadParameter(f"floors need real runs, and {reason}", param_hint="--floor")
+
+
+def _check_output(output: Path, loaded: "Loaded") -> None:
+    """Look whether the winner can be written there, before anything is measured."""
+    problem = ""
+    if output.suffix not in (".yaml", ".yml"):
+        problem = "does not end in .yaml"
+    elif output.exists():
+        problem = "is there already: remove it, or name another file"
+    elif not output.parent.is_dir():
+        problem = f"cannot be written: there is no folder {output.parent}"
+    if problem:
+        raise click.BadParameter(f"{output} {problem}", param_hint="--output")
+    if output.parent.resolve() != loaded.folder:
+        click.echo(
+            f"ddprun tune: warning: {output} will be in another folder than {loaded.path}: relative paths "
+            "and modules beside the file are not found from there",
+            err=True,
+        )
+
+
+def _write(outcome: "Outcome", loaded: "Loaded", output: Path) -> str:
+    """Write the winner; gives where."""
+    from ddprun.config import load
+    from ddprun.tune import write
+    from ddprun.tune.text import changes_of, heading
+
+    command = f"ddprun tune {shlex.quote(str(loaded.path))}"
+    text = write.tuned_text(loaded, changes_of(outcome), heading(outcome, command))
+    write.save(text, output, like=loaded.path)
+    if left_out := write.secret_overrides(loaded):
+        keys = ", ".join(left_out)
+        click.echo(
+            f"ddprun tune: not written, for they hold secrets: --set {keys}; give them again", err=True
+        )
+    else:
+        load(output, (), loaded.folder)  # what `ddprun check` says of it
+    return str(output)

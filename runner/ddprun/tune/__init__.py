@@ -1,0 +1,1 @@
+"""Search for the settings with which a pipeline trains fastest: by prediction, then by short runs."""

@@ -1,0 +1,123 @@
+"""What a search has measured so far, on disk: the same command goes on after Ctrl-C.
+
+`state.json` names the short runs that came to their ends; what came out is read from their own folders, as
+any run's is. Nothing in the file is believed: it is checked against this model, and a candidate that it names
+counts only if the search finds the same one.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ddprun.run_files import names_in, read_object, replacing
+
+FILE = "state.json"
+_MOST_BYTES = 1 << 20
+_MOST_FOLDERS = 1000  # that are looked at, the newest
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Round(_Strict):
+    """Runs that took turns: the file as it is, its twin, and candidates."""
+
+    folder: Annotated[str, Field(pattern=r"^round-[0-9]{1,3}$")]
+    candidates: Annotated[tuple[str, ...], Field(strict=False, min_length=1, max_length=64)]  # their names
+    codes: Annotated[
+        tuple[int, ...], Field(strict=False)
+    ]  # exit codes: of the file, its twin, the candidates
+    turn: Annotated[int, Field(ge=1)]  # steps
+    steps: Annotated[int, Field(ge=1)]  # of each run
+
+
+class State(_Strict):
+    """A search so far."""
+
+    v: Literal[1] = 1
+    inputs: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256 of all that decides what is measured
+    spent_s: Annotated[float, Field(ge=0)] = 0.0
+    costs: Annotated[str, Field(pattern=r"^costs-[0-9]{1,3}$")] | None = None  # the run that gave the costs
+    started_s: Annotated[float, Field(ge=0)] = 0.0  # how long one run takes to start here
+    rounds: Annotated[tuple[Round, ...], Field(strict=False, max_length=100)] = ()
+    finished: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """That of a search's folder.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is damaged; says how.
+        """
+        try:
+            return cls.model_validate(read_object(folder, FILE, _MOST_BYTES))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{place}: {first['msg']}") from None
+
+    def write(self, folder: Path) -> None:
+        """Put it in a search's folder, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with replacing(folder, FILE) as file:
+            file.write(json.dumps(self.model_dump(mode="json"), indent=1).encode() + b"\n")
+
+
+def opened(runs: Path, name: str, inputs: str, say: Callable[[str], None]) -> tuple[Path, State]:
+    """The folder of the newest search with these inputs that has not finished, or a new one.
+
+    `name`: of the pipeline. `say` is told of folders that cannot be read.
+    """
+    for folder in _folders(runs, name):
+        try:
+            state = State.read(folder)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            say(f"{folder} is passed by: its {FILE} cannot be used: {error}")
+            continue
+        if state.inputs == inputs and not state.finished:
+            return folder, state
+    folder = free(runs, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder.mkdir(parents=True)
+    state = State(inputs=inputs)
+    state.write(folder)
+    return folder, state
+
+
+def _folders(runs: Path, name: str) -> Iterator[Path]:
+    """Folders of searches for a pipeline of this name, the newest first."""
+    try:
+        found = [one for one in names_in(runs) if one.startswith(f"{name}-")]
+    except FileNotFoundError:
+        return
+    for one in sorted(found, reverse=True)[:_MOST_FOLDERS]:
+        folder = runs / one
+        if folder.is_dir() and not folder.is_symlink():
+            yield folder
+
+
+def free(parent: Path, name: str) -> Path:
+    """A folder below `parent` of this name, or with a number behind it, that is not there."""
+    found, number = parent / name, 1
+    while found.exists():
+        number += 1
+        found = parent / f"{name}-{number}"
+    return found
+
+
+def numbered(parent: Path, kind: str) -> Path:
+    """`costs-0`, `costs-1` …: the first that is not there, for what an interrupted run left stays."""
+    number = 0
+    while (parent / f"{kind}-{number}").exists():
+        number += 1
+    return parent / f"{kind}-{number}"

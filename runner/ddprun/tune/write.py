@@ -1,0 +1,169 @@
+"""The winner as a pipeline file: the user's own text with the changed keys, a comment at each."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddprun.config import Loaded, PipelineError, load
+from ddprun.config.overrides import key_of
+from ddprun.config.reader import MAX_BYTES
+from ddprun.config.resolved import flow
+from ddprun.config.scalars import write as written
+from ddprun.config.tree import KeyPath, find, parse_path
+from ddprun.run_files import replacing
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key with a new value, and what stands above it as a comment."""
+
+    key: str  # as `--set` names it
+    value: Any
+    comment: str
+
+
+def tuned_text(loaded: Loaded, changes: Sequence[Change], heading: Sequence[str]) -> str:
+    """The file with these changes, its own comments kept where that is possible, else as `check --resolved`
+    has it.
+
+    What `--set` has changed is written, too, unless it is a secret. `heading`: comment lines at the top.
+    """
+    kept = [text for text in loaded.overrides if loaded.secrets.redact(text) == text]
+    by_user = [_by_user(loaded, text) for text in kept]
+    wanted = load(loaded.path, (*kept, *(f"{one.key}={flow(one.value)}" for one in changes)), loaded.folder)
+    head = "".join(f"# {line}".rstrip() + "\n" for line in heading)
+    with open(loaded.path, "rb") as file:
+        original = file.read(MAX_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
+    try:
+        text = head + _edited(original, [*by_user, *changes])
+        if _same(text, wanted):
+            return text
+    except _CannotEditError:
+        pass
+    notes = "".join(f"# {one.key}: {one.comment}\n" for one in changes)
+    return head + notes + wanted.resolved()
+
+
+def secret_overrides(loaded: Loaded) -> list[str]:
+    """Keys that `--set` has changed and that are not written to a file, for they hold secrets."""
+    return [key_of(text) for text in loaded.overrides if loaded.secrets.redact(text) != text]
+
+
+def save(text: str, path: Path, like: Path) -> None:
+    """Write a file whole or not at all; others may read it if they may read `like`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with replacing(path.parent, path.name) as file:
+        os.fchmod(file.fileno(), os.stat(like).st_mode & 0o666)
+        file.write(text.encode())
+
+
+def _by_user(loaded: Loaded, override: str) -> Change:
+    key = key_of(override)
+    path = tuple(segment for segment, _ in parse_path(key))
+    return Change(key, find(loaded.root, path).node.data(), "by --set")
+
+
+def _same(text: str, wanted: Loaded) -> bool:
+    """Whether a text says the same as a pipeline."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / wanted.path.name
+        file.write_text(text, encoding="utf-8")
+        try:
+            found = load(file, (), wanted.folder)
+        except PipelineError:
+            return False
+    return {**found.plain(), "name": ""} == {**wanted.plain(), "name": ""}
+
+
+class _CannotEditError(Exception):
+    """The text is laid out in a way that is not edited in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Edit:
+    start: int
+    end: int
+    text: str
+
+
+def _edited(text: str, changes: Sequence[Change]) -> str:
+    """The text with the changes applied one after the other, each with a comment line above."""
+    for change in changes:
+        path = tuple(segment for segment, _ in parse_path(change.key))
+        for edit in sorted(_edits(text, path, change), key=lambda one: -one.start):
+            text = text[: edit.start] + edit.text + text[edit.end :]
+    return text
+
+
+def _edits(text: str, path: KeyPath, change: Change) -> list[_Edit]:
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise _CannotEditError from error
+    node, parent_key = root, None
+    for depth, segment in enumerate(path):
+        if isinstance(node, yaml.MappingNode):
+            pair = next((pair for pair in node.value if pair[0].value == segment), None)
+            if pair is None:
+                value = change.value
+                for key in reversed(path[depth + 1 :]):
+                    if not isinstance(key, str):
+                        raise _CannotEditError
+                    value = {key: value}
+                return _inserted(text, node, f"{written(str(segment))}: {flow(value)}", change.comment)
+            parent_key, node = pair
+        elif isinstance(node, yaml.SequenceNode) and isinstance(segment, int) and segment < len(node.value):
+            parent_key, node = None, node.value[segment]
+        else:
+            raise _CannotEditError
+    if parent_key is None:
+        raise _CannotEditError
+    start, end = parent_key.end_mark.index, _end(node)
+    return [
+        _Edit(start, end, f": {flow(change.value)}"),
+        _comment(text, parent_key.start_mark.index, change.comment),
+    ]
+
+
+def _end(node: Any) -> int:
+    """Where a value ends: a block reaches to the next token, over comments that are not its own."""
+    end: int = node.end_mark.index
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style:
+        last = node.value[-1]
+        end = _end(last[1] if isinstance(last, tuple) else last)
+    return end
+
+
+def _inserted(text: str, mapping: yaml.MappingNode, entry: str, comment: str) -> list[_Edit]:
+    """A new key in a mapping."""
+    if mapping.flow_style:
+        before_brace = mapping.end_mark.index - 1
+        empty = not mapping.value
+        comma = "" if empty or text[:before_brace].rstrip().endswith(",") else ", "
+        line = mapping.start_mark.index
+        return [_Edit(before_brace, before_brace, f"{comma}{entry}"), _comment(text, line, comment)]
+    first = mapping.value[0][0].start_mark.index
+    start = text.rfind("\n", 0, first) + 1
+    indent = text[start:first]
+    if indent.strip():
+        raise _CannotEditError
+    if not indent:  # at the top: at the end of the file
+        gap = "" if not text or text.endswith("\n") else "\n"
+        return [_Edit(len(text), len(text), f"{gap}\n# {comment}\n{entry}\n")]
+    return [_Edit(start, start, f"{indent}# {comment}\n{indent}{entry}\n")]
+
+
+def _comment(text: str, index: int, comment: str) -> _Edit:
+    """A comment line above the line of a place, as far in as that."""
+    start = text.rfind("\n", 0, index) + 1
+    line = text[start:index]
+    indent = line[: len(line) - len(line.lstrip())]
+    return _Edit(start, start, f"{indent}# {comment}\n")

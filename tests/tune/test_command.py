@@ -1,0 +1,255 @@
+"""`ddprun tune` as a command: short runs, the winner's file, and going on after Ctrl-C."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddprun.cli import main
+from ddprun.config import load
+from tests.ranks import Finished, Running, ddprun
+
+Out = pytest.CaptureFixture[str]
+
+SLOW = """
+import time
+
+from ddprun_hooks import Hook
+
+
+class Slow(Hook):
+    async def __call__(self, payload, comm):
+        time.sleep(0.005)
+        return await comm.reduce(payload.tensor)
+"""
+PIPELINE = """# digits, slowly
+model: {mlp: {inputs: 64, hidden: [32], outputs: 10}}
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.1}}
+hooks: [slow.Slow]  # on purpose
+stages:
+  - train: {steps: 120}
+  - evaluate
+launch: {nproc_per_node: 2}
+"""
+VARY = ("--vary=hooks=[[], [{topk: {density: 0.001}}]]", "--vary=sync=[every_step]")
+TUNE = ("tune", "p.yaml", *VARY, "--minutes=3", "--floor=cosine=0.99")
+
+
+def made(folder: Path, text: str = PIPELINE) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "p.yaml").write_text(text)
+    (folder / "slow.py").write_text(SLOW)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
+    """The folder of a search that has found something, and what it said."""
+    folder = made(tmp_path_factory.mktemp("tuned") / "work")
+    return folder, ddprun(*TUNE, "--format=json", cwd=folder)
+
+
+@pytest.fixture
+def state(tuned: tuple[Path, Finished]) -> Iterator[Path]:
+    """The state of that search as if it had not finished; afterwards it is as it was."""
+    folder, _ = tuned
+    (state,) = folder.glob("runs/tune/*/state.json")
+    before, winner = state.read_text(), (folder / "p.tuned.yaml").read_text()
+    state.write_text(before.replace('"finished": true', '"finished": false'))
+    (folder / "p.tuned.yaml").unlink()
+    yield state
+    state.write_text(before)
+    (folder / "p.tuned.yaml").write_text(winner)
+
+
+@pytest.fixture
+def folder(tuned: tuple[Path, Finished], tmp_path: Path) -> Path:
+    """A copy of that folder, without the winner's file."""
+    found = Path(shutil.copytree(tuned[0], tmp_path / "work"))
+    (found / "p.tuned.yaml").unlink()
+    return found
+
+
+def measured(folder: Path) -> str:
+    """The run that told the costs."""
+    (found,) = folder.glob("runs/tune/*/costs-0")
+    return str(found.relative_to(folder))
+
+
+def test_a_slow_hook_is_found(tuned: tuple[Path, Finished]) -> None:
+    """By real runs: the winner is faster than the twin's noise, and what is below the floor is out."""
+    _, done = tuned
+    assert done.code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["winner"] == {"hooks": []}
+    by_hooks = {str(one["changes"]["hooks"]): one for one in found["candidates"]}
+    assert set(by_hooks) == {"[]", "[{'topk': {'density': 0.001}}]"}
+    best, lossy = by_hooks["[]"]["measured"], by_hooks["[{'topk': {'density': 0.001}}]"]["measured"]
+    assert best["verdict"] == "faster"
+    assert best["times_file_low"] > 1.2
+    assert best["out"] is None
+    assert re.fullmatch(r"its cosine is 0\.\d{4}, the floor 0\.99", lossy["out"])
+    assert found["written"] == "p.tuned.yaml"
+    assert "round 1: " in done.stderr
+
+
+def test_the_winner_runs(tuned: tuple[Path, Finished], capsys: Out) -> None:
+    """Its file is the user's own, passes `ddprun check`, and runs as it is."""
+    folder, _ = tuned
+    file = folder / "p.tuned.yaml"
+    lines = file.read_text().splitlines()
+    assert lines[0].startswith("# Written by `ddprun tune p.yaml` on ")
+    for line in PIPELINE.splitlines():
+        assert line.replace("[slow.Slow]", "[]") in lines
+    above = lines[lines.index("hooks: []  # on purpose") - 1]
+    assert re.fullmatch(
+        r"# tuned: was \[slow\.Slow\]; with that, a step is predicted to take \d.* ms, not .*", above
+    )
+    assert main(["check", str(file)]) == 0
+    capsys.readouterr()
+    assert load(file).pipeline.train_stages()[0].steps == 120
+    done = ddprun("p.tuned.yaml", "--set", "stages=[train: {steps: 2}]", cwd=folder)
+    assert done.code == 0, done.stderr
+
+
+def test_what_is_measured_is_not_measured_again(tuned: tuple[Path, Finished], state: Path) -> None:
+    """The same command on a search that has not finished takes its results as they are."""
+    folder, first = tuned
+    done = ddprun(*TUNE, cwd=folder)
+    assert done.code == 0, done.stderr
+    assert "going on with what" in done.stderr
+    assert "a short run measures" not in done.stderr
+    assert sorted(path.name for path in state.parent.iterdir()) == ["costs-0", "round-0", "state.json"]
+    (before,) = [one for one in json.loads(first.stdout)["candidates"] if one["changes"] == {"hooks": []}]
+    again = f"Winner: hooks=[]. It is {before['measured']['times_file']:.2f} times as fast"
+    assert again in " ".join(done.stdout.split())
+    assert "out: its cosine is" in done.stdout
+    assert (folder / "p.tuned.yaml").exists()
+
+
+def test_candidates_of_another_search_are_refused(tuned: tuple[Path, Finished], state: Path) -> None:
+    """A state that names what this search does not have is somebody else's."""
+    folder, _ = tuned
+    state.write_text(state.read_text().replace("hooks=[]", "hooks=[int8]"))
+    done = ddprun(*TUNE, cwd=folder)
+    assert done.code == 1
+    assert "holds runs of candidates that this search does not have" in done.stderr
+    assert not (folder / "p.tuned.yaml").exists()
+
+
+def test_an_interrupt_and_going_on(tmp_path: Path) -> None:
+    """Exit code 130 in the midst of a round; the costs stay known, and the same command ends it."""
+    made(tmp_path)
+    with Running(*TUNE, cwd=tmp_path) as running:
+        end = time.monotonic() + 90
+        while not any(path.stat().st_size for path in tmp_path.glob("runs/tune/*/round-0/*/steps/*.jsonl")):
+            assert running.process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        os.kill(running.process.pid, signal.SIGINT)
+        done = running.wait(60)
+    assert done.code == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert re.search(
+        r"interrupted; runs/tune/p-\S+ keeps what was measured: the same command goes on", done.stderr
+    )
+    assert not (tmp_path / "p.tuned.yaml").exists()
+    again = ddprun(*TUNE, cwd=tmp_path)
+    assert again.code == 0, again.stderr
+    assert "a short run measures" not in again.stderr
+    assert len(list(tmp_path.glob("runs/tune/*"))) == 1
+    assert (tmp_path / "p.tuned.yaml").exists()
+
+
+def test_nothing_is_changed_where_nothing_gains(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    """No real run is started, no file is written, and the exit code is 0."""
+    monkeypatch.chdir(folder)
+    (folder / "p.yaml").write_text(PIPELINE.replace("[slow.Slow]", "[]"))
+    arguments = ["tune", "p.yaml", "--vary=hooks=[[slow.Slow]]", VARY[1], f"--from={measured(folder)}"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "Change nothing: no other candidate is predicted to be better." in out
+    assert not (folder / "p.tuned.yaml").exists()
+
+
+def test_hosts_that_are_not_here(folder: Path) -> None:
+    """By prediction alone, which is said; over a slow link what sends less wins."""
+    done = ddprun(
+        "tune",
+        "p.yaml",
+        "--set=hooks=[]",
+        *VARY,
+        f"--from={measured(folder)}",
+        *("--nnodes=2", "--nproc-per-node=2", "--link=100kbit", "--latency=1ms", "--output=slow.yaml"),
+        cwd=folder,
+        fresh=True,
+    )
+    assert done.code == 0, done.stderr
+    assert "4 ranks on 2 hosts, 100 kbit/s, 1 ms between hosts and unlimited inside a host" in done.stdout
+    assert "by prediction alone: the 2 hosts are not here." in done.stdout
+    assert "Winner, by prediction: hooks=[{topk: {density: 0.001}}]." in done.stdout
+    assert "How much that loses was not measured." in done.stdout
+    text = (folder / "slow.yaml").read_text()
+    assert "by prediction alone." in text
+    assert load(folder / "slow.yaml").pipeline.hooks[0].name == "topk"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--vary=hooks=[[fp17]]"], 'did you mean "fp16"'),
+        (["--vary=seed=[1, 2]"], '"seed" cannot be tuned; keys: sync, hooks, ddp.bucket_cap_mb, accumulate'),
+        (["--vary=hooks=fp16"], "hooks: is not a list of values"),
+        (["--vary=sync=[every_step]", "--vary=sync=[every_step]"], '"sync" is given twice'),
+        (["--floor=cosine=2"], "a cosine floor is above 0 and at most 1"),
+        (["--floor=speed=2"], "write cosine=0.99 or loss=+1%"),
+        (["--minutes=0"], "0.0 is not in the range x>0"),
+        (["--link=fast"], '"fast" is not a rate'),
+        (["--link=1Mbit"], "it is a link between hosts, and there is one: name more with --nnodes"),
+        (["--nnodes=2", "--floor=loss=1%"], "floors need real runs, and the 2 hosts are not here"),
+        (["--output=p.yaml"], "p.yaml is there already"),
+        (["--output=out.txt"], "out.txt does not end in .yaml"),
+        (["--output=no/out.yaml"], "there is no folder no"),
+        (["--from=nowhere"], "Directory 'nowhere' does not exist"),
+        (["--set=stages=[forward: {steps: 2}]"], "no stage trains: there is nothing to tune"),
+        (["--set=hoks=[]"], 'did you mean "hooks"'),
+    ],
+)
+def test_bad_input_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out, arguments: list[str], words: str
+) -> None:
+    """Exit code 2, and nothing is made."""
+    monkeypatch.chdir(made(tmp_path))
+    assert main(["tune", "p.yaml", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert words in err
+    assert out == ""
+    assert "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_too_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    """What is too short is named, and the same command with more minutes measures anew."""
+    monkeypatch.chdir(made(tmp_path))
+    assert main(["tune", "p.yaml", "--minutes=0.01"]) == 1
+    err = capsys.readouterr().err
+    assert "had 1 s, a third of --minutes, and that is too short" in err
+    assert '"costs": null' in next(tmp_path.glob("runs/tune/*/state.json")).read_text()
+
+
+def test_a_run_that_tells_no_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    """A folder that is no run's is named, and the exit code is 1."""
+    monkeypatch.chdir(made(tmp_path))
+    (tmp_path / "empty").mkdir()
+    assert main(["tune", "p.yaml", "--from=empty"]) == 1
+    assert "empty" in capsys.readouterr().err
