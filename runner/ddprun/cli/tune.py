@@ -107,12 +107,13 @@ def tune(
         raise click.BadParameter(str(error), param_hint="--link or --latency") from None
     loaded = load(pipeline, overrides)
     loaded.check_environment()
-    printing.show(loaded.warnings)
+    printing.print_faults(loaded.warnings)
     output = output if output is not None else pipeline.with_name(f"{pipeline.stem}.tuned.yaml")
     _check_output(output, loaded)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
+    from ddprun.predict import ShortRunError
     from ddprun.predict.costs import RecordsError
-    from ddprun.predict.measure import MeasureError
+    from ddprun.predict.measure import NothingToMeasureError
     from ddprun.report.runs import NoRunError
     from ddprun.tune import text as saying
     from ddprun.tune.choose import parse_floors
@@ -122,7 +123,7 @@ def tune(
         held = parse_floors(floors)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--floor") from None
-    _check_world(nnodes or loaded.pipeline.launch.hosts[1], links, held)
+    _check_world(nnodes or loaded.pipeline.launch.host_range[1], links, held)
     varied = _varied(loaded, vary)
     progress = printing.ProgressLine("ddprun tune")
     secrets, search = loaded.secrets, None
@@ -139,7 +140,7 @@ def tune(
         return 130
     except (PipelineError, click.ClickException):
         raise
-    except (TuneError, MeasureError, RecordsError, NoRunError, OSError) as error:
+    except (TuneError, NothingToMeasureError, ShortRunError, RecordsError, NoRunError, OSError) as error:
         progress.close()
         click.echo(secrets.redact(f"ddprun tune: {error}"), err=True)
         return 1
