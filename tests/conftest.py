@@ -34,6 +34,7 @@ _FIRST = (
     "launch/test_restarts.py",
     "engine/test_stages.py",
     "compare/test_compare.py",
+    "tune/test_command.py",
     "engine/test_session.py",
     "sync/test_matrix.py",
     "track/test_trackers.py",

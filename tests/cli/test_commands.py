@@ -59,7 +59,7 @@ def test_help_names_every_command(capsys: Out) -> None:
     """`--help` shows what there is."""
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for command in ("run", "check", "init", "catalog", "schema"):
+    for command in ("run", "check", "tune", "init", "catalog", "schema"):
         assert f"  {command} " in out
 
 
@@ -157,6 +157,7 @@ def test_warnings_do_not_stop_a_run(good: Path, started: list[Any], capsys: Out)
         (["check", "x.yaml", "data.text.files=[/a/b]"], "write --set 'data.text.files=[/a/b]'"),
         (["explain", "x.yaml", "seed=3"], "write --set seed=3"),
         (["compare", "x.yaml", "--vary", "seed=[1, 2]", "seed=3"], "write --set seed=3"),
+        (["tune", "x.yaml", "seed=3"], "write --set seed=3"),
         (["submit", "--to", "slurm", "x.yaml", "seed=3"], "write --set seed=3"),
         (["seed=3", "x.yaml"], "neither a command nor a pipeline file: write ddprun PIPELINE --set seed=3"),
         (["data.text.files=/a/b", "x.yaml"], "write --set data.text.files=/a/b"),

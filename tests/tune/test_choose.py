@@ -147,6 +147,9 @@ def test_a_round_has_the_best_of_each_kind(figures: Figures) -> None:
         for us, changes in zip((900, 700, 600, 500, 300, 200, 450), CHANGES, strict=True)
     ]
     entries.append(figures.entry(990, hooks=["bf16"]))
+    two_exact = [*entries, figures.entry(950, hooks=[{"hierarchical": {"hosts": 2}}])]
+    (_, other, *_) = next_round(file, two_exact, [], Floors(), most=4, period=32)
+    assert other.candidate.name == "hooks=[{hierarchical: {hosts: 2}}]"
     names = [one.candidate.name for one in next_round(file, entries, [], Floors(), most=4, period=32)]
     assert names == [
         "hooks=[shared_memory]",

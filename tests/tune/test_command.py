@@ -136,12 +136,14 @@ def test_what_is_measured_is_not_measured_again(tuned: tuple[Path, Finished], st
 
 
 def test_candidates_of_another_search_are_refused(tuned: tuple[Path, Finished], state: Path) -> None:
-    """A state that names what this search does not have is somebody else's."""
+    """A state that names what no search changes is somebody else's."""
     folder, _ = tuned
-    state.write_text(state.read_text().replace("hooks=[]", "hooks=[int8]"))
+    text = state.read_text()
+    state.write_text(text.replace('"hooks": []', '"seed": 1'))
+    assert state.read_text() != text
     done = ddprun(*TUNE, cwd=folder)
     assert done.code == 1
-    assert "holds runs of candidates that this search does not have" in done.stderr
+    assert "changes of seed, which a search does not change; remove it" in done.stderr
     assert not (folder / "p.tuned.yaml").exists()
 
 

@@ -11,7 +11,7 @@ from ddprun.tune.state import FILE, Round, State, numbered, opened
 INPUTS = "a" * 64
 ROUND = {
     "folder": "round-0",
-    "candidates": ["hooks=[int8]"],
+    "candidates": [{"hooks": ["int8"]}],
     "codes": [0, 0, 0],
     "turn": 20,
     "steps": 200,

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ddprun.config import Loaded
     from ddprun.predict.links import Links
     from ddprun.tune.choose import Floors
-    from ddprun.tune.search import Outcome
+    from ddprun.tune.hosts import Hosts
+    from ddprun.tune.search import Outcome, Request
 
 
 @click.command()
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
     help="Tune for such a link between hosts, by prediction: 100Mbit, 10GB/s, or within=RATE,across=RATE.",
 )
 @click.option("--latency", metavar="TIME", help="Its latency one way: 5us, 8ms, or within=TIME,across=TIME.")
+@click.option(
+    "--rdzv-endpoint",
+    metavar="HOST:PORT",
+    help="Tune on --nnodes hosts that are here: the same command on each, as with `ddprun run`.",
+)
+@click.option("--rdzv-id", help="Name of this search at the rendezvous.")
+@click.option("--rdzv-conf", help="More for the rendezvous: key=value,key=value.")
+@click.option("--local-addr", help="Address of this host.")
 @click.option(
     "--from",
     "measured",
@@ -83,6 +92,10 @@ def tune(
     nproc_per_node: int | None,
     link: str | None,
     latency: str | None,
+    rdzv_endpoint: str | None,
+    rdzv_id: str | None,
+    rdzv_conf: str | None,
+    local_addr: str | None,
     measured: Path | None,
     floors: tuple[str, ...],
     minutes: float,
@@ -98,11 +111,11 @@ def tune(
     on.
     """
     from ddprun.cli import printing
-    from ddprun.config import PipelineError, load
+    from ddprun.config import load
     from ddprun.predict.links import parse_links
 
     try:
-        links = parse_links(link, latency)
+        links = None if link is None and latency is None else parse_links(link, latency)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--link or --latency") from None
     loaded = load(pipeline, overrides)
@@ -111,25 +124,67 @@ def tune(
     output = output if output is not None else pipeline.with_name(f"{pipeline.stem}.tuned.yaml")
     _check_output(output, loaded)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
-    from ddprun.predict import ShortRunError
-    from ddprun.predict.costs import RecordsError
-    from ddprun.predict.measure import NothingToMeasureError
-    from ddprun.report.runs import NoRunError
-    from ddprun.tune import text as saying
     from ddprun.tune.choose import parse_floors
-    from ddprun.tune.search import Request, Search, TuneError
+    from ddprun.tune.search import Request
 
     try:
         held = parse_floors(floors)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--floor") from None
-    _check_world(nnodes or loaded.pipeline.launch.host_range[1], links, held)
-    varied = _varied(loaded, vary)
-    progress = printing.ProgressLine("ddprun tune")
-    secrets, search = loaded.secrets, None
-    request = Request(loaded, nnodes, nproc_per_node, links, measured, varied, held, minutes, runs)
+    hosts = nnodes or loaded.pipeline.launch.host_range[1]
+    _check_world(hosts, rdzv_endpoint, links, held)
+    request = Request(
+        loaded, nnodes, nproc_per_node, links, measured, _varied(loaded, vary), held, minutes, runs
+    )
+    if rdzv_endpoint is None:
+        return _search(request, output, form, None)
+    flags = {"nnodes": str(hosts), "rdzv_endpoint": rdzv_endpoint, "rdzv_id": rdzv_id}
+    flags |= {"rdzv_conf": rdzv_conf, "local_addr": local_addr}
+    given = {name: value for name, value in flags.items() if value is not None}
+    return _on_all_hosts(request, output, form, given)
+
+
+def _on_all_hosts(request: "Request", output: Path, form: str, flags: dict[str, str]) -> int:
+    """Search with the other hosts, which run the same command; gives the exit code."""
+    from ddprun.host.device import default_ranks
+    from ddprun.tune.hosts import Hosts, HostsError, Told
+
+    ranks = request.ranks_per_host or request.loaded.pipeline.launch.nproc_per_node
+    flags["nproc_per_node"] = str(ranks or default_ranks(request.loaded))
+    hosts, code = None, 1
     try:
-        search = Search(request, progress.say, progress)
+        hosts = Hosts(flags)
+        code = _search(request, output, form, hosts)
+    except HostsError as error:
+        click.echo(f"ddprun tune: {error}", err=True)
+    except KeyboardInterrupt:
+        code = 130
+    finally:
+        if hosts is not None:
+            if hosts.first:
+                hosts.tell(Told(end=code))
+            hosts.part()
+    return code
+
+
+def _search(request: "Request", output: Path, form: str, hosts: "Hosts | None") -> int:
+    """Search, write the winner and say what was found; gives the exit code."""
+    from ddprun.cli import printing
+    from ddprun.config import PipelineError
+    from ddprun.predict import ShortRunError
+    from ddprun.predict.costs import RecordsError
+    from ddprun.predict.measure import NothingToMeasureError
+    from ddprun.report.runs import NoRunError
+    from ddprun.tune import text as saying
+    from ddprun.tune.hosts import HostsError
+    from ddprun.tune.search import Search, TuneError
+
+    loaded, secrets = request.loaded, request.loaded.secrets
+    progress, search = printing.ProgressLine("ddprun tune"), None
+    try:
+        search = Search(request, progress.say, progress, hosts)
+        if hosts is not None and not hosts.first:
+            return search.follow()
         outcome = search.run()
         written = _write(outcome, loaded, output) if outcome.winner is not None else None
         search.finish()
@@ -138,7 +193,7 @@ def tune(
         kept = f"; {search.folder} keeps what was measured: the same command goes on" if search else ""
         click.echo(f"ddprun tune: interrupted{kept}", err=True)
         return 130
-    except (PipelineError, click.ClickException):
+    except (PipelineError, HostsError):
         raise
     except (TuneError, NothingToMeasureError, ShortRunError, RecordsError, NoRunError, OSError) as error:
         progress.close()
@@ -176,14 +231,17 @@ def _varied(loaded: "Loaded", vary: Sequence[str]) -> dict[str, list[Any]]:
     return found
 
 
-def _check_world(hosts: int, links: "Links", floors: "Floors") -> None:
+def _check_world(hosts: int, endpoint: str | None, links: "Links | None", floors: "Floors") -> None:
     """Look whether what is asked for can be told for so many hosts."""
+    from ddprun.predict.links import Links
     from ddprun.tune.search import why_not_run
 
-    if hosts == 1 and links.across.limited:
+    if hosts == 1 and links is not None and links.across.limited:
         text = "it is a link between hosts, and there is one: name more with --nnodes, or write within=RATE"
         raise click.BadParameter(text, param_hint="--link or --latency")
-    reason = why_not_run(hosts, links)
+    if hosts == 1 and endpoint is not None:
+        raise click.BadParameter("there is one host: name more with --nnodes", param_hint="--rdzv-endpoint")
+    reason = "" if endpoint is not None else why_not_run(hosts, links or Links())
     if reason and (floors.cosine, floors.loss) != (None, None):
         raise click.BadParameter(f"floors need real runs, and {reason}", param_hint="--floor")
 

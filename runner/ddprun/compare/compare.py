@@ -127,6 +127,14 @@ def _with_steps(stage: Any, written: Any, steps: int) -> str:
     return f"stages[{stage.index}]={json.dumps(value, ensure_ascii=False)}"
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One of several hosts, on which the same runs take turns."""
+
+    host: int  # its number, from 0
+    rdzv_id: str  # each run's has its own number behind this
+
+
 @dataclass(slots=True)
 class Repetition:
     """A run of a variant under one seed."""
@@ -199,10 +207,13 @@ def run_all(
     every: int,
     arguments: Sequence[str],
     progress: Callable[[str], None],
+    place: Place | None = None,
 ) -> list[Side]:
     """Run the variants in turns of `every` steps, under one seed after the other, and read what they left.
 
-    `arguments` of `ddprun run` are the same for all; `progress` is called with each piece of news.
+    `arguments` of `ddprun run` are the same for all; `progress` is called with each piece of news. On several
+    hosts, each does the same at its `place`: the turns come in one order on all, and no host is a turn ahead,
+    for ranks wait for each other.
     """
     sides = [Side(variant, []) for variant in chosen]
     for seed in seeds:
@@ -210,24 +221,29 @@ def run_all(
             name = f"{index}" if len(seeds) == 1 else f"{index}-seed-{seed}"
             side.runs.append(Repetition(folder / name, seed))
         progress(f"starting {count(len(sides), 'run')}" + ("" if len(seeds) == 1 else f" with seed {seed}"))
-        asyncio.run(_take_turns(sides, every, arguments, progress))
+        asyncio.run(_take_turns(sides, every, arguments, progress, place))
         for side in sides:
             read(side.runs[-1], every)
     return sides
 
 
 async def _take_turns(
-    sides: Sequence[Side], every: int, arguments: Sequence[str], progress: Callable[[str], None]
+    sides: Sequence[Side],
+    every: int,
+    arguments: Sequence[str],
+    progress: Callable[[str], None],
+    place: Place | None,
 ) -> None:
     """Run the last repetition of each side."""
-    order, turns = random.Random(0), 0
-    async with _started(sides, every, arguments) as (scheduler, processes):
+    draw, order, turns = random.Random(0), list(range(len(sides))), 0
+    async with _started(sides, every, arguments, place) as (scheduler, processes):
         await scheduler.wait_for_all()
         while scheduler.any_alive():
-            left = list(scheduler.left())
-            order.shuffle(left)
-            for run in left:
-                await scheduler.give(run)
+            left = frozenset(scheduler.left())
+            draw.shuffle(order)  # of all of them: hosts may not see at the same moment that one has ended
+            for run in order:
+                if run in left:
+                    await scheduler.give(run)
             if not left:  # a run's ranks are starting again, or it is ending
                 await scheduler.wait_for_all()
                 continue
@@ -239,7 +255,7 @@ async def _take_turns(
 
 @asynccontextmanager
 async def _started(
-    sides: Sequence[Side], every: int, arguments: Sequence[str]
+    sides: Sequence[Side], every: int, arguments: Sequence[str], place: Place | None
 ) -> AsyncIterator[tuple[TimeSliceScheduler, list[Popen[bytes]]]]:
     """All processes and their scheduler; both are gone afterwards."""
     processes: list[Popen[bytes]] = []
@@ -251,8 +267,10 @@ async def _started(
                     overrides.append(f"seed={run.seed}")
                 command = [sys.executable, "-P", "-m", "ddprun", "run", str(side.variant.pipeline)]
                 command += ["--run-dir", str(run.folder), *arguments]
+                if place is not None:
+                    command += ["--rdzv-id", f"{place.rdzv_id}-{number}"]
                 run.folder.parent.mkdir(parents=True, exist_ok=True)
-                with export_overrides(overrides), log_of(run).open("wb") as log:
+                with export_overrides(overrides), log_of(run, place).open("wb") as log:
                     process = Popen(
                         command,
                         stdin=DEVNULL,
@@ -268,9 +286,10 @@ async def _started(
         _end(processes)
 
 
-def log_of(run: Repetition) -> Path:
-    """What the run writes on its screen."""
-    return run.folder.with_name(run.folder.name + ".log")
+def log_of(run: Repetition, place: Place | None = None) -> Path:
+    """What the run writes on its screen; each host but the first has a file of its own."""
+    host = f".host-{place.host}" if place is not None and place.host else ""
+    return run.folder.with_name(f"{run.folder.name}{host}.log")
 
 
 def _is_alive(process: Popen[bytes]) -> bool:

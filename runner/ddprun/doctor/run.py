@@ -153,12 +153,12 @@ def _endpoint(flags: Mapping[str, str | bool]) -> str:
 
 
 def rendezvous(
-    flags: Mapping[str, str | bool], timeout_s: float
+    flags: Mapping[str, str | bool], timeout_s: float, purpose: str = "doctor"
 ) -> "tuple[RendezvousHandler, RendezvousInfo]":
     """Wait for the other hosts as a run does, with one rank on each host, but without starting any.
 
     Of a range of hosts the largest number counts. Gives what keeps this host in the rendezvous as long as it
-    lives, and this host's rank.
+    lives, and this host's rank. `purpose` tells it from a run of the same id.
 
     Raises:
         ValueError: torchrun refuses the flags.
@@ -176,7 +176,7 @@ def rendezvous(
     hosts = (flag_of(flags, "nnodes") or "1").rpartition(":")[2]
     given = {**flags, "nproc_per_node": "1", "max_restarts": "0", "nnodes": hosts}
     config, _, _ = torchrun.config_from_args(torchrun_arguments(given, ["-m", "ddprun"]))
-    config.run_id = f"{config.run_id}-doctor"
+    config.run_id = f"{config.run_id}-{purpose}"
     static = config.rdzv_backend == "static"
     limits: dict[str, Any] = {"timeout": round(timeout_s)}
     if not static:

@@ -76,8 +76,8 @@ class TimeSliceClient:
 
     @classmethod
     def of(cls, rank: int, ranks: int) -> "TimeSliceClient | None":
-        """As the environment says; None if this run is not one of several. An OSError: the comparison has
-        ended.
+        """As the environment says, of a rank and how many are on its host; None if this run is not one of
+        several. An OSError: the comparison has ended.
         """
         text = os.environ.get(COMPARED)
         if text is None:

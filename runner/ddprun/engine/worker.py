@@ -114,7 +114,7 @@ def _run(
     if folder.resumed:
         resume(session)
         check_best(session)
-    session.runtime.time_slices = TimeSliceClient.of(ranks.rank, ranks.size)
+    session.runtime.time_slices = TimeSliceClient.of(ranks.rank, ranks.environment.local_world_size)
     gc.collect()  # now, and not in the middle of a step
     cursor = session.state.cursor
     cursor.ticked_at = time.monotonic()

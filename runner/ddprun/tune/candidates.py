@@ -173,6 +173,20 @@ def changed(loaded: Loaded, tuned: Target, changes: Mapping[str, Any]) -> Candid
     return candidate
 
 
+def told(loaded: Loaded, tuned: Target, changes: Mapping[str, Any]) -> Candidate:
+    """The candidate of changes that a file or another host has told.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not changes or not set(changes) <= set(tuned.keys.values()):
+        raise ValueError(f"changes of {', '.join(changes) or 'nothing'}, which a search does not change")
+    candidate = changed(loaded, tuned, changes)
+    if candidate is None or dict(candidate.changes) != dict(changes):
+        raise ValueError("changes that are no candidate of this file")
+    return candidate
+
+
 def of(loaded: Loaded, tuned: Target, found: Loaded, changes: Mapping[str, Any]) -> Candidate:
     """A changed pipeline as a candidate: what of the changes says what the file says anyway is no change."""
     stage = found.pipeline.stages[tuned.stage.index]

@@ -176,7 +176,8 @@ def next_round(
 ) -> list[Entry]:
     """The candidates to run next, at most so many; none if no other is predicted to be worth it.
 
-    The best of each kind, for they lose different things; of rare exchange also one that meets more often.
+    The best of each kind, for they lose different things: two of those that lose nothing, and of rare
+    exchange also one that meets more often.
     What is not predicted to beat the best is left out, also in view of what came out of those that lose no
     more than it does. Ranks must meet every `period` steps or more often.
     """
@@ -213,7 +214,7 @@ def _hoped_for(entry: Entry, file: Entry, trials: Sequence[Trial], floors: Floor
 def _spread(left: Sequence[Entry]) -> Iterator[Entry]:
     for kind in ("exact", "lossy hooks", "rare exchange"):
         of_kind = [one for one in left if one.candidate.kind == kind]
-        yield from of_kind[:1]
+        yield from of_kind[: 2 if kind == "exact" else 1]
         if kind == "rare exchange" and of_kind:
             longest = of_kind[0].candidate.period
             yield from [one for one in of_kind if one.candidate.period * _SPREAD <= longest][:1]

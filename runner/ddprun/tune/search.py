@@ -18,7 +18,7 @@ from typing import Any
 
 from ddprun import __version__
 from ddprun.compare import compare, learning
-from ddprun.compare.compare import Repetition, Side, Variant
+from ddprun.compare.compare import Place, Repetition, Side, Variant
 from ddprun.config import Loaded, PipelineError
 from ddprun.config.resolved import flow
 from ddprun.explain.explain import Explained, StageExplained, explain
@@ -32,11 +32,12 @@ from ddprun.report.runs import NoRunError, Run
 from ddprun.tune import candidates as space
 from ddprun.tune.candidates import CAP, Candidate, Target
 from ddprun.tune.choose import LATE, Entry, Floors, Trial, next_round, predicted_winner, winner
-from ddprun.tune.state import Round, numbered, opened
+from ddprun.tune.hosts import Hosts, HostsError, Told
+from ddprun.tune.state import FILE, Round, State, numbered, opened
 from ddprun.units import count
 
 _ROUNDS = 5
-_AT_ONCE = 4  # candidates of a round, beside the file and its twin
+_AT_ONCE = 5  # candidates of a round, beside the file and its twin
 _MEASURING = 0.35  # of the time: the short run that measures costs is ended then
 _OF_THE_REST = 0.5  # of the time that is left: what a round may take
 _TOLD_EVERY = 25  # candidates
@@ -61,7 +62,7 @@ class Request:
     loaded: Loaded
     hosts: int | None  # None: the file's
     ranks_per_host: int | None  # None: as in a run
-    links: Links
+    links: Links | None  # None: unlimited; on several hosts that are here, measured
     measured: Path | None  # a saved run in place of a short one
     vary: Mapping[str, Sequence[Any]]  # values of `candidates.KEYS` in place of those that are tried
     floors: Floors
@@ -123,8 +124,8 @@ class Search:
         progress: takes what is going on now.
     """
 
-    def __init__(self, request: Request, say: Say, progress: Say) -> None:
-        self._request, self._say, self._progress = request, say, progress
+    def __init__(self, request: Request, say: Say, progress: Say, hosts: Hosts | None = None) -> None:
+        self._request, self._say, self._progress, self._hosts = request, say, progress, hosts
         self._began_s = time.monotonic()
         loaded = request.loaded
         self._explained = explain(loaded, hosts=request.hosts, ranks_per_host=request.ranks_per_host)
@@ -135,10 +136,27 @@ class Search:
         self._here = (
             () if request.ranks_per_host is None else (f"launch.nproc_per_node={request.ranks_per_host}",)
         )
-        self.folder, self._state = opened(
-            request.runs, loaded.pipeline.name, request.inputs(self._world), say
-        )
-        self._spent_s = self._state.spent_s
+        self._links = request.links or Links()
+        if hosts is not None and request.links is None:
+            self._links = hosts.measured(self._explained.probe.device) or Links()
+        self.folder = request.runs  # and below it, once the search has begun
+        self._model: CostModel
+        self._state: State
+
+    def follow(self) -> int:
+        """Take part in the rounds that the first of several hosts runs; gives the exit code.
+
+        Raises:
+            HostsError: the first host is gone, or what it says makes no sense.
+        """
+        assert self._hosts is not None
+        while (told := self._hosts.hear()).end is None:
+            try:
+                chosen = [space.told(self._request.loaded, self._target, one) for one in told.candidates]
+            except ValueError as error:
+                raise HostsError(f"what the first host says makes no sense: {error}") from None
+            self._run_all(chosen, self._request.runs / told.folder, told.turn, told.steps)
+        return told.end
 
     def run(self) -> Outcome:
         """Measure, predict, run. What is done is kept, also if this is interrupted.
@@ -148,6 +166,13 @@ class Search:
             NothingToMeasureError, ShortRunError, RecordsError, NoRunError: the costs are not to be had.
             OSError: the folder of the search cannot be written.
         """
+        self.folder, self._state = opened(
+            self._request.runs,
+            self._request.loaded.pipeline.name,
+            self._request.inputs(self._world),
+            self._say,
+        )
+        self._spent_s = self._state.spent_s
         if self._state.rounds or self._state.costs:
             done = count(len(self._state.rounds), "round")
             self._say(f"going on with what {self.folder} holds: {done} of real runs")
@@ -180,8 +205,8 @@ class Search:
         tried = space.values(loaded, tuned, self._world, on_cpu=device.type == "cpu")
         tried |= {key: list(values) for key, values in self._request.vary.items()}
         found = list(space.combined(loaded, tuned, tried, ("sync", "hooks", "accumulate")))
-        model = self._costs(found)
-        file, *entries = self._forecasts(found, model)
+        self._model = self._costs(found)
+        file, *entries = self._forecasts(found)
         if not file.known:
             raise TuneError(
                 f"the run of --from has no steps with the file's own hooks {flow(_stack(file.candidate))}"
@@ -189,16 +214,16 @@ class Search:
         unmeasured = sorted({flow(_stack(one.candidate)) for one in entries if not one.known})
         known = [one for one in entries if one.known]
         best = sorted(known, key=lambda one: one.entry.us_per_sample)[:_REFINED]
-        known += self._with_other_caps([file, *best], tried[CAP], model)
+        known += self._with_other_caps([file, *best], tried[CAP])
         return Outcome(
             target=tuned,
             world=self._world,
-            links=self._request.links,
+            links=self._links,
             floors=self._request.floors,
             file=file.entry,
             entries=sorted((one.entry for one in known), key=lambda one: one.us_per_sample),
             unmeasured=unmeasured,
-            by_prediction=why_not_run(self._world.hosts, self._request.links),
+            by_prediction="" if self._hosts is not None else why_not_run(self._world.hosts, self._links),
             folder=self.folder,
         )
 
@@ -250,7 +275,7 @@ class Search:
             self._probes.append(explained.probe)
         return explained
 
-    def _forecasts(self, found: Sequence[Candidate], model: CostModel) -> Iterator["_Forecast"]:
+    def _forecasts(self, found: Sequence[Candidate]) -> Iterator["_Forecast"]:
         """Predictions; what only a run can see to be impossible is left out."""
         for number, candidate in enumerate(found, 1):
             if len(found) > _TOLD_EVERY and number % _TOLD_EVERY == 1:
@@ -262,14 +287,12 @@ class Search:
                     raise
                 continue
             if playable(stage):
-                predicted = model.predict(stage, self._world, self._request.links)
-                yield _Forecast(Entry(candidate, predicted), model.knows(stage), _layouts(stage))
+                predicted = self._model.predict(stage, self._world, self._links)
+                yield _Forecast(Entry(candidate, predicted), self._model.knows(stage), _layouts(stage))
             elif not candidate.changes:
                 raise TuneError("what the file's own stage sends is not known, so nothing can be predicted")
 
-    def _with_other_caps(
-        self, best: Sequence["_Forecast"], caps_mb: Sequence[Any], model: CostModel
-    ) -> Iterator["_Forecast"]:
+    def _with_other_caps(self, best: Sequence["_Forecast"], caps_mb: Sequence[Any]) -> Iterator["_Forecast"]:
         """The best candidates, and the file, with other sizes of buckets, where these make other buckets."""
         key = self._target.keys[CAP]
         for one in best:
@@ -279,7 +302,7 @@ class Search:
                 for cap in caps_mb
             ]
             resized = [each for each in found if each is not None and key in each.changes]
-            for other in self._forecasts(resized, model):
+            for other in self._forecasts(resized):
                 if other.known and other.layouts not in known:
                     known.append(other.layouts)
                     yield other
@@ -287,23 +310,39 @@ class Search:
     # By real runs.
 
     def _run_rounds(self, outcome: Outcome) -> None:
-        names = {one.candidate.name: one for one in outcome.entries}
         for done in self._state.rounds:
-            chosen = [names.get(name) for name in done.candidates]
-            if None in chosen or len(done.codes) != len(done.candidates) + 2:
-                raise TuneError(
-                    f"{self.folder} holds runs of candidates that this search does not have: remove it, or "
-                    "name another folder with --runs"
-                )
-            sides = self._sides([one for one in chosen if one is not None], done)
+            chosen = self._known_entries(outcome, done)
+            sides = self._sides(
+                [one.candidate for one in chosen], self.folder / done.folder, done.turn, done.steps
+            )
             for side, code in zip(sides, done.codes, strict=True):
                 side.runs[0].code = code
                 compare.read(side.runs[0], done.turn)
-            self._take(outcome, [one for one in chosen if one is not None], sides)
+            self._take(outcome, chosen, sides)
         while len(self._state.rounds) < _ROUNDS:
             if not self._run_round(outcome):
                 return
         outcome.ended = f"{count(_ROUNDS, 'round')} were run"
+
+    def _known_entries(self, outcome: Outcome, done: Round) -> list[Entry]:
+        """The candidates of a round that was run before.
+
+        Raises:
+            TuneError: they are none of this search.
+        """
+        names = {one.candidate.name: one for one in outcome.entries}
+        try:
+            if len(done.codes) != len(done.candidates) + 2:
+                raise ValueError("other runs than candidates")
+            found = [space.told(self._request.loaded, self._target, changes) for changes in done.candidates]
+            missing = [candidate for candidate in found if candidate.name not in names]
+            names |= {one.candidate.name: one.entry for one in self._forecasts(missing)}
+            return [names[candidate.name] for candidate in found]
+        except (ValueError, KeyError) as error:
+            raise TuneError(
+                f"{self.folder} is not of this search: its {FILE} has {error}; remove it, or name another "
+                "folder with --runs"
+            ) from None
 
     def _run_round(self, outcome: Outcome) -> bool:
         """Run the next candidates; gives whether there were any, and time for them."""
@@ -334,43 +373,48 @@ class Search:
         self._say(f"round {len(self._state.rounds) + 1}: {count(steps, 'step')} of the file as it is and of")
         for one in chosen:
             self._say(f"  {one.candidate.name}")
-        codes = (0,) * (len(chosen) + 2)
-        names = tuple(one.candidate.name for one in chosen)
-        done = Round(folder=folder.name, candidates=names, codes=codes, turn=turn, steps=steps)
-        sides = compare.run_all(
-            [side.variant for side in self._sides(chosen, done)],
-            [None],
-            folder,
-            turn,
-            ["--nnodes", "1"],
-            lambda text: self._progress(f"round {len(self._state.rounds) + 1}: {text}"),
-        )
+        changes = tuple(dict(one.candidate.changes) for one in chosen)
+        if self._hosts is not None:
+            name = f"{self.folder.name}/{folder.name}"
+            self._hosts.tell(Told(folder=name, candidates=changes, turn=turn, steps=steps))
+        sides = self._run_all([one.candidate for one in chosen], folder, turn, steps)
         self._take(outcome, chosen, sides)
         codes = tuple(1 if (code := side.runs[0].code) is None else code for side in sides)
-        self._keep(rounds=(*self._state.rounds, done.model_copy(update={"codes": codes})))
+        done = Round(folder=folder.name, candidates=changes, codes=codes, turn=turn, steps=steps)
+        self._keep(rounds=(*self._state.rounds, done))
         return True
+
+    def _run_all(self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int) -> list[Side]:
+        """Run the file as it is, its twin and candidates in turns, on this host or on its part of several."""
+        sides, hosts = self._sides(chosen, folder, turn, steps), self._hosts
+        place, arguments = None, ["--nnodes", "1"]
+        if hosts is not None:
+            place = Place(hosts.index, hosts.rdzv_id(f"{folder.parent.name}/{folder.name}"))
+            arguments = hosts.arguments
+        variants = [side.variant for side in sides]
+        return compare.run_all(variants, [None], folder, turn, arguments, self._progress, place)
 
     def _budget_s(self, runs: int) -> float:
         """How long steps of a round may take, without the start of so many runs."""
         return _OF_THE_REST * self._left_s - runs * self._state.started_s
 
-    def _sides(self, chosen: Sequence[Entry], done: Round) -> list[Side]:
+    def _sides(self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int) -> list[Side]:
         """The runs of a round: the file, its twin, and the candidates."""
         file = _first(self._request.loaded, self._target)
-        wanted = [(file, False), (file, True), *((one.candidate, False) for one in chosen)]
+        wanted = [(file, False), (file, True), *((candidate, False) for candidate in chosen)]
+        quiet = (*_QUIET, f"timings.fidelity_every={turn}", *self._here)
         return [
             Side(
-                self._variant(candidate, done, twin=twin),
-                [Repetition(self.folder / done.folder / f"{index}")],
+                Variant(
+                    candidate.name,
+                    candidate.loaded.path,
+                    (*candidate.loaded.overrides, *short(candidate, self._target, steps), *quiet),
+                    twin=twin,
+                ),
+                [Repetition(folder / f"{index}")],
             )
             for index, (candidate, twin) in enumerate(wanted)
         ]
-
-    def _variant(self, candidate: Candidate, done: Round, *, twin: bool) -> Variant:
-        stages = short(candidate, self._target, done.steps)
-        more = (*stages, *_QUIET, f"timings.fidelity_every={done.turn}", *self._here)
-        overrides = (*candidate.loaded.overrides, *more)
-        return Variant(candidate.name, candidate.loaded.path, overrides, twin=twin)
 
     def _take(self, outcome: Outcome, chosen: Sequence[Entry], sides: Sequence[Side]) -> None:
         """Take in what came out of a round.

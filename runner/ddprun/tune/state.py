@@ -2,14 +2,14 @@
 
 `state.json` names the short runs that came to their ends; what came out is read from their own folders, as
 any run's is. Nothing in the file is believed: it is checked against this model, and a candidate that it names
-counts only if the search finds the same one.
+counts only if it changes nothing but what a search changes, and `ddprun check` accepts it.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,7 +28,9 @@ class Round(_Strict):
     """Runs that took turns: the file as it is, its twin, and candidates."""
 
     folder: Annotated[str, Field(pattern=r"^round-[0-9]{1,3}$")]
-    candidates: Annotated[tuple[str, ...], Field(strict=False, min_length=1, max_length=64)]  # their names
+    candidates: Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1, max_length=64)]
+    """The changes of each."""
+
     codes: Annotated[
         tuple[int, ...], Field(strict=False)
     ]  # exit codes: of the file, its twin, the candidates

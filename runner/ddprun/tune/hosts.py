@@ -1,0 +1,137 @@
+"""A search on several hosts: the first decides which candidates run, and tells the others.
+
+Every host runs the same command. They find each other as those of a run do (`doctor/run.py`). The first one,
+on which a run's rank 0 will be, searches; the others start their part of each round. They are told through
+the store of the rendezvous. What they are told is checked like anything that comes from elsewhere: JSON of
+this form, and candidates of their own file.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch.distributed import DistError, PrefixStore, Store
+
+from ddprun.doctor import links as doctor_links
+from ddprun.doctor.run import UnreachableError, rendezvous
+from ddprun.predict.links import Link, Links
+from ddprun.run_files import parse
+
+TIMEOUT_S = 300.0  # for which hosts wait for each other
+_MEASURING_S = 60.0
+_ANSWERS = timedelta(seconds=60)
+_TICK_S = 0.2
+_MOST_BYTES = 1 << 20
+_SOFTWARE_S = 1e-3  # of a small all-reduce: no link's doing
+_LATENCIES = 4  # in a small all-reduce of two: two messages, for each of which Gloo's receiver asks
+
+
+class HostsError(Exception):
+    """The hosts do not find each other, or one is lost; says what to do."""
+
+
+class Told(BaseModel):
+    """What the first host tells the others: a round to run, or the end."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    end: Annotated[int, Field(ge=0, le=255)] | None = None  # the exit code
+    folder: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*/round-[0-9]{1,3}$")] = (
+        "-/round-0"  # below --runs
+    )
+    candidates: Annotated[
+        tuple[dict[str, Any], ...], Field(strict=False, max_length=64)
+    ] = ()  # their changes
+    turn: Annotated[int, Field(ge=1)] = 1
+    steps: Annotated[int, Field(ge=1)] = 1
+
+
+class Hosts:
+    """The hosts of a search, and what this one is among them.
+
+    Args:
+        flags: torchrun's, of which `nnodes`, `nproc_per_node` and `rdzv_endpoint` are there.
+    """
+
+    def __init__(self, flags: Mapping[str, str]) -> None:
+        self._flags = {"rdzv_backend": "c10d", **flags}
+        try:
+            self._handler, info = rendezvous(self._flags, TIMEOUT_S, "tune")
+        except UnreachableError as error:
+            raise HostsError(f"{error}\n  -> {error.do}") from None
+        self._store: Store = PrefixStore("tune", info.store)
+        self._store.set_timeout(_ANSWERS)
+        self.index, self.count = info.rank, info.world_size
+        self._number = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this host searches."""
+        return self.index == 0
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of `ddprun run`, without the rendezvous' id."""
+        flags = {name: value for name, value in self._flags.items() if name != "rdzv_id"}
+        return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+    def rdzv_id(self, folder: str) -> str:
+        """Of the runs of a round, which has a folder of its own."""
+        return f"{self._flags.get('rdzv_id', 'tune')}-{folder.replace('/', '-')}"
+
+    def measured(self, device: torch.device) -> Links | None:
+        """The link between the first two hosts; None on the others."""
+        if self.index > 1:
+            return None
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        try:
+            found = doctor_links.measure(
+                PrefixStore("link", self._store), self.index, backend, device, _MEASURING_S
+            )
+        except (RuntimeError, ValueError) as error:
+            raise HostsError(f"the link between hosts cannot be measured: {error}") from None
+        latency_s = max(0.0, asdict(found)["latency_s"] - _SOFTWARE_S) / _LATENCIES
+        return Links(across=Link(1e6 * found.both_mbit / 8, latency_s))
+
+    def tell(self, told: Told) -> None:
+        """Tell all others."""
+        self._number += 1
+        self._store.set(f"told/{self._number}", json.dumps(told.model_dump(mode="json")))
+
+    def hear(self) -> Told:
+        """Wait for what the first host says next.
+
+        Raises:
+            HostsError: it is gone, or what it says makes no sense.
+        """
+        self._number += 1
+        key = f"told/{self._number}"
+        try:
+            while not self._store.check([key]):  # in short steps, so that Ctrl-C is heard
+                time.sleep(_TICK_S)
+            data = self._store.get(key)
+        except (DistError, RuntimeError) as error:
+            raise HostsError(f"the first host is gone: {str(error).partition(chr(10))[0]}") from None
+        try:
+            if len(data) > _MOST_BYTES:
+                raise ValueError(f"longer than {_MOST_BYTES:,} bytes")
+            return Told.model_validate(parse(data))
+        except (ValueError, ValidationError) as error:
+            raise HostsError(f"what the first host says makes no sense: {error}") from None
+
+    def part(self, seconds: float = 10.0) -> None:
+        """Wait until all hosts are here, for the store ends with the process that holds it."""
+        try:
+            self._store.set(f"parting/{self.index}", "")
+            keys: Sequence[str] = [f"parting/{index}" for index in range(self.count)]
+            until = time.monotonic() + seconds
+            while not self._store.check(list(keys)) and time.monotonic() < until:
+                time.sleep(_TICK_S)
+            time.sleep(_TICK_S)
+        except (DistError, RuntimeError):
+            return  # it has ended already

@@ -1,0 +1,69 @@
+"""A search on several hosts: they take the same rounds, and believe nothing that makes no sense."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from ddprun.tune.hosts import Hosts, HostsError, Told
+from tests.namespaces import hosts, needs_namespaces
+from tests.ranks import Running
+from tests.tune.test_command import PIPELINE, SLOW, VARY
+
+
+def waiting(said: Any) -> Hosts:
+    """A host that waits for the first one, which says this."""
+    host = object.__new__(Hosts)
+    host._store, host._number, host.index, host.count = HashStore(), 0, 1, 2
+    host._store.set("told/1", said if isinstance(said, str) else json.dumps(said))
+    return host
+
+
+def test_what_is_told_is_heard() -> None:
+    told = Told(folder="p-1/round-0", candidates=({"hooks": ["int8"]},), turn=20, steps=200)
+    assert waiting(told.model_dump(mode="json")).hear() == told
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "not JSON",
+        [],
+        {"folder": "../round-0"},
+        {"folder": "/etc/round-0"},
+        {"folder": "../../x/round-0"},
+        {"steps": 0},
+        {"steps": "9"},
+        {"run": "rm"},
+        {"candidates": ["hooks=[int8]"]},
+        {"end": 999},
+    ],
+)
+def test_what_makes_no_sense_is_refused(said: Any) -> None:
+    with pytest.raises(HostsError, match="makes no sense"):
+        waiting(said).hear()
+
+
+@needs_namespaces
+@pytest.mark.netns
+def test_two_hosts_take_the_same_rounds(tmp_path: Path) -> None:
+    """The first one says what was found and writes it; both end with 0. With a run's flags on each."""
+    (tmp_path / "p.yaml").write_text(PIPELINE)
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = ["tune", "p.yaml", *VARY, "--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint=node0:29400"]
+    with (
+        hosts(2) as (one, two),
+        Running(*words, "--rdzv-id=t", cwd=tmp_path, host=one) as first,
+        Running(*words, "--rdzv-id=t", cwd=tmp_path, host=two) as second,
+    ):
+        found, other = first.wait(120), second.wait(60)
+    assert (found.code, other.code) == (0, 0), found.stderr + other.stderr
+    assert re.search(r"2 ranks on 2 hosts, \S+ .bit/s.* between hosts", found.stdout)
+    assert "Winner: hooks=[]. It is " in found.stdout
+    assert other.stdout == ""
+    assert (tmp_path / "p.tuned.yaml").exists()
+    runs = list(tmp_path.glob("runs/tune/*/round-0/0/steps/rank-*.jsonl"))
+    assert len(runs) == 2
