@@ -132,7 +132,7 @@ def test_ranks_tell_each_other_nothing_between_synchronisations(tmp_path: Path) 
         assert known[end] == pytest.approx(sum(line["loss"] for line in mine) / len(mine))
     assert summary(run)["loss"] == known[24]
     for line in steps:
-        parts = [line[key] for key in line if key.endswith("_us") and key not in ("start_us", "step_us")]
+        parts = [line[part] for part in PARTS]
         assert sum(parts) == line["step_us"]
         assert min(parts) >= 0
         following = [s for s in steps if (s["rank"], s["step"]) == (line["rank"], line["step"] + 1)]
@@ -145,6 +145,7 @@ SPY = """
 import json, os
 import torch
 from ddprun_hooks import Hook
+from ddprun.telemetry.steps import PARTS
 
 class Spy(Hook):
     async def __call__(self, payload, comm):
