@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ddprun.telemetry.steps import PARTS
 from tests.engine.running import lines, run_pipeline, summary
 
 PIPELINE = """
@@ -145,7 +146,6 @@ SPY = """
 import json, os
 import torch
 from ddprun_hooks import Hook
-from ddprun.telemetry.steps import PARTS
 
 class Spy(Hook):
     async def __call__(self, payload, comm):
