@@ -1,19 +1,22 @@
 """A cost model that was fitted to a real run."""
 
 import dataclasses
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from ddprun.config import load
 from ddprun.explain.explain import Explained, explain
-from ddprun.predict.costs import Costs, Line, read
+from ddprun.predict.costs import OWN, Costs, Line, RecordsError, StageCosts, read
 from ddprun.predict.forecast import forecast, optimizer_bytes, stacks_of
 from ddprun.predict.links import Link, Links, parse_links
 from ddprun.predict.measure import NothingToMeasureError, stages_for
 from ddprun.predict.model import CostModel, Lateness, Predicted
-from ddprun.predict.timeline import Timeline
+from ddprun.predict.timeline import Timeline, rounds_of
 from ddprun.report.runs import Run
+from ddprun.telemetry.steps import PARTS
 from tests.engine.running import run_pipeline
 
 RANKS = 2
@@ -194,6 +197,76 @@ def test_memory_is_what_a_rank_holds(model: CostModel, cases: Explained) -> None
     plain, int8 = (memory[list(STAGES).index(name)] for name in ("every_step", "int8"))
     assert dataclasses.astuple(plain) == (weights, weights, weights, 0, 0)
     assert int8.hooks == weights
+
+
+def made_up(own_us: float, cpu_us: float, step_us: float) -> StageCosts:
+    """Ten steps, half of whose own time is forward and half backward, and what processes computed in them."""
+    parts = dict.fromkeys(OWN, 0.0) | {"forward_us": own_us / 2, "backward_us": own_us / 2}
+    spread = [[own_us] * 10] * RANKS
+    return StageCosts(10, step_us, cpu_us, parts, own_us=spread, cpus_us=[[cpu_us] * 10] * RANKS)
+
+
+@pytest.fixture(scope="module")
+def simple(tmp_path_factory: pytest.TempPathFactory) -> Explained:
+    """Without exchange, with plain gradients, and without exchange in three micro-steps; two ranks here."""
+    file = tmp_path_factory.mktemp("simple") / "simple.yaml"
+    stages = "{train: {steps: 9, hooks: [noop]}}, {train: {steps: 9}}, "
+    stages += "{train: {steps: 9, hooks: [noop], accumulate: 3}}"
+    file.write_text(PIPELINE.format(stages=f"[{stages}]"))
+    return explain(load(file), hosts=1, ranks_per_host=RANKS)
+
+
+@pytest.mark.parametrize(("cores", "step_us"), [(1.0, 10_000), (2.0, 5_000), (8.0, 5_000)])
+def test_work_is_what_processes_computed(simple: Explained, cores: float, step_us: float) -> None:
+    """Two ranks took 10 ms on one core for 5 ms of work: with a core for each they take 5 ms."""
+    quiet, _, accumulated = simple.stages
+    costs = Costs("cpu", 1.0, [made_up(10_000, 5_000, 10_000), StageCosts(), StageCosts()])
+    fitted = CostModel(simple, dataclasses.replace(costs, cores=cores), Links())
+    assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(step_us)
+    assert fitted.predict(accumulated, simple.world, Links()).step_us == pytest.approx(3 * step_us)
+    of_three = Costs("cpu", cores, [StageCosts(), StageCosts(), made_up(30_000, 15_000, 30_000)])
+    fitted = CostModel(simple, of_three, Links())
+    assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(step_us)
+
+
+@pytest.mark.parametrize("more_us", [0, 700, 4_000])
+def test_what_processes_computed_beyond_it_is_the_exchange(simple: Explained, more_us: float) -> None:
+    """On one core two ranks take twice what each computes, whatever it is."""
+    measured = made_up(10_000, 5_000 + more_us, 9_000)
+    costs = Costs("cpu", 1.0, [made_up(10_000, 5_000, 10_000), measured, StageCosts()])
+    fitted = CostModel(simple, costs, Links())
+    one = fitted.predict(simple.stages[1], simple.world, Links())
+    assert one.step_us == pytest.approx(2 * (5_000 + more_us))
+    assert one.exposed_us <= 2 * more_us + 0.01
+
+
+def test_the_first_steps_of_a_stage_do_not_count(tmp_path: Path) -> None:
+    """Nor do single steps that took many times as long; waiting is no such thing."""
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "events.jsonl").write_text('{"event": "started", "device": "cpu", "cores": 3.5}\n')
+    records = []
+    for step in range(1, 21):
+        forward_us = 900_000 if step <= 3 or step == 11 else 1_000
+        line = {"step": step, "stage": 0, "samples": 1, "loss": None, "mean_loss": None, "cpu_us": 800}
+        line |= dict.fromkeys(PARTS, 0) | {"forward_us": forward_us, "exposed_wire_us": 70_000}
+        records.append(json.dumps({**line, "start_us": 0, "step_us": forward_us + 70_000}))
+    (tmp_path / "steps" / "rank-00000.jsonl").write_text("\n".join(records) + "\n")
+    costs = read(Run(tmp_path), 2)
+    assert (costs.device, costs.cores) == ("cpu", 3.5)
+    found, none = costs.stages
+    assert (found.steps, found.step_us, found.cpu_us, none.steps) == (16, 71_000, 800, 0)
+    assert found.parts["forward_us"] == 1_000
+    with pytest.raises(RecordsError, match="no stage with records of more than 3 steps"):
+        read(Run(tmp_path), 0)
+
+
+def test_a_collective_has_the_rounds_of_its_algorithm() -> None:
+    """A ring's grow with ranks, a tree's with their logarithm; two ranks need one message."""
+    assert [rounds_of("all_reduce", ranks) for ranks in (1, 2, 4, 1024)] == [0, 2, 6, 2046]
+    assert [rounds_of("all_reduce", ranks, in_trees=True) for ranks in (2, 4, 1024)] == [2, 4, 20]
+    assert [rounds_of("all_gather", ranks) for ranks in (1, 2, 8)] == [0, 1, 7]
+    assert [rounds_of("all_to_all", ranks) for ranks in (1, 2, 8)] == [0, 1, 1]
+    assert rounds_of("broadcast", 1000) == 10
 
 
 def test_a_line_goes_through_its_points() -> None:
