@@ -123,6 +123,22 @@ def test_losses_are_compared_after_equal_samples(tmp_path: Path) -> None:
     assert [row["verdict"] for row in table][2] == "failed"
 
 
+def test_how_soon_a_loss_is_reached(tmp_path: Path) -> None:
+    """As a mean over a tenth of all samples, not by one lucky step; None where it never is."""
+    run = Run(make(tmp_path / "run", steps=40))
+    samples = 40 * 16
+    curve = [learning.loss_after(run, at) for at in (samples // 2, samples)]
+    assert curve[0] is not None
+    assert curve[1] is not None
+    assert curve[1] < curve[0]
+    found = [learning.samples_until(run, loss, samples) for loss in (curve[0], curve[1], 0.0)]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert samples // 10 <= found[0] < found[1] <= samples
+    assert found[2] is None
+    assert learning.samples_until(run, curve[1], samples // 2) is None
+
+
 def test_learning_is_judged_over_seeds(tmp_path: Path) -> None:
     """By the scatter of the differences under equal seeds; what is faster and learns worse is not chosen."""
 

@@ -133,7 +133,7 @@ def test_what_learns_more_slowly_gains_less(figures: Figures) -> None:
     assert winner([rare, exact, never], Floors()) is exact
     assert winner([rare, never], Floors()) is rare
     assert winner([never], Floors()) is None
-    assert "does not come to the loss" in (why_out(never, Floors()) or "")
+    assert "does not come to the file's loss" in (why_out(never, Floors()) or "")
     slower = figures.trial(4.0, to_loss=0.8, changes={"sync": SYNC[1]})
     assert why_out(slower, Floors()) == "it takes 1.25 times as long as the file to the same loss"
     assert winner([rare, exact, never], Floors(loss=0.0)) is rare or never

@@ -197,7 +197,7 @@ def test_hosts_that_are_not_here(folder: Path) -> None:
         fresh=True,
     )
     assert done.code == 0, done.stderr
-    assert "4 ranks on 2 hosts, 100 kbit/s, 1 ms between hosts and unlimited inside a host" in done.stdout
+    assert "4 ranks on 2 hosts, 100 kbit/s, 1 ms between hosts\n" in done.stdout
     assert "by prediction alone: the 2 hosts are not here." in done.stdout
     assert "Winner, by prediction: hooks=[{topk: {density: 0.001}}]." in done.stdout
     assert "How much that loses was not measured." in done.stdout

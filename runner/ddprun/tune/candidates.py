@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ddprun.config import Loaded, PipelineError, Train, TrainSettings, load
 from ddprun.config.resolved import flow
@@ -16,6 +16,8 @@ KEYS = ("sync", "hooks", CAP, "accumulate")
 Kind = Literal["exact", "lossy hooks", "rare exchange"]
 """What a candidate does to training: nothing, for gradients are averaged as they are at every step; they
 travel through hooks that lose something; or ranks meet in some steps only."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _CAPS_MB = (1.0, 5.0, 25.0, 100.0)
 _CODECS: tuple[Sequence[Any], ...] = (
@@ -119,12 +121,12 @@ def values(loaded: Loaded, tuned: Target, world: WorldShape, *, on_cpu: bool) ->
     hooks: list[Any] = list(_CODECS)
     if world.hosts == 1 and on_cpu:
         hooks += [["shared_memory"], ["fp16", "shared_memory"]]
-    if world.hosts > 1 or split is not None:
+    if (world.hosts > 1 and world.ranks_per_host > 1) or split is not None:
         hosts = {} if split is None else {"hosts": split}
         hooks += [[{"hierarchical": {"within": within, "across": leg, **hosts}}] for leg in _CODECS]
     sync: list[Any] = ["every_step", *({"local_sgd": {"every": every}} for every in _PERIODS)]
     sync += [{"diloco": {"every": every, "overlap_steps": every // _OVERLAP}} for every in _LONG_PERIODS]
-    if world.hosts > 1:
+    if world.hosts > 1 and world.ranks_per_host > 1:
         sync += [{"hierarchical_sgd": {"across": every}} for every in _PERIODS]
     return {
         "sync": [one for one in sync if world.ranks > 1 or one == "every_step"],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddprun.compare.compare import Ratio
 from ddprun.predict.model import Predicted
-from ddprun.tune.candidates import Candidate
+from ddprun.tune.candidates import KINDS, Candidate
 
 _GAIN = 0.02  # of a step's time: candidates that are not predicted to gain more are not run
 _ERROR = (
@@ -135,7 +135,7 @@ def why_out(trial: Trial, floors: Floors) -> str | None:
             return f"its loss is {above:+.1%}, the floor {floors.loss:+.1%}"
     elif trial.gain(floors) < 1 <= trial.speed:
         if not trial.to_loss:
-            return f"it does not come to the loss that the file has after {LATE:.0%} of the steps"
+            return f"it does not come to the file's loss at {LATE:.0%} of the steps"
         return f"it takes {1 / trial.to_loss:.2f} times as long as the file to the same loss"
     return None
 
@@ -212,7 +212,7 @@ def _hoped_for(entry: Entry, file: Entry, trials: Sequence[Trial], floors: Floor
 
 
 def _spread(left: Sequence[Entry]) -> Iterator[Entry]:
-    for kind in ("exact", "lossy hooks", "rare exchange"):
+    for kind in KINDS:
         of_kind = [one for one in left if one.candidate.kind == kind]
         yield from of_kind[: 2 if kind == "exact" else 1]
         if kind == "rare exchange" and of_kind:

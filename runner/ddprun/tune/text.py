@@ -10,8 +10,8 @@ from ddprun.config.resolved import flow, plain
 from ddprun.config.tree import find, parse_path
 from ddprun.explain.text import table
 from ddprun.predict.links import LEVELS, shown
-from ddprun.tune.candidates import CAP, Candidate
-from ddprun.tune.choose import LATE, Entry, Trial, why_out
+from ddprun.tune.candidates import CAP, KINDS, Candidate
+from ddprun.tune.choose import LATE, Entry, Trial, predicted_winner, why_out, winner
 from ddprun.tune.search import Outcome
 from ddprun.tune.write import Change
 from ddprun.units import count, duration
@@ -20,6 +20,7 @@ VERSION = 1
 
 _WIDTH = 110
 _LISTED = 5  # candidates that were not run, the best
+_NAMED = 3  # stacks of hooks that were left out
 _HEADS = ("", "predicted", "measured", "times the file", "to a loss", "fidelity", "loss", "")
 
 
@@ -38,9 +39,10 @@ def _head(outcome: Outcome) -> Iterator[str]:
     links = [
         f"{shown(outcome.links.of(level))} {'inside a host' if level == 'within' else 'between hosts'}"
         for level in LEVELS
-        if level == "within" or world.hosts > 1
+        if outcome.links.of(level).limited or (level == "across" and world.hosts > 1)
     ]
-    yield f"{outcome.file.candidate.loaded.pipeline.name}: {where}, {' and '.join(reversed(links))}"
+    said = ", ".join([where, *reversed(links)])
+    yield f"{outcome.file.candidate.loaded.pipeline.name}: {said}"
     steps = "" if tuned.steps is None else f", {count(tuned.steps, 'step')}"
     tried = f"{count(len(outcome.entries), 'candidate')} for {tuned.stage.path}{steps}"
     if outcome.by_prediction:
@@ -54,7 +56,9 @@ def _head(outcome: Outcome) -> Iterator[str]:
         noise = "" if outcome.noise is None else f"; noise: up to {outcome.noise - 1:.1%}"
         yield f"{tried}, by prediction; {runs} by real runs{noise}."
     if outcome.unmeasured:
-        left_out = ", ".join(outcome.unmeasured)
+        left_out = ", ".join(outcome.unmeasured[:_NAMED])
+        more = len(outcome.unmeasured) - _NAMED
+        left_out += f" and {more} more" if more > 0 else ""
         yield f"Not among them, for the measured run has no steps with these hooks: {left_out}."
 
 
@@ -142,7 +146,7 @@ def _conclusion(outcome: Outcome, written: str | None) -> Iterator[str]:
         )
     if loses := what_it_loses(entry.candidate, trial):
         yield loses
-    yield from _exact_alternative(outcome, entry)
+    yield from _alternatives(outcome, entry)
     if written is not None:
         yield f"It is written to {written}."
 
@@ -186,19 +190,21 @@ def what_it_loses(candidate: Candidate, trial: Trial | None) -> str:
     )
 
 
-def _exact_alternative(outcome: Outcome, entry: Entry) -> Iterator[str]:
-    """The best that loses nothing, where the winner does."""
-    if entry.candidate.kind == "exact":
-        return
-    exact = [
-        trial
-        for trial in outcome.trials
-        if trial.entry.candidate.kind == "exact" and trial.verdict == "faster" and trial.ratio is not None
-    ]
-    if exact:
-        best = max(exact, key=lambda one: one.speed)
-        how = f"{best.speed:.2f} times as fast as the file"
-        yield f"Of what loses nothing, {best.entry.candidate.name} is {how}."
+def _alternatives(outcome: Outcome, entry: Entry) -> Iterator[str]:
+    """The best of the kinds that lose less than the winner does."""
+    for kind in KINDS[: KINDS.index(entry.candidate.kind)]:
+        which = "Of what loses nothing" if kind == "exact" else "With all ranks meeting at every step"
+        if outcome.by_prediction:
+            found = [one for one in outcome.entries if one.candidate.kind == kind]
+            best = predicted_winner(outcome.file, found)
+            if best is not None:
+                gain = f"{outcome.file.us_per_sample / best.us_per_sample:.2f} times as fast as the file"
+                yield f"{which}, {best.candidate.name} is predicted to be {gain}."
+            continue
+        of_kind = [one for one in outcome.trials if one.entry.candidate.kind == kind]
+        held = winner(of_kind, outcome.floors)
+        if held is not None:
+            yield f"{which}, {held.entry.candidate.name} is {held.speed:.2f} times as fast as the file."
 
 
 def changes_of(outcome: Outcome) -> list[Change]:
