@@ -129,6 +129,24 @@ PARTS = [
         7200,
         "sync.md",
     ),
+    Part(
+        "prediction",
+        "predicted and measured steps",
+        "prediction",
+        "--models cnn --links unlimited",
+        3600,
+        "predict.md",
+        pieces=True,
+    ),
+    Part(
+        "prediction-ranks",
+        "predicted and measured steps of ranks that share cores",
+        "prediction --ranks",
+        "--models cnn",
+        1200,
+        "predict.md",
+        pieces=True,
+    ),
     Part("overlap", "what overlap_steps hides", "overlap --rounds 3", "--rounds 1", 1800, "sync.md"),
 ]
 

@@ -107,6 +107,8 @@ class Loop:
 
     def end(self) -> None:
         """End it; ddprun writes the rest of its records."""
+        if self.process.poll() is not None:
+            return
         tree = [self.process, *self.process.children(recursive=True)]
         self.signal(signal.SIGCONT)
         self.process.send_signal(signal.SIGTERM if self.checkout is None else signal.SIGINT)

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.compare.compare import ratio_of
-from ddprun.telemetry.recorder import GlobalStep, StepRecorder
-from ddprun.telemetry.steps import Step
+from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
+from ddprun.telemetry.steps import StepMarks
 
 BLOCK = 32
 """Steps. What one leaves to the next, as a file that is still being written, is little beside a block."""
@@ -80,14 +80,14 @@ class SwitchedRecorder(StepRecorder):
         do_some = self.deferred.do_some
         vars(self.deferred)["do_some"] = lambda: do_some() if self._full else None
 
-    def start(self, number: int, stage: int) -> None:
+    def begin_step(self, number: int, stage: int) -> None:
         self._starts.append((time.perf_counter(), time.process_time()))
         self._full = side_of(number) == "full"
         if self._full:
-            super().start(number, stage)
+            super().begin_step(number, stage)
         else:
             self._last_end = None
-            self._step = Step(number, stage)
+            self._step = StepMarks(number, stage)
 
     def note_loss(self, mean: Any, samples: int, counts: float | None = None) -> None:
         if self._full:
@@ -101,16 +101,16 @@ class SwitchedRecorder(StepRecorder):
         if self._full:
             super().end_backward()
 
-    def end(self, **settings: Any) -> list[GlobalStep]:
+    def end_step(self, **settings: Any) -> list[AgreedSteps]:
         if self._full:
-            return super().end(**settings)
-        self.cancel()
+            return super().end_step(**settings)
+        self.cancel_step()
         return []
 
-    def flush(self) -> list[GlobalStep]:
+    def end_stage(self) -> list[AgreedSteps]:
         if self._rank == 0:
             (Path(os.environ[FOLDER]) / STARTS).write_text(json.dumps(self._starts))
-        return super().flush()
+        return super().end_stage()
 
 
 def work(file: str) -> int:

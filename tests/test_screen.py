@@ -26,8 +26,8 @@ def _run(
 
 SPEAKS = """
 for _ in range(3):
-    screen.say('a message')
-    screen.show('data')
+    screen.print_stderr('a message')
+    screen.print_stdout('data')
     print('from a data set', flush=True)
     print('a warning', file=sys.stderr, flush=True)
 screen.flush()
@@ -90,11 +90,11 @@ def test_a_signal_handler_may_speak_while_the_code_below_it_does(tmp_path: Path)
     """Python's own streams raise "reentrant call" then."""
     speaks = """
 import signal, time
-signal.signal(signal.SIGALRM, lambda *_: (screen.say('handler'), print('handler', file=sys.stderr)))
+signal.signal(signal.SIGALRM, lambda *_: (screen.print_stderr('handler'), print('handler', file=sys.stderr)))
 signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
 until = time.monotonic() + 0.3
 while time.monotonic() < until:
-    screen.say('x' * 5000)
+    screen.print_stderr('x' * 5000)
 signal.setitimer(signal.ITIMER_REAL, 0)
 note.write('went on')
 """
@@ -110,7 +110,7 @@ def test_a_line_goes_out_whole_and_in_one_piece(tmp_path: Path) -> None:
     says = """
 pieces, write = [], screen.StandardStream.write
 screen.StandardStream.write = lambda self, data: pieces.append(bytes(data)) or write(self, data)
-screen.say('a line of é')
+screen.print_stderr('a line of é')
 print('two', 'words', file=sys.stderr)
 note.write(repr(pieces))
 """
@@ -121,7 +121,7 @@ note.write(repr(pieces))
 
 def test_what_an_encoding_lacks_is_escaped(tmp_path: Path) -> None:
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    told = "screen.say(chr(233)); screen.show(chr(0xdc80)); note.write('went on')"
+    told = "screen.print_stderr(chr(233)); screen.print_stdout(chr(0xdc80)); note.write('went on')"
     code, noted, shown = _run(tmp_path / "noted", told, environment=ascii_only)
     assert (code, noted) == (0, "went on")
     assert sorted(shown.splitlines()) == ["\\udc80", "\\xe9"]
@@ -132,7 +132,7 @@ def test_a_full_pipe_that_somebody_has_made_non_blocking_is_waited_for(tmp_path:
 import os
 os.set_blocking(2, False)
 for _ in range(100):
-    screen.say('y' * 9999)
+    screen.print_stderr('y' * 9999)
 note.write('went on')
 """
     code, noted, shown = _run(tmp_path / "noted", fills, "2>&1 | (sleep 1; cat); exit ${PIPESTATUS[0]}")
@@ -147,7 +147,7 @@ note.write('went on')
 def test_data_that_stdout_did_not_take_is_known(tmp_path: Path, shell: str, expected: str) -> None:
     """A command whose output is all there is to it has failed then."""
     code = """
-screen.show('data' * 9999)
+screen.print_stdout('data' * 9999)
 failure = screen.failure_of_stdout()
 note.write('None' if failure is None else failure.strerror)
 """

@@ -55,7 +55,7 @@ class ParameterBuckets:
         """Where the tensors are; the CPU if there is none."""
         return self._tensors[0][0].device if self._tensors else torch.device("cpu")
 
-    def flat(self, index: int) -> Tensor:
+    def flatten(self, index: int) -> Tensor:
         """The values of the bucket at `index` in `layouts`, copied: shape (numel,)."""
         return torch.cat([tensor.detach().reshape(-1) for tensor in self._tensors[index]])
 

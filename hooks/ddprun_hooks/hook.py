@@ -62,7 +62,10 @@ class Hook:
             raise ValueError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """One state for every rank of a new world or layout, from the states of all ranks of the old."""
+        """One state for every rank of a new world or layout, from the states of all ranks of the old.
+
+        States come in rank order. A hook with state that does not override this keeps rank 0's state only.
+        """
         return states[0] if states else {}
 
     def begin_step(self) -> None:

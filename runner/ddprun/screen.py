@@ -1,9 +1,9 @@
 """What a process says on stdout and stderr. A screen that is gone never changes a run.
 
 A terminal is closed, `head` has read enough, a disk is full, a shell has closed the stream (`2>&-`): what is
-said then is lost, and nothing else happens. Messages of this program go through `say` and `show`. `protect`
-sees to it for everything else that writes to the standard streams: `print` in a pipeline's own code, rich,
-click, warnings.
+said then is lost, and nothing else happens. Messages of this program go through `print_stderr` and
+`print_stdout`. `protect` sees to it for everything else that writes to the standard streams: `print` in a
+pipeline's own code, rich, click, warnings.
 """
 
 import io
@@ -58,13 +58,13 @@ def protect() -> None:
         setattr(sys, name, _protected(getattr(sys, name), descriptor, was_closed[descriptor]))
 
 
-def say(text: str) -> None:
-    """A line, or several, on stderr; from a signal handler, too."""
+def print_stderr(text: str) -> None:
+    """Print a line, or several, on stderr; from a signal handler, too."""
     _write_line(sys.stderr, text)
 
 
-def show(text: str) -> None:
-    """A line, or several, on stdout."""
+def print_stdout(text: str) -> None:
+    """Print a line, or several, on stdout."""
     _write_line(sys.stdout, text)
 
 

@@ -92,7 +92,7 @@ def test_one_of_several_words_is_a_string(value: object) -> None:
 
 
 def test_without_torch_its_names_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch is not installed, a fault says so instead of listing nothing."""
+    """Where torch is not installed, a fault says so instead of allowed_values nothing."""
     from ddprun.config.choices import choose
 
     monkeypatch.setattr(signatures, "torch_folder", lambda: None)

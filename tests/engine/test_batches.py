@@ -476,13 +476,13 @@ def places_used(folder: Path, name: str, until: int | None) -> list[list[int]]:
     found: list[list[int]] = []
     train, between = loop.train_step, loop.between_steps
 
-    def noting(run: StageRun, batches: StepBatches, step: int) -> None:
+    def noting(run: StageRun, batches: StepBatches, stage_step: int) -> None:
         feed = run.session.runtime.feeds.of(run.stage.index)
         found.append([len(feed.dataset), feed.epoch, int(batches.total)])
-        train(run, batches, step)
+        train(run, batches, stage_step)
 
-    def stopping(run: Any, *known: Any) -> Any:
-        ends = between(run, *known)
+    def stopping(run: Any, *given: Any) -> Any:
+        ends = between(run, *given)
         if run.session.state.step == until:
             close_checkpoints(run.session)
             os._exit(0)

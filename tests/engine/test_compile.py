@@ -176,13 +176,13 @@ def test_batches_of_many_sizes(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -
     """A graph for each of the first, whatever came before, and none for more than that; or one for all."""
     monkeypatch.setattr(compiling, "_SIZES", 3)
     compiler = graphs(pipeline("true"), Net(), 4, 2, 3, 4)
-    assert (len(compiler.graphs), compiler.gave_up) == (3, False)
+    assert (len(compiler.graphs), compiler.at_recompile_limit) == (3, False)
     torch._dynamo.reset()
     compiler = graphs(pipeline("true"), Net(), 2, 3, 4, 5)
-    assert (len(compiler.graphs), compiler.gave_up) == (3, True)
+    assert (len(compiler.graphs), compiler.at_recompile_limit) == (3, True)
     torch._dynamo.reset()
     compiler = graphs(pipeline("{dynamic: true}"), Net(), 2, 3, 4, 5)
-    assert (len(compiler.graphs), compiler.gave_up) == (1, False)
+    assert (len(compiler.graphs), compiler.at_recompile_limit) == (1, False)
 
 
 def test_settings_that_keep_buckets_from_hooks_are_refused(pipeline: Any) -> None:

@@ -49,7 +49,7 @@ class Stream(IterableDataset[tuple[int, int]]):
 
 
 def feed(dataset: Any, rank: int, ranks: int, **changes: Any) -> Feed:
-    own = {key: changes.pop(key) for key in ("warn", "refuse") if key in changes}
+    own = {key: changes.pop(key) for key in ("on_samples_lost", "refuse") if key in changes}
     loader = {"batch_size": 4, "shuffle": not isinstance(dataset, IterableDataset), **changes}
     return Feed(dataset, Loader(**loader), seed=3, rank=rank, ranks=ranks, **own)
 
@@ -373,7 +373,7 @@ def test_samples_that_are_lost_to_loading_processes_are_told(
     def body(group: RankGroup) -> list[str]:
         told: list[str] = []
         changes: dict[str, Any] = {"sharded": sharded, "workers": workers, "shuffle": False}
-        source = feed(kind(40), group.rank, group.size, warn=told.append, **changes)
+        source = feed(kind(40), group.rank, group.size, on_samples_lost=told.append, **changes)
         compare(group, source)
         for _ in islice(source.steps(1), 3):
             pass

@@ -236,14 +236,14 @@ def broken_off(folder: Path) -> None:
 
     step = loop.between_steps
 
-    def until_six(run: Any, known: Any, number: int, synchronized: bool) -> Any:
-        found = step(run, known, number, synchronized)
+    def until_six(run: Any, agreed_steps: Any, exchanged: bool) -> Any:
+        found = step(run, agreed_steps, exchanged)
         if run.session.state.step == 6:
             close_checkpoints(run.session)
             os._exit(0)
         return found
 
-    loop.between_steps = until_six  # type: ignore[assignment]
+    loop.between_steps = until_six
     work(load(folder / "broken.yaml"), folder / "broken")
 
 

@@ -53,7 +53,7 @@ def test_a_batch_is_copied_beside_what_the_gpu_computes() -> None:
     precision._copies = CopyStream(gpu)
     resident = torch.zeros(7, device="meta")
     given = {"image": torch.zeros(5), "pair": (torch.zeros(2, dtype=torch.int64), resident), "name": "x"}
-    moved = precision.admit(given)
+    moved = precision.to_device(given)
     assert gpu.log == [
         ("compute", "waits for", "stream 0"),
         ("compute", "uses", "5"),

@@ -54,11 +54,12 @@ def go(stage_run: StageRun, steps: int) -> None:
     session = stage_run.session
     session.runtime.model.train()
     for batches in islice(session.runtime.feeds.of(0).steps(stage_run.settings.accumulate), steps):
-        session.runtime.recorder.start(session.state.step + 1, 0)
-        train_step(stage_run, batches, session.state.step + 1)
-        synchronized = synchronize(stage_run, session.state.step + 1)
-        session.state.step += 1
-        session.runtime.recorder.end(stop=False, compare_clocks=False, synchronized=synchronized)
+        step = session.state.current_step
+        session.runtime.recorder.begin_step(step, 0)
+        train_step(stage_run, batches, step)
+        exchanged = synchronize(stage_run, step)
+        session.state.step = step
+        session.runtime.recorder.end_step(stop=False, compare_clocks=False, exchanged=exchanged)
 
 
 def begin(session: Session) -> StageRun:
@@ -79,7 +80,7 @@ def unbroken(folder: Path) -> list[bytes]:
 def first_part(folder: Path) -> None:
     session = open_here(folder, "first")
     go(begin(session), 6)
-    session.runtime.recorder.drain()
+    session.runtime.recorder.wait_for_messages()
     torch.save(state_of(session), folder / f"state-{os.environ['RANK']}")
 
 
@@ -115,7 +116,7 @@ def changed_parts(folder: Path) -> dict[str, list[str]]:
     """For each change, the parts of a checkpoint that it changes."""
     session = open_here(folder, "changes")
     go(begin(session), 1)
-    session.runtime.recorder.drain()
+    session.runtime.recorder.wait_for_messages()
     found = {}
     first = before = copy.deepcopy(state_of(session))
     for name, change in CHANGES.items():

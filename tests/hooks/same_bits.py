@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddprun_hooks import kernels
 from ddprun_hooks.builtin import topk
-from ddprun_hooks.builtin.cast import Casts, FusedCasts, Narrow, find_overflow, overflow
+from ddprun_hooks.builtin.cast import Casts, FusedCasts, Narrow, find_overflow, overflow_finding
 from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, FusedBlocks, Int4, Int8, Reduction, WireFormat
 from ddprun_hooks.testing import run_hooks
 
@@ -153,7 +153,7 @@ def of_cast(
     if large is not None:
         total[numel // 2] = large
     expected = find_overflow(name, own, total)
-    ours = overflow(name, casts.widened(total, mean := own.clone(), flags))
+    ours = overflow_finding(name, casts.widened(total, mean := own.clone(), flags))
     if device != "cpu":
         torch.cuda.synchronize()  # codes are on their way to the host
     if int(ours.code) != (0 if expected is None else int(expected.code)):

@@ -10,7 +10,7 @@ import torch
 from ddprun.config import Loaded, PipelineError
 from ddprun.config.load import load
 from ddprun.host import device
-from ddprun.host.device import Offer, backend_of, check_launch, device_of, offer
+from ddprun.host.device import LaunchFacts, agree_on_backend, check_launch, device_of, launch_facts
 
 PIPELINE = """
 model: {mlp: {inputs: 64, outputs: 10}}
@@ -26,8 +26,8 @@ def loaded(folder: Path, wanted: str = "auto", backend: str = "auto") -> Loaded:
     return load(file)
 
 
-def offers(*gpus: str | None, backend: str = "auto") -> list[Offer]:
-    return [Offer(f"host{rank // 2}", "auto", backend, gpu) for rank, gpu in enumerate(gpus)]
+def facts(*gpus: str | None, backend: str = "auto") -> list[LaunchFacts]:
+    return [LaunchFacts(f"host{rank // 2}", "auto", backend, gpu) for rank, gpu in enumerate(gpus)]
 
 
 @pytest.mark.parametrize(
@@ -44,40 +44,40 @@ def test_nccl_is_taken_where_each_rank_has_a_gpu_of_its_own(
     tmp_path: Path, gpus: tuple[str | None, ...], backend: str, chosen: str
 ) -> None:
     """Whatever number of GPUs each process sees: with srun --gpus-per-task=1 that is one."""
-    assert backend_of(loaded(tmp_path, backend=backend), offers(*gpus, backend=backend)) == chosen
+    assert agree_on_backend(loaded(tmp_path, backend=backend), facts(*gpus, backend=backend)) == chosen
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (
-            offers("a", "b", "a", backend="nccl"),
+            facts("a", "b", "a", backend="nccl"),
             r"nccl needs a GPU for each rank; rank 0 \(host0\) and rank 2 \(host1\) have the same one",
         ),
         (
-            offers("a", "b", None),
+            facts("a", "b", None),
             r"device: rank 0 \(host0\) sees a GPU, and rank 2 \(host1\) sees none",
         ),
         (
-            [Offer("x", "auto", "auto", "a"), Offer("y", "auto", "gloo", "b")],
+            [LaunchFacts("x", "auto", "auto", "a"), LaunchFacts("y", "auto", "gloo", "b")],
             r"launch.backend: rank 0 \(x\) was given auto, and rank 1 \(y\) gloo",
         ),
         (
-            [Offer("x", "cpu", "auto", None), Offer("y", "auto", "auto", "b")],
+            [LaunchFacts("x", "cpu", "auto", None), LaunchFacts("y", "auto", "auto", "b")],
             r"launch.device: rank 0 \(x\) was given cpu, and rank 1 \(y\) auto",
         ),
     ],
 )
-def test_ranks_that_do_not_fit_are_named(tmp_path: Path, given: list[Offer], message: str) -> None:
+def test_ranks_that_do_not_fit_are_named(tmp_path: Path, given: list[LaunchFacts], message: str) -> None:
     """They would wait for each other while they join."""
     with pytest.raises(PipelineError, match=message):
-        backend_of(loaded(tmp_path), given)
+        agree_on_backend(loaded(tmp_path), given)
 
 
 def test_a_rank_offers_the_gpu_that_it_sees_by_its_identifier(tmp_path: Path) -> None:
     """Two ranks that see one GPU each, both of them as the first, have two."""
     pipeline = loaded(tmp_path, backend="nccl")
-    found: list[Offer] = []
+    found: list[LaunchFacts] = []
     for uuid in ("GPU-1", "GPU-2"):
         properties = SimpleNamespace(uuid=uuid)
         with (
@@ -86,7 +86,7 @@ def test_a_rank_offers_the_gpu_that_it_sees_by_its_identifier(tmp_path: Path) ->
         ):
             place = device_of(pipeline, len(found))
             assert place == torch.device("cuda", 0)
-            found.append(offer(pipeline, "here", place))
+            found.append(launch_facts(pipeline, "here", place))
             with pytest.raises(PipelineError, match="this host has 2 ranks and 1 GPU"):
                 check_launch(pipeline, 2)  # which ddprun's own launcher would all show the same GPU
-    assert backend_of(pipeline, found) == "nccl"
+    assert agree_on_backend(pipeline, found) == "nccl"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddprun.host import shared_memory
-from ddprun.host.shared_memory import PAGE_BYTES, Room, binary, least_bytes, needed_bytes, room, shortage
+from ddprun.host.shared_memory import PAGE_BYTES, Room, binary, needed_bytes, room, shortage, startup_bytes
 from tests.namespaces import hosts, needs_namespaces
 from tests.ranks import Finished, Running
 
@@ -24,8 +24,8 @@ stages:
 
 def test_what_is_needed_is_whole_pages() -> None:
     """Nothing without loading processes; else semaphores, and two batches for each of them."""
-    assert least_bytes(4, 0) == needed_bytes(4, 0, [10**9]) == 0
-    assert least_bytes(2, 2) == 28 * PAGE_BYTES
+    assert startup_bytes(4, 0) == needed_bytes(4, 0, [10**9]) == 0
+    assert startup_bytes(2, 2) == 28 * PAGE_BYTES
     assert needed_bytes(2, 2, [1, 4097]) == (28 + 2 * 2 * 2 * 3) * PAGE_BYTES
 
 
@@ -98,8 +98,8 @@ def test_nothing_is_said_where_there_is_room(tmp_path: Path, size: str, workers:
 @needs_namespaces
 @pytest.mark.netns
 def test_the_certain_need_is_what_python_really_takes(tmp_path: Path) -> None:
-    """One page less than `least_bytes`, and a loader's queues cannot be made; with it they can."""
-    least = least_bytes(1, 3)
+    """One page less than `startup_bytes`, and a loader's queues cannot be made; with it they can."""
+    least = startup_bytes(1, 3)
     script = (
         "import torch.multiprocessing as m\nkept = [m.Event(), m.Queue(), *(m.Queue() for _ in range(3))]\n"
     )

@@ -238,3 +238,80 @@ def events(
         del facts["rank"]
         told.append(event("straggler", 1_200_000, step=20, **facts))
     return told
+
+
+SENT = ((100_000, 10_000), (150_000, 30_000), (50_000, 40_000), (200_000, 47_000))
+"""Bytes of each bucket of `over_a_link`, and when it is ready, in microseconds: two wait for others."""
+
+
+def over_a_link(
+    folder: Path,
+    *,
+    bytes_per_s: float = 10e6,
+    steps: int = 12,
+    late_us: int = 0,
+    longer_us: int = 0,
+    cores: float = 1.0,
+    every: int = 1,
+) -> Path:
+    """A run of a rank on each of two hosts, whose link carries one bucket after the other.
+
+    The first three steps are ten times as long, and what they send ten times as large.
+
+    Args:
+        folder: to make.
+        bytes_per_s: of the link.
+        steps: how many.
+        late_us: how much later rank 1 has bucket 2, and all behind it, ready.
+        longer_us: how much longer bucket 1 is under way than the link takes for it.
+        cores: the share of one that each rank has while it does not wait.
+        every: how manieth step exchanges anything.
+    """
+    for kind in ("steps", "buckets"):
+        (folder / kind).mkdir(parents=True)
+    told = events(2, steps, None, "made-up", ((),), (), 0.0, False)
+    for event in told:
+        if event["event"] == "started":
+            event["hosts"] = ["a", "b"]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
+    for rank in range(2):
+        lines: list[dict[str, Any]] = []
+        buckets: list[dict[str, Any]] = []
+        start = 1_000_000 + offset_us(rank)
+        for step in range(1, steps + 1):
+            times, sends = (10 if step <= 3 else 1), step % every == 0
+            own = end = times * SENT[-1][1] + 2000 + late_us * rank
+            free = 0
+            for bucket, (nbytes, ready) in enumerate(SENT if sends else ()):
+                late = late_us if bucket >= 2 else 0
+                ready_at, all_ready = times * ready + late * rank, times * ready + late
+                free = max(free, all_ready) + round(1e6 * times * nbytes / bytes_per_s)
+                done = free + (longer_us if bucket == 1 else 0)
+                end = max(end, done)
+                sent = {"bytes": times * nbytes, "wire_bytes": times * nbytes}
+                leg = {"op": "all_gather", "group": "world.0", "dtype": "float32", **sent}
+                record = {
+                    "rank": rank,
+                    "stage": 0,
+                    "step": step,
+                    "kind": "gradient",
+                    "bucket": bucket,
+                    **sent,
+                }
+                record |= {"params": [f"{bucket}.weight"], "hooks": [], "between_hosts_bytes": times * nbytes}
+                record |= {"ready_us": start + ready_at, "all_ready_us": start + all_ready}
+                record |= {"done_us": start + done, "encode_us": 0, "decode_us": 0}
+                record["legs"] = [{**leg, "start_us": start + ready_at, "done_us": start + done}]
+                buckets.append(record)
+            late_wait = late_us if sends and not rank else 0
+            record = {"rank": rank, "stage": 0, "step": step, "samples": 8, "loss": 1.0, "mean_loss": 1.0}
+            record |= dict.fromkeys(PARTS, 0) | {"backward_us": own, "optimizer_us": 5000}
+            record |= {"exposed_wait_us": late_wait, "exposed_wire_us": end - own - late_wait}
+            record |= {"start_us": start, "step_us": end + 5000, "cpu_us": cores * (own + 5000)}
+            record["waits"] = [[start + own, start + end]] if end > own else []
+            lines.append(record)
+            start += end + 5000
+        for kind, records in (("steps", lines), ("buckets", buckets)):
+            text = "".join(json.dumps(record) + "\n" for record in records)
+            (folder / kind / f"rank-{rank:05}.jsonl").write_text(text)
+    return folder

@@ -62,20 +62,20 @@ def test_ranks_may_average_seldom(tmp_path: Path) -> None:
 MINE = """
 import torch
 
-def climb(model, score, std):
-    '''Keep a random change if the score is better.'''
-    before, own = score(), [param.detach().clone() for param in model.parameters()]
+def climb(model, closure, std):
+    '''Keep a random change if the loss has fallen.'''
+    before, own = closure(), [param.detach().clone() for param in model.parameters()]
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param), alpha=std)
-    if score() >= before:
+    if closure() >= before:
         with torch.no_grad():
             for param, value in zip(model.parameters(), own):
                 param.copy_(value)
 """
 
 
-def test_an_update_of_ones_own_changes_weights_by_scores(tmp_path: Path) -> None:
+def test_an_update_of_ones_own_changes_weights_by_losses(tmp_path: Path) -> None:
     """Random hill climbing on each rank, averaged in every step: the loss falls."""
     (tmp_path / "mine.py").write_text(MINE)
     folder = run(tmp_path, update="{mine.climb: {std: 0.02}}", steps=60)
@@ -90,10 +90,10 @@ def test_the_estimate_points_along_the_gradient() -> None:
     target = torch.randn(6, dtype=torch.float64)
     before = model.weight.detach().clone()
 
-    def score() -> Tensor:
+    def closure() -> Tensor:
         return (model.weight.flatten() - target).square().sum()
 
-    evolution_strategies(model, score, std=0.3, population=4000)
+    evolution_strategies(model, closure, std=0.3, population=4000)
     gradient = 2 * (before.flatten() - target)
     assert torch.equal(model.weight.detach(), before)
     assert model.weight.grad is not None

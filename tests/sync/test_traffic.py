@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ddprun.telemetry.steps import PARTS
 from tests.engine.running import lines, run_pipeline, summary
 
 PIPELINE = """
@@ -132,7 +133,7 @@ def test_ranks_tell_each_other_nothing_between_synchronisations(tmp_path: Path) 
         assert known[end] == pytest.approx(sum(line["loss"] for line in mine) / len(mine))
     assert summary(run)["loss"] == known[24]
     for line in steps:
-        parts = [line[key] for key in line if key.endswith("_us") and key not in ("start_us", "step_us")]
+        parts = [line[part] for part in PARTS]
         assert sum(parts) == line["step_us"]
         assert min(parts) >= 0
         following = [s for s in steps if (s["rank"], s["step"]) == (line["rank"], line["step"] + 1)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ddprun.telemetry.steps import MarkBuffer, Step, Traffic
+from ddprun.telemetry.steps import MarkBuffer, StepMarks, Traffic
 from ddprun_hooks.comm.trace import BucketTrace
 
 
@@ -27,7 +27,7 @@ class MadeStep:
 
     losses: list[torch.Tensor] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
-    synchronized: bool = True
+    exchanged: bool = True
     requests: int = 0
 
 
@@ -35,7 +35,7 @@ def buffer_of(steps: Iterable[MadeStep]) -> MarkBuffer:
     """As a recorder would have filled it."""
     buffer = MarkBuffer()
     for made in steps:
-        step = Step(made.number, made.stage, synchronized=made.synchronized, requests=made.requests)
+        step = StepMarks(made.number, made.stage, exchanged=made.exchanged, requests=made.requests)
         step.gradients, step.sync = made.gradients, made.sync
         first = len(buffer.marks)
         buffer.parts += made.parts

@@ -32,7 +32,7 @@ from ddprun.telemetry.control_message import (
     overflow,
     reported_buckets,
 )
-from ddprun.telemetry.recorder import GlobalStep, global_step
+from ddprun.telemetry.recorder import AgreedSteps, combine_messages
 from ddprun.telemetry.steps import OWN_PARTS, Traffic, resolve
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Finding, ParamSlice
@@ -50,10 +50,10 @@ class Message(NamedTuple):
     findings: Sequence[BucketTrace[int]]
 
 
-def step_of(number: int, samples: int, *, synchronized: bool = True) -> MadeStep:
+def step_of(number: int, samples: int, *, exchanged: bool = True) -> MadeStep:
     """A step of 10 µs that ends at number * 1000."""
     end = 1000 * number
-    step = MadeStep(number, 0, ["", "forward_us"], [1000 * (end - 10), 1000 * end], synchronized=synchronized)
+    step = MadeStep(number, 0, ["", "forward_us"], [1000 * (end - 10), 1000 * end], exchanged=exchanged)
     step.losses.append(torch.tensor(0.1 * number))
     step.samples.append(samples)
     return step
@@ -86,7 +86,7 @@ def any_steps(count: int, chance: random.Random) -> list[MadeStep]:
     """Steps, some of which synchronise, with buckets in backward and beside it."""
     steps = []
     for number in range(1, count + 1):
-        step = step_of(number, chance.choice((0, 1, 3)), synchronized=chance.random() < 0.6)
+        step = step_of(number, chance.choice((0, 1, 3)), exchanged=chance.random() < 0.6)
         step.requests = chance.choice((0, 0, STOP))
         now = 1000 * number
         if chance.random() < 0.7:
@@ -111,12 +111,12 @@ def test_messages_are_the_same_whichever_steps_are_resolved_together(seed: int) 
         assert np.array_equal(numbers, other_numbers)
         assert other_left.state_dict() == left.state_dict()
         assert messages == other_messages
-    assert [message.step for message in messages] == [step.number for step in steps if step.synchronized]
+    assert [message.step for message in messages] == [step.number for step in steps if step.exchanged]
 
 
 def test_a_message_is_about_all_steps_since_the_one_before() -> None:
     """Sums are over these; ready times and requests are the step's own; findings include those before it."""
-    steps = [step_of(1, 2, synchronized=False), step_of(2, 3), step_of(3, 1, synchronized=False)]
+    steps = [step_of(1, 2, exchanged=False), step_of(2, 3), step_of(3, 1, exchanged=False)]
     steps[0].traces, steps[0].backward_end = [trace(1, 700, 1)], steps[0].marks[-1]
     steps[1].traces, steps[1].backward_end = [trace(0, 1995), trace(2, 1999)], steps[1].marks[-1]
     beside = [trace(0, 2005, kind="delta"), trace(1, 2003, kind="delta")]
@@ -229,11 +229,11 @@ def test_micro_batches_of_a_step_are_added_up() -> None:
     assert numbers[SAMPLES_AT] == 4
 
 
-def known(*messages: Sequence[NDArray[np.float64]]) -> GlobalStep:
+def known(*messages: Sequence[NDArray[np.float64]]) -> AgreedSteps:
     """What ranks know after these messages, one behind another: of each, every rank's numbers."""
     numbers = np.array(messages)
     steps = list(range(1, len(messages) + 1))
-    found = global_step(OwnMessages(numbers[:, 0], steps, list(range(len(steps))), {}), numbers, None)
+    found = combine_messages(OwnMessages(numbers[:, 0], steps, list(range(len(steps))), {}), numbers, None)
     assert found is not None
     return found
 

@@ -3,9 +3,9 @@
 import pytest
 
 from ddprun.telemetry.progress import Plain
-from ddprun.telemetry.recorder import GlobalStep
+from ddprun.telemetry.recorder import AgreedSteps
 
-KNOWN = GlobalStep([120], [1.9484], [1.9493, 1.9475], stop=False, checkpoint=False, compare_clocks=False)
+KNOWN = AgreedSteps([120], [1.9484], [1.9493, 1.9475], stop=False, checkpoint=False, compare_clocks=False)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ KNOWN = GlobalStep([120], [1.9484], [1.9493, 1.9475], stop=False, checkpoint=Fal
     ],
 )
 def test_a_line_says_which_step_its_losses_are_of(
-    first: int, done: int, known: GlobalStep | None, line: str, capsys: pytest.CaptureFixture[str]
+    first: int, done: int, known: AgreedSteps | None, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks that train apart learn each other's losses where they exchange something; evaluations, stragglers
     and checkpoints count the run's steps.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddprun.telemetry import recorder as module
 from ddprun.telemetry.clock import Clock, clock_for
-from ddprun.telemetry.recorder import DeferredWork, GlobalStep, StepRecorder
+from ddprun.telemetry.recorder import AgreedSteps, DeferredWork, StepRecorder
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.comm.control import Control
 from ddprun_hooks.comm.trace import BucketTrace, now_us
@@ -66,16 +66,16 @@ def alone(tmp_path: Path) -> Iterator[StepRecorder]:
     writer.close()
 
 
-def steps_of(messages: Sequence[GlobalStep]) -> list[int]:
+def steps_of(messages: Sequence[AgreedSteps]) -> list[int]:
     """About which steps that is."""
     return [step for agreed in messages for step in agreed.steps]
 
 
-def take(recorder: StepRecorder, step: int, *, synchronized: bool = True) -> list[int]:
+def take(recorder: StepRecorder, step: int, *, exchanged: bool = True) -> list[int]:
     """One step; the steps that ranks know of at its end."""
-    recorder.start(step, 0)
+    recorder.begin_step(step, 0)
     recorder.note_loss(torch.tensor(float(step)), 1)
-    return steps_of(recorder.end(stop=False, compare_clocks=False, synchronized=synchronized))
+    return steps_of(recorder.end_step(stop=False, compare_clocks=False, exchanged=exchanged))
 
 
 @pytest.mark.parametrize("control_delay_steps", [1, 3])
@@ -87,11 +87,11 @@ def test_messages_are_read_so_many_steps_after_the_last(
     """
     monkeypatch.setattr(module, "_POST_EVERY_US", 0.0)
     alone.control_delay_steps = control_delay_steps
-    known = {number: step for step in range(1, 9) for number in take(alone, step, synchronized=step % 2 == 0)}
+    known = {number: step for step in range(1, 9) for number in take(alone, step, exchanged=step % 2 == 0)}
     assert known == {
         step: step + control_delay_steps for step in (2, 4, 6, 8) if step + control_delay_steps <= 8
     }
-    left = steps_of(alone.flush())
+    left = steps_of(alone.end_stage())
     assert [*known, *left] == [2, 4, 6, 8]
 
 
@@ -103,11 +103,9 @@ def test_messages_about_short_steps_are_posted_together(
     assert [take(alone, step) for step in (1, 2)] == [[], [1]]
     assert alone.steps_per_post == 256
     assert take(alone, 3) == [2], "posted before that was known"
-    known = {
-        step: found for step in range(4, 516) if (found := take(alone, step, synchronized=step % 20 == 0))
-    }
+    known = {step: found for step in range(4, 516) if (found := take(alone, step, exchanged=step % 20 == 0))}
     assert known == {259: [3, *range(20, 259, 20)], 515: list(range(260, 515, 20))}
-    assert alone.drain() == []
+    assert alone.wait_for_messages() == []
     alone.begin_stage([])
     assert [take(alone, step) for step in (516, 517)] == [[], [516]], "after step 515, which has no message"
 
@@ -119,18 +117,16 @@ def test_messages_wait_for_their_number_however_often_steps_without_any_are_reso
     alone.steps_per_post = 32
     monkeypatch.setattr(module, "_POST_EVERY_US", 0.0)
     known = {
-        step: found
-        for step in range(1, 100)
-        if (found := take(alone, step, synchronized=step in (40, 41, 90)))
+        step: found for step in range(1, 100) if (found := take(alone, step, exchanged=step in (40, 41, 90)))
     }
     assert known == {41: [40], 43: [41], 91: [90]}, "once one is read, steps count as long"
     alone.steps_per_post = 32
     taken = []
     for step in range(100, 260):
-        take(alone, step, synchronized=step in (101, 200))
+        take(alone, step, exchanged=step in (101, 200))
         taken.append(alone.totals.steps)
         alone.steps_per_post = 32
-    assert steps_of(alone.drain()) == []
+    assert steps_of(alone.wait_for_messages()) == []
     assert len(set(taken)) > 60, "steps without a message are counted at once when their time is over"
 
 
@@ -154,16 +150,16 @@ def test_no_step_waits_for_a_device(alone: StepRecorder, monkeypatch: pytest.Mon
     assert clock.waited == 0
     assert [number for found in known.values() for number in found] == list(range(1, 259))
     assert max(map(len, known.values())) == 256
-    assert steps_of(alone.flush()) == list(range(259, 300))
+    assert steps_of(alone.end_stage()) == list(range(259, 300))
 
 
 def test_a_stage_may_end_with_nothing_left(alone: StepRecorder) -> None:
     """A message is posted all the same, since other ranks may have something; here no rank has."""
     take(alone, 1)
-    assert steps_of(alone.drain()) == [1]
-    assert alone.flush() == []
-    take(alone, 2, synchronized=False)
-    (rest,) = alone.flush()
+    assert steps_of(alone.wait_for_messages()) == [1]
+    assert alone.end_stage() == []
+    take(alone, 2, exchanged=False)
+    (rest,) = alone.end_stage()
     assert (rest.steps, rest.mean_losses) == ([2], [2.0])
 
 
@@ -183,7 +179,7 @@ def test_deferred_work_does_not_change_what_comes_of_it(
         3: [2],
         259: list(range(3, 259)),
     }
-    assert steps_of(alone.flush()) == list(range(259, 300))
+    assert steps_of(alone.end_stage()) == list(range(259, 300))
     assert alone.totals.steps == 299
     assert alone.totals.parts_us["step_us"] == sum(record["step_us"] for record in recorded(alone, tmp_path))
 
@@ -203,7 +199,7 @@ def test_steps_of_a_run_that_fails_are_recorded(alone: StepRecorder, tmp_path: P
     for step in range(6, 10):
         take(alone, step)
     assert alone._batches, "messages are under way"
-    alone.start(10, 0)
+    alone.begin_step(10, 0)
     alone.lap("data_us")
     alone.salvage()
     records = recorded(alone, tmp_path)
@@ -234,7 +230,7 @@ def test_a_rank_waits_from_its_last_bucket_to_the_end_of_backward(
 ) -> None:
     """Not to the end of the step's last part."""
     for step in (1, 2):
-        alone.start(step, 0)
+        alone.begin_step(step, 0)
         time.sleep(0.002)
         alone.lap("forward_us")
         ready = now_us()
@@ -244,8 +240,8 @@ def test_a_rank_waits_from_its_last_bucket_to_the_end_of_backward(
         alone.end_backward()
         time.sleep(0.002)
         alone.lap("optimizer_us")
-        alone.end(stop=False, compare_clocks=False)
-    alone.flush()
+        alone.end_step(stop=False, compare_clocks=False)
+    alone.end_stage()
     for record in recorded(alone, tmp_path):
         ((start, end),) = record["waits"]
         laps = dict(record["laps"])
@@ -257,8 +253,8 @@ def test_a_rank_waits_from_its_last_bucket_to_the_end_of_backward(
 def test_records_stand_in_the_order_of_steps(alone: StepRecorder, tmp_path: Path) -> None:
     """Also those of steps without a message."""
     for step in range(1, 200):
-        take(alone, step, synchronized=step % 7 == 0)
-    alone.flush()
+        take(alone, step, exchanged=step % 7 == 0)
+    alone.end_stage()
     assert [record["step"] for record in recorded(alone, tmp_path)] == list(range(1, 200))
 
 
@@ -273,10 +269,10 @@ def test_requests_come_back_with_the_message_about_their_step(alone: StepRecorde
     )
     known = []
     for step, request in enumerate(requests, start=1):
-        alone.start(step, 0)
+        alone.begin_step(step, 0)
         alone.note_loss(torch.tensor(1.0), 1)
-        known += alone.end(**{"stop": False, "compare_clocks": False, **request})
-        known += alone.drain()
+        known += alone.end_step(**{"stop": False, "compare_clocks": False, **request})
+        known += alone.wait_for_messages()
     assert [agreed.steps for agreed in known] == [[1], [2], [3], [4], [5]]
     assert [(agreed.stop, agreed.checkpoint, agreed.compare_clocks) for agreed in known] == [
         (False, False, False),
@@ -292,14 +288,14 @@ def test_an_overflow_comes_with_its_own_step(alone: StepRecorder) -> None:
     alone.steps_per_post = 64
     known = []
     for step in range(1, 7):
-        alone.start(step, 0)
+        alone.begin_step(step, 0)
         alone.note_loss(torch.tensor(float(step)), 1)
         found = [Finding("fp16", "overflow", torch.tensor(1))] if step in (3, 6) else []
         now = now_us()
         alone.traces.append(BucketTrace("gradient", step, (), "float32", 2, 8, now, now, now, findings=found))
         alone.end_backward()
-        known += alone.end(stop=False, compare_clocks=False, synchronized=step != 6)
-    known += alone.flush()
+        known += alone.end_step(stop=False, compare_clocks=False, exchanged=step != 6)
+    known += alone.end_stage()
     assert [agreed.steps for agreed in known] == [[1, 2, 3, 4, 5, 6]]
     assert known[0].rank_losses == [6.0], "of the newest"
     assert [(step, one.hook, one.bucket) for step, one in known[0].overflows] == [
@@ -318,7 +314,7 @@ def test_steps_that_are_not_written_are_observed(tmp_path: Path) -> None:
     recorder.observe = lambda record, landed: seen.append((record["step"], len(landed)))
     for step in range(1, 14):
         take(recorder, step)
-    recorder.drain()
+    recorder.wait_for_messages()
     assert seen == [(step, 0) for step in range(1, 14)]
     assert [record["step"] for record in recorded(recorder, tmp_path)] == [4, 8, 12]
     writer.close()
@@ -332,11 +328,11 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
     chance = random.Random(lag)
     monkeypatch.setattr(module, "now_us", lambda: chance.choice((0, 10**9)))
     store, ranks, steps = dist.HashStore(), 3, 400
-    synchronized = {step for step in range(1, steps) if chance.random() < 0.1}
+    exchanged = {step for step in range(1, steps) if chance.random() < 0.1}
     known: list[list[tuple[int, int, float]]] = [[] for _ in range(ranks)]
     resolved: list[list[int]] = [[] for _ in range(ranks)]
 
-    def flat(now: int, messages: Sequence[GlobalStep]) -> list[tuple[int, int, float]]:
+    def flat(now: int, messages: Sequence[AgreedSteps]) -> list[tuple[int, int, float]]:
         return [(now, *of) for one in messages for of in zip(one.steps, one.mean_losses, strict=True)]
 
     def work(rank: int) -> None:
@@ -349,12 +345,12 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
             every=1000,
         )
         for clock.step in range(1, steps + 1):
-            recorder.start(clock.step, 0)
+            recorder.begin_step(clock.step, 0)
             recorder.note_loss(torch.tensor(float(rank + clock.step)), 1)
-            agreed = recorder.end(stop=False, compare_clocks=False, synchronized=clock.step in synchronized)
+            agreed = recorder.end_step(stop=False, compare_clocks=False, exchanged=clock.step in exchanged)
             known[rank] += flat(clock.step, agreed)
             resolved[rank].append(len(recorder._buffer.steps))
-        known[rank] += flat(steps + 1, recorder.flush())
+        known[rank] += flat(steps + 1, recorder.end_stage())
         writer.close()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
@@ -364,7 +360,7 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
         thread.join(60)
         assert not thread.is_alive(), "a rank waits for messages that others do not post"
     assert known[0] == known[1] == known[2]
-    assert [step for _, step, _ in known[0]] == [*sorted(synchronized), steps]
+    assert [step for _, step, _ in known[0]] == [*sorted(exchanged), steps]
     assert resolved[0] != resolved[1], "each has resolved its steps at times of its own"
 
 
@@ -375,9 +371,9 @@ def test_marks_of_a_device_are_read_a_little_in_each_step(tmp_path: Path) -> Non
     recorder = StepRecorder(clock=clock, control=Control(group, 0, 1), writer=writer, every=1)
     recorder.steps_per_post = 100
     for clock.step in range(1, 8):
-        recorder.start(clock.step, 0)
+        recorder.begin_step(clock.step, 0)
         recorder.note_loss(torch.tensor(1.0), 1)
-        recorder.end(stop=False, compare_clocks=False)
+        recorder.end_step(stop=False, compare_clocks=False)
         buffer = recorder._buffer
         assert len(buffer.steps) == clock.step, "nothing was resolved"
         read = [isinstance(mark, int) for mark in buffer.marks]

@@ -33,13 +33,11 @@ def trace(bucket: int, ready: int, kind: Any = "gradient") -> BucketTrace[int]:
     return BucketTrace(kind, bucket, (), "float32", 2, 8, ready, ready + 5, ready + 1)
 
 
-def step_of(number: int, *, buckets: int = 0, beside: int = 0, synchronized: bool = True) -> MadeStep:
+def step_of(number: int, *, buckets: int = 0, beside: int = 0, exchanged: bool = True) -> MadeStep:
     """A step from number * 1000 to 900 µs later, with so many buckets in backward and beside it."""
     begin = 1000 * number
     parts = ["", "data_us", "backward_us", "sync_us"]
-    step = MadeStep(
-        number, 2, parts, [1000 * (begin + at) for at in (0, 0, 400, 900)], synchronized=synchronized
-    )
+    step = MadeStep(number, 2, parts, [1000 * (begin + at) for at in (0, 0, 400, 900)], exchanged=exchanged)
     step.losses, step.samples = [torch.tensor(float(number))], [1]
     if buckets:
         step.traces = [trace(bucket, begin + bucket) for bucket in range(buckets)]
@@ -93,13 +91,13 @@ def records_of(
 def test_each_bucket_gets_the_ready_time_of_its_own_step() -> None:
     """Among steps without a message, without buckets, and with buckets beside backward."""
     steps = [
-        step_of(1, buckets=2, synchronized=False),
+        step_of(1, buckets=2, exchanged=False),
         step_of(2, buckets=2),
         step_of(3),
         step_of(4, buckets=2, beside=3),
         step_of(5, beside=1),
-        step_of(6, beside=1, synchronized=False),
-        step_of(7, buckets=1, synchronized=False),
+        step_of(6, beside=1, exchanged=False),
+        step_of(7, buckets=1, exchanged=False),
     ]
     ready_times = {
         2: (0.0, {0: 21.0, 1: 22.0}),

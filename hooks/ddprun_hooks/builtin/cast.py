@@ -36,7 +36,7 @@ class Cast(Hook):
 
             sent, flags = casts.narrowed(own, None, self.dtype)
             total = await comm.reduce(sent)
-            payload.findings.append(overflow(self.name, casts.widened(total, own, flags)))
+            payload.findings.append(overflow_finding(self.name, casts.widened(total, own, flags)))
             return own
         total = await comm.reduce(own.to(self.dtype))
         note_overflow(self.name, payload, total)
@@ -120,7 +120,7 @@ class FusedCasts(Reduction):
     def decode(self, gathered: Tensor) -> Tensor:
         from ddprun_hooks.kernels import casts
 
-        self.overflow = overflow(self.wire.name, casts.widened(gathered, self.given, self._flags))
+        self.overflow = overflow_finding(self.wire.name, casts.widened(gathered, self.given, self._flags))
         return self.given
 
 
@@ -152,10 +152,10 @@ def find_overflow(name: str, own: Tensor, total: Tensor) -> Finding | None:
     """
     if not own.numel() or (total.is_cpu and not _lost(total)):  # on a GPU to look would be to wait for it
         return None
-    return overflow(name, _lost(total).int() * (1 + _lost(own).int()))
+    return overflow_finding(name, _lost(total).int() * (1 + _lost(own).int()))
 
 
-def overflow(name: str, code: Tensor) -> Finding:
+def overflow_finding(name: str, code: Tensor) -> Finding:
     """The finding of a code, shape (), which a GPU may still have to compute."""
     return Finding(name, "overflow", to_host(code) if code.is_cuda else code)
 

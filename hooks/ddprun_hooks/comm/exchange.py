@@ -137,7 +137,7 @@ class Exchange:
         named = {str(index): tensor for index, tensor in enumerate(tensors)}
         buckets, stack = ParameterBuckets(named, _MESSAGE_BYTES), broadcast_stack(source)
         for index, layout in enumerate(buckets.layouts):
-            payload = Payload(buckets.flat(index), layout.params, "parameters", layout.index)
+            payload = Payload(buckets.flatten(index), layout.params, "parameters", layout.index)
             buckets.put(index, self.plain.send(payload, stack, []).wait())
 
     def exact_sum(self, tensor: Tensor) -> tuple[Tensor, int]:

@@ -51,7 +51,7 @@ def suggest(word: str, candidates: Iterable[str]) -> str | None:
     return by_lower[near[0]] if near else None
 
 
-def listing(words: Iterable[str]) -> str:
+def allowed_values(words: Iterable[str]) -> str:
     """`allowed: a, b, c`, the one way in which every fault lists what is allowed."""
     return "allowed: " + ", ".join(words)
 
@@ -66,7 +66,7 @@ def unknown_option(owner: str, key: str, known: Sequence[str]) -> Sentence:
     """An option that `owner` does not have."""
     if not known:
         return f'{owner} takes no options, got "{key}"', "remove it", None
-    return f'{owner} has no option "{key}"', listing(known), suggest(key, known)
+    return f'{owner} has no option "{key}"', allowed_values(known), suggest(key, known)
 
 
 def described(value: Any) -> str:

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from ddprun_hooks.config.import_path import installed
-from ddprun_hooks.config.messages import combine, expected, listing, problem, sentence, suggest
+from ddprun_hooks.config.messages import allowed_values, combine, expected, problem, sentence, suggest
 
 Role = Literal["codec", "reducer", "alone"]
 """`codec`: changes the payload and passes it on. `reducer`: carries the payload over the ranks and ends the
@@ -61,7 +61,7 @@ def parse_spec(spec: Any, known: Callable[[], list[str]] | None = None) -> tuple
     if isinstance(spec, str):
         return spec, {}
     if not isinstance(spec, Mapping) or not spec or not all(isinstance(name, str) for name in spec):
-        raise expected("a name, or `name: {options}`", listing(known()) if known else None, got=spec)
+        raise expected("a name, or `name: {options}`", allowed_values(known()) if known else None, got=spec)
     if len(spec) > 1:
         listed = ", ".join(f'"{name}"' for name in spec)
         raise problem(f"expected one hook, got {len(spec)}: {listed}", "keep one", at=list(spec)[1])
@@ -125,7 +125,7 @@ def installed_names() -> list[str]:
 def unknown_hook(name: str) -> str:
     """The message about a name that no hook has."""
     known = [*BUILT_IN, *installed_names()]
-    allowed = listing([*known, "or a dotted name such as package.module.name"])
+    allowed = allowed_values([*known, "or a dotted name such as package.module.name"])
     return sentence(f'unknown hook "{name}"', allowed, suggest(name, known))
 
 

@@ -201,16 +201,16 @@ def _collect(
     if secret == _NOBODY:
         raise ExchangeError(f"rank {names[0]} cannot listen")
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as host:
-            _connect(host, _address(secret), deadline)
-            user = _user_of(host)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank_0:
+            _connect(rank_0, _address(secret), deadline)
+            user = _user_of(rank_0)
             if user != os.geteuid():
                 raise ExchangeError(_refusal(str(user)))
-            _timed(host, deadline).send(_HELLO.pack(secret, rank))
+            _timed(rank_0, deadline).send(_HELLO.pack(secret, rank))
             for _ in range(count):
                 groups.append([])
                 for _ in names:
-                    _, got, _, _ = socket.recv_fds(_timed(host, deadline), 1, 1, socket.MSG_CMSG_CLOEXEC)
+                    _, got, _, _ = socket.recv_fds(_timed(rank_0, deadline), 1, 1, socket.MSG_CMSG_CLOEXEC)
                     if not got:
                         raise ConnectionError("it gave up")
                     groups[-1].extend(got)
@@ -218,11 +218,11 @@ def _collect(
         raise ExchangeError(f"rank {names[0]} shares no memory: {error}") from error
 
 
-def _connect(host: socket.socket, address: bytes, deadline: float) -> None:
+def _connect(rank_0: socket.socket, address: bytes, deadline: float) -> None:
     """Connect, also while strangers keep rank 0 busy."""
     while True:
         try:
-            return _timed(host, deadline).connect(address)
+            return _timed(rank_0, deadline).connect(address)
         except BlockingIOError:  # as many connections wait as may
             if time.monotonic() >= deadline:
                 raise

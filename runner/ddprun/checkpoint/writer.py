@@ -156,9 +156,9 @@ class CheckpointWriter:
             if outcome is not None and job.step:  # without a step: this rank had not come to it
                 self.outcomes.put(outcome)
             self._jobs.task_done()
-            self._report_over(job, outcome)
+            self._broadcast_outcome(job, outcome)
 
-    def _report_over(self, job: _Job, outcome: Outcome | None) -> None:
+    def _broadcast_outcome(self, job: _Job, outcome: Outcome | None) -> None:
         """Pass on what has become of a checkpoint; ranks above 0, unless there is the next one to write."""
         over = (-1, False)
 

@@ -45,8 +45,8 @@ def _numbers_of_hosts(ctx: click.Context, param: click.Parameter, value: str | N
 @click.option(
     "--link",
     metavar="RATE",
-    help="Predict step times over such a link between hosts: 100Mbit, 10GB/s, unlimited, or "
-    "within=RATE,across=RATE.",
+    help="Predict step times over such a link between hosts: 100Mbit, 10GB/s, unlimited, "
+    "within=RATE,across=RATE, or what `ddprun doctor --format json` wrote to a file: link.json.",
 )
 @click.option("--latency", metavar="TIME", help="Its latency one way: 5us, 8ms, or within=TIME,across=TIME.")
 @click.option(
@@ -93,6 +93,7 @@ def explain(
     from ddprun.cli import printing
     from ddprun.config import PipelineError, load
     from ddprun.config.secrets import Secrets
+    from ddprun.predict import ShortRunError
     from ddprun.predict.links import parse_links
 
     predicts = any(one is not None for one in (link, latency, measured, sweep))
@@ -110,7 +111,7 @@ def explain(
         secrets = loaded.secrets
         if not no_import:
             loaded.check_environment()
-        printing.show(loaded.warnings)
+        printing.print_faults(loaded.warnings)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
         from ddprun.explain import explain as explaining
 
@@ -122,6 +123,9 @@ def explain(
             predicted = _forecast(explained, pipeline, overrides, links, had, measured, cores, sweep or ())
     except (PipelineError, click.ClickException):
         raise
+    except ShortRunError as error:
+        click.echo(secrets.redact(f"ddprun explain: {error}"), err=True)
+        return 1
     except Exception as error:  # of the user's own code, such as a model's forward
         message = f"ddprun explain: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
         click.echo(secrets.redact(message), err=True)
@@ -152,7 +156,7 @@ def _forecast(
     """Measure, or read what was measured, and predict."""
     from ddprun.predict import forecast as forecasting
     from ddprun.predict.costs import RecordsError
-    from ddprun.predict.measure import MeasureError, fitted, measure
+    from ddprun.predict.measure import NothingToMeasureError, fitted, measure
     from ddprun.report.runs import NoRunError
 
     run_dir = measured
@@ -164,6 +168,6 @@ def _forecast(
             measure(explained.loaded, pipeline, overrides, stacks, run_dir)
             click.echo(f"ddprun explain: --from {run_dir} takes its results again", err=True)
         model = fitted(run_dir, had, cores=cores)
-    except (MeasureError, RecordsError, NoRunError) as error:
+    except (NothingToMeasureError, RecordsError, NoRunError) as error:
         raise click.ClickException(str(error)) from None
     return forecasting.forecast(explained, model, links, overrides, sweep)

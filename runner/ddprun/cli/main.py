@@ -29,7 +29,7 @@ class _Commands(click.Group):
         if result or ctx.invoked_subcommand in _RUNS or (failure := screen.failure_of_stdout()) is None:
             return result
         if not isinstance(failure, BrokenPipeError):
-            screen.say(f"ddprun: cannot write to standard output: {failure.strerror}")
+            screen.print_stderr(f"ddprun: cannot write to standard output: {failure.strerror}")
         return FAILED
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -160,6 +160,6 @@ def main(args: Sequence[str] | None = None) -> int:
 
         if not isinstance(error, PipelineError):
             raise
-        printing.show(error.faults)
+        printing.print_faults(error.faults)
         return BAD_INPUT
     return result if isinstance(result, int) else DONE

@@ -21,8 +21,8 @@ def text(faults: Iterable[Fault], color: bool = False) -> str:
     return "\n".join(_colored(str(fault), fault) if color else str(fault) for fault in faults)
 
 
-def show(faults: Iterable[Fault]) -> None:
-    """Faults, if there are any, on stderr."""
+def print_faults(faults: Iterable[Fault]) -> None:
+    """Print faults, if there are any, on stderr."""
     if shown := text(faults, colored(sys.stderr)):
         click.echo(shown, err=True)
 

@@ -1,6 +1,7 @@
 """`ddprun report`."""
 
 from pathlib import Path
+from typing import IO
 
 import click
 
@@ -14,26 +15,42 @@ from ddprun.run_files import replacing
     type=click.Path(dir_okay=False, path_type=Path),
     help="The page; by default report.html in the first run's folder.",
 )
+@click.option(
+    "--predicted",
+    metavar="FILE",
+    type=click.File("rb"),
+    help="What `ddprun explain PIPELINE --link … --format json` printed, to show beside what was measured.",
+)
 @click.option("--steps", metavar="FROM:TO", help="Steps in trace.json; by default a selection over the run.")
 @click.option(
     "--trace/--no-trace", default=True, help="Whether trace.json is written into each run's folder."
 )
-def report(runs: tuple[Path, ...], output: Path | None, steps: str | None, trace: bool) -> int:
+def report(
+    runs: tuple[Path, ...],
+    output: Path | None,
+    predicted: IO[bytes] | None,
+    steps: str | None,
+    trace: bool,
+) -> int:
     """Write one self-contained HTML page about one run, or several side by side, and each run's trace.json.
 
     The page opens without a network; trace.json opens in https://ui.perfetto.dev. Exit code 0; 2 if a folder
-    is not a run's.
+    is not a run's, or FILE not a prediction.
     """
     from ddprun.report import html
     from ddprun.report import trace as traces
     from ddprun.report.digest import digest
+    from ddprun.report.predicted import MOST_BYTES, Prediction, PredictionError, compare
     from ddprun.report.runs import NoRunError, Run
 
     chosen = _steps(steps)
     target = output if output is not None else runs[0] / "report.html"
     try:
+        prediction = Prediction.read(predicted.read(MOST_BYTES + 1)) if predicted is not None else None
         found = [Run(folder) for folder in runs]
-        page = html.page(html.named([digest(run) for run in found])).encode(errors="replace")
+        digests = [digest(run) for run in found]
+        compared = [compare(one, prediction) for one in digests]
+        page = html.page(html.named(digests), predicted=compared).encode(errors="replace")
         if output is not None:
             output.write_bytes(page)
         else:
@@ -44,6 +61,10 @@ def report(runs: tuple[Path, ...], output: Path | None, steps: str | None, trace
             target = run.folder / "trace.json"
             count = traces.write(run, target, steps=chosen)
             click.echo(f"{target}: {count:,} of {run.last_step:,} steps", err=True)
+    except PredictionError as error:
+        assert predicted is not None
+        text = f"{predicted.name} is not what `ddprun explain --link … --format json` prints: {error}"
+        raise click.ClickException(text) from None
     except NoRunError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:

@@ -136,5 +136,5 @@ def _start(
     from ddprun import launch
 
     if os.environ.get("RANK", "0") == "0" and LAUNCHED not in os.environ:
-        printing.show(loaded.warnings)
+        printing.print_faults(loaded.warnings)
     return launch.start(loaded, given(flags), overrides, run_dir, resuming=resuming)

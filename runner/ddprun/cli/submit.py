@@ -69,7 +69,7 @@ def submit(
         cluster: type[Cluster] = CLUSTERS.load(to)
     except DottedNameError as error:
         raise click.UsageError(str(error)) from None
-    printing.show(loaded.warnings)
+    printing.print_faults(loaded.warnings)
     if secret := next((text for text in overrides if loaded.secrets.redact(text) != text), None):
         key = secret.partition("=")[0]
         raise click.UsageError(f"--set {key} holds a secret, which the job would show: write ${{env:NAME}}")

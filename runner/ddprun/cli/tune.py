@@ -120,7 +120,7 @@ def tune(
         raise click.BadParameter(str(error), param_hint="--link or --latency") from None
     loaded = load(pipeline, overrides)
     loaded.check_environment()
-    printing.show(loaded.warnings)
+    printing.print_faults(loaded.warnings)
     output = output if output is not None else pipeline.with_name(f"{pipeline.stem}.tuned.yaml")
     _check_output(output, loaded)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
@@ -131,7 +131,7 @@ def tune(
         held = parse_floors(floors)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--floor") from None
-    hosts = nnodes or loaded.pipeline.launch.hosts[1]
+    hosts = nnodes or loaded.pipeline.launch.host_range[1]
     _check_world(hosts, rdzv_endpoint, links, held)
     request = Request(
         loaded, nnodes, nproc_per_node, links, measured, _varied(loaded, vary), held, minutes, runs
@@ -171,8 +171,9 @@ def _search(request: "Request", output: Path, form: str, hosts: "Hosts | None") 
     """Search, write the winner and say what was found; gives the exit code."""
     from ddprun.cli import printing
     from ddprun.config import PipelineError
+    from ddprun.predict import ShortRunError
     from ddprun.predict.costs import RecordsError
-    from ddprun.predict.measure import MeasureError
+    from ddprun.predict.measure import NothingToMeasureError
     from ddprun.report.runs import NoRunError
     from ddprun.tune import text as saying
     from ddprun.tune.hosts import HostsError
@@ -194,7 +195,7 @@ def _search(request: "Request", output: Path, form: str, hosts: "Hosts | None") 
         return 130
     except (PipelineError, HostsError):
         raise
-    except (TuneError, MeasureError, RecordsError, NoRunError, OSError) as error:
+    except (TuneError, NothingToMeasureError, ShortRunError, RecordsError, NoRunError, OSError) as error:
         progress.close()
         click.echo(secrets.redact(f"ddprun tune: {error}"), err=True)
         return 1

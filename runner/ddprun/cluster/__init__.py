@@ -94,7 +94,7 @@ class Submission:
 
     def hosts(self, asked: int | None = None) -> int:
         """How many hosts the job has: as `asked` by the backend's own key, or the most of `launch.nnodes`."""
-        return asked or self.loaded.pipeline.launch.hosts[1]
+        return asked or self.loaded.pipeline.launch.host_range[1]
 
     def arguments(
         self, file: str | Path, run_dir: str | Path, *, hosts: int = 1, endpoint: str = "", job: str = ""
@@ -115,7 +115,7 @@ class Submission:
         for override in self.overrides:
             if re.split(r"[.\[=]", override, maxsplit=1)[0] not in CLUSTERS.names():  # applied already
                 found += ["--set", override]
-        least, most = launch.hosts
+        least, most = launch.host_range
         count = f"{least}:{hosts}" if least < min(most, hosts) else str(hosts)
         if count != str(launch.nnodes):
             found += ["--set", f"launch.nnodes={count if count.isdigit() else json.dumps(count)}"]

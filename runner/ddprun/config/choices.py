@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ddprun.config import options as built_in
 from ddprun.config import signatures, sources
 from ddprun.config.errors import validate
-from ddprun.config.faults import listing, suggest
+from ddprun.config.faults import allowed_values, suggest
 from ddprun.config.signatures import TorchKind
 from ddprun.options import KeyPath, Validated, combine, expected, problem, unknown
 from ddprun.plugins import HOOKS, SYNC, TRACKERS, Plugins, options_of
@@ -118,8 +118,8 @@ KINDS: dict[str, ChoiceKind] = {
         ChoiceKind(
             "update",
             built_in.UPDATES,
-            dotted="a function of (model, score) that changes the model's weights in place or sets their "
-            "grad, where score() is the loss of the weights as they are",
+            dotted="a function of (model, closure) that changes the model's weights in place or sets their "
+            "grad, where closure() is the loss of the weights as they are",
         ),
         ChoiceKind(
             "metric",
@@ -234,7 +234,7 @@ _Refuse = Callable[..., ValidationError]
 def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], refuse: _Refuse) -> Choice:
     if "." in name:
         if not kind.dotted:
-            raise refuse(f'"{name}" is not a built-in {kind.name}', listing(kind.names()))
+            raise refuse(f'"{name}" is not a built-in {kind.name}', allowed_values(kind.names()))
         if not _is_dotted(name):
             raise refuse(f'"{name}" is not a dotted name', "write package.module.name")
         _admit(kind.name, name, f'"{name}"', refuse)
@@ -262,7 +262,7 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], refuse: _Refu
     near = suggest(name, kind.names()) or (
         suggest(name, signatures.names(kind.torch)) if kind.torch else None
     )
-    raise refuse(f'unknown {kind.name} "{name}"', listing(kind.allowed()), near)
+    raise refuse(f'unknown {kind.name} "{name}"', allowed_values(kind.allowed()), near)
 
 
 def _admit(kind: str, name: str, shown: str, refuse: _Refuse) -> None:

@@ -82,7 +82,7 @@ def cross_checks(pipeline: Pipeline, faulty: frozenset[str] = frozenset()) -> It
 def _known_ranks(pipeline: Pipeline) -> int | None:
     """How many ranks the file says there are; None if it leaves that to the machine."""
     launch = pipeline.launch
-    least, most = launch.hosts
+    least, most = launch.host_range
     return launch.nproc_per_node * most if launch.nproc_per_node and least == most else None
 
 
@@ -488,7 +488,7 @@ def _nccl_on_cpu(pipeline: Pipeline) -> Iterator[CrossCheck]:
 
 @_reads("launch", "checkpoint")
 def _restarts(pipeline: Pipeline) -> Iterator[CrossCheck]:
-    least, most = pipeline.launch.hosts
+    least, most = pipeline.launch.host_range
     restarts = pipeline.launch.max_restarts
     if least < most and not restarts:
         text = f'"nnodes: {pipeline.launch.nnodes}" needs "max_restarts": losing a host would end the run'

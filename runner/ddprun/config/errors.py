@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ddprun.config.faults import Fault, listing, suggest
+from ddprun.config.faults import Fault, allowed_values, suggest
 from ddprun.config.scalars import bool_hint, number_hint
 from ddprun.config.tree import Node, find, show
 from ddprun.options import FORMS, KeyPath, Validated, combine, problem
@@ -79,7 +79,7 @@ def with_known_keys(
         elif item["type"] == "missing" and owner and not above:
             wrong = problem(f'{owner} needs "{name}"', f"write {owner}: {{{name}: …}}")
         elif item["type"] == "missing" and (allowed := _allowed(section, name)):
-            wrong = problem("is required", listing(allowed), on_key=True)
+            wrong = problem("is required", allowed_values(allowed), on_key=True)
         items += combine([wrong], at=item["loc"]).errors(include_url=False) if wrong else [item]
     return repeat(items, path)
 
@@ -153,7 +153,7 @@ def _sentence(
             return f"must hold {bound} {items}, got {context['actual_length']}", None, None
         case "literal_error":
             known = re.findall(r"'([^']*)'", context["expected"])
-            return f"unknown value {word}", listing(known), suggest(word.strip('"'), known)
+            return f"unknown value {word}", allowed_values(known), suggest(word.strip('"'), known)
         case "missing":
             return "is required", None, None
         case "string_pattern_mismatch":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ddprun_hooks.config.messages import listing as listing
+from ddprun_hooks.config.messages import allowed_values as allowed_values
 from ddprun_hooks.config.messages import sentence
 from ddprun_hooks.config.messages import suggest as suggest
 

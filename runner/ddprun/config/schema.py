@@ -22,7 +22,7 @@ from pydantic import (
 
 from ddprun.config.choices import KINDS, Choice, choose, choose_schedule, installed_class, one_of
 from ddprun.config.errors import validate
-from ddprun.config.faults import listing, suggest
+from ddprun.config.faults import allowed_values, suggest
 from ddprun.config.options import read_key
 from ddprun.options import (
     NonNegativeInt,
@@ -386,7 +386,7 @@ class Launch(Options):
     """How often the ranks are restarted after a failure, from the newest checkpoint."""
 
     @property
-    def hosts(self) -> tuple[int, int]:
+    def host_range(self) -> tuple[int, int]:
         """The smallest and the largest number of hosts."""
         if isinstance(self.nnodes, int):
             return self.nnodes, self.nnodes
@@ -746,7 +746,7 @@ def read_stage(value: Any) -> Stage:
             raise unknown("stage", value, STAGES)
         return validate(STAGES[value], {}, owner=value)
     if not isinstance(value, dict) or not value:
-        raise expected("a stage", listing(STAGES))
+        raise expected("a stage", allowed_values(STAGES))
     if len(value) > 1:
         first, second, *_ = value
         hint = "write each stage as a list item of its own"

@@ -17,7 +17,7 @@ from ddprun import __version__
 from ddprun.doctor import Finding, Level, Report
 from ddprun.host.network import VARIABLES, NetworkError, addresses, check_named, is_loopback, owners
 from ddprun.host.processes import cores
-from ddprun.host.shared_memory import REMEDY, ROOM_FOR_NCCL_BYTES, Room, binary, least_bytes, room
+from ddprun.host.shared_memory import REMEDY, ROOM_FOR_NCCL_BYTES, Room, binary, room, startup_bytes
 
 _LOADERS = 4
 """Loading processes of a rank for which there should be room."""
@@ -161,7 +161,7 @@ def _shm(name: str, here: Room | None, ranks: int, *, nccl: bool) -> Finding:
         found = "it does not exist: loader.workers, and NCCL between the GPUs of a host, need it"
         return Finding(name, "/dev/shm", "warning", found, "mount -t tmpfs -o size=1g tmpfs /dev/shm")
     found = f"{binary(here.total)}, {binary(here.free)} of it free"
-    least, enough = least_bytes(ranks, _LOADERS), ROOM_FOR_NCCL_BYTES if nccl else _ROOM_BYTES
+    least, enough = startup_bytes(ranks, _LOADERS), ROOM_FOR_NCCL_BYTES if nccl else _ROOM_BYTES
     level: Level = "ok"
     if here.free < least:
         level = "problem"

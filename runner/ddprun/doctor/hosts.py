@@ -19,7 +19,7 @@ from ddprun.doctor import Finding, Level, Report, links, pair_of
 from ddprun.doctor.host import bad_variables, loopback_variables, wrong_interface
 from ddprun.host.network import VARIABLES, address_towards, interface_towards
 from ddprun.parallel.ranks import Environment, Ranks
-from ddprun.screen import say
+from ddprun.screen import print_stderr
 
 _HOST_S = 60.0
 """Longest time for a host to examine itself: drivers of GPUs may need long to start."""
@@ -47,7 +47,7 @@ def bounded(within_s: float) -> Iterator[None]:
     """End this process if the block takes much longer: a dead link says nothing, and the store waits."""
 
     def end() -> None:
-        say(f"ddprun doctor: the host that holds the store no longer answers\n  -> {CHECK_HOST}")
+        print_stderr(f"ddprun doctor: the host that holds the store no longer answers\n  -> {CHECK_HOST}")
         os._exit(_FAILED)
 
     timer = threading.Timer(within_s + _MORE_S, end)
@@ -197,7 +197,7 @@ def _links(
         kinds.append(("nccl", torch.device("cuda", 0)))
     schedule = links.rounds(len(hosts))
     if group.index == 0 and len(schedule) > _MANY_ROUNDS:
-        say(f"ddprun doctor: measuring links in {len(schedule)} rounds of some seconds each")
+        print_stderr(f"ddprun doctor: measuring links in {len(schedule)} rounds of some seconds each")
     findings: list[Finding] = []
     for number, (pairs, (backend, device)) in enumerate(itertools.product(schedule, kinds)):
         pair = next((pair for pair in pairs if group.index in pair and pair not in fenced), None)

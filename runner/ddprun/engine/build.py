@@ -29,9 +29,9 @@ from ddprun.config import (
 from ddprun.config.choices import object_ref
 from ddprun.config.signatures import options_model
 from ddprun.config.tree import KeyPath, parse_path
-from ddprun.engine.accumulating import Accumulating
 from ddprun.engine.data import Feed, Refuse, is_iterable
 from ddprun.engine.samples import Collate
+from ddprun.engine.stateful_metric import StatefulMetric
 from ddprun.engine.weights import freeze, parameter_groups
 from ddprun.sync.frozen import trained_parameters
 from ddprun.zoo.data import DATA, DataError, Split
@@ -56,14 +56,14 @@ def noise(model: nn.Module, *, std: float) -> None:
 
 
 def evolution_strategies(
-    model: nn.Module, score: Callable[[], Tensor], *, std: float, population: int
+    model: nn.Module, closure: Callable[[], Tensor], *, std: float, population: int
 ) -> None:
     """Leave an estimate of the gradient in the parameters' `grad`, for the optimizer to step on.
 
     Each of `population` random directions ε is tried forwards and backwards (antithetic sampling), and the
     estimate is the mean of ε (L(w + std ε) - L(w - std ε)) / (2 std)
     (Salimans et al. 2017, arXiv:1703.03864, section 2).
-    `score` gives the loss of the model as it is, shape (); `std` is in units of the weights, which end as
+    `closure` gives the loss of the model as it is, shape (); `std` is in units of the weights, which end as
     they were.
     """
     params = [param for param in model.parameters() if param.requires_grad]
@@ -76,7 +76,7 @@ def evolution_strategies(
             for sign in (1.0, -1.0):
                 for param, value, change in zip(params, own, direction, strict=True):
                     torch.add(value, change, alpha=sign * std, out=param)
-                losses.append(score())
+                losses.append(closure())
             slope = (losses[0] - losses[1]) / (2 * std * population)
             for total, change in zip(estimate, direction, strict=True):
                 total.add_(change * slope.to(change.dtype))
@@ -107,7 +107,7 @@ _WANTED = {
         Wanted("an Optimizer class is wanted", Optimizer, returns=Optimizer, kind="optimizer"),
         Wanted("an LRScheduler class is wanted", LRScheduler, returns=LRScheduler, kind="schedule"),
         Wanted("a function of (model) is wanted", kind="mutate"),
-        Wanted("a function of (model, score) is wanted", kind="update"),
+        Wanted("a function of (model, closure) is wanted", kind="update"),
         Wanted(
             "a metric is a function of (output, target), or a class with update and compute",
             methods=("compute",),
@@ -621,7 +621,7 @@ def open_stacks(loaded: Loaded) -> Stacks:
 
 
 def build_function(loaded: Loaded, path: str, choice: Choice) -> Callable[..., Any]:
-    """By the kind of the choice: a `mutate` of (model), or an `update` of (model, score)."""
+    """By the kind of the choice: a `mutate` of (model), or an `update` of (model, closure)."""
     chosen = _Chosen.at(loaded, path, choice)
     if chosen.source == "built-in":
         return functools.partial(_FUNCTIONS[chosen.name], **chosen.options)
@@ -630,14 +630,14 @@ def build_function(loaded: Loaded, path: str, choice: Choice) -> Callable[..., A
 
 def build_metric(
     loaded: Loaded, path: str, choice: Choice, device: torch.device
-) -> Callable[..., Any] | Accumulating:
+) -> Callable[..., Any] | StatefulMetric:
     """A dotted metric: a function of (output, target) that returns a number, or one that accumulates."""
     chosen = _Chosen.at(loaded, path, choice)
     if not inspect.isclass(target := chosen.imported()):
         return chosen.callable(None, None)
     if not (hasattr(target, "update") and hasattr(target, "compute")):
         raise chosen.refused(f'"{chosen.name}" lacks update or compute', _WANTED["metric"].words)
-    return Accumulating(lambda: chosen.checked(chosen.call), chosen.refused, device)
+    return StatefulMetric(lambda: chosen.checked(chosen.call), chosen.refused, device)
 
 
 def check_metrics(loaded: Loaded, device: torch.device) -> None:

@@ -96,7 +96,7 @@ class GraphCompiler:
         return tuple({**self._breaks, **unexplained})
 
     @property
-    def gave_up(self) -> bool:
+    def at_recompile_limit(self) -> bool:
         """Batches have had more sizes than graphs are made for: those of further sizes run uncompiled."""
         return any(reason.startswith("Dynamo recompile limit") for reason in counters["unimplemented"])
 

@@ -90,7 +90,9 @@ class Feed:
     order: Callable[[int], list[int]] | None = None  # indices of an epoch, in place of `shuffle`
     pin: bool = False  # batches go into page-locked memory, for a GPU
     refuse: Refuse = _value_error  # makes the error for data that cannot be trained on
-    warn: Callable[[str], None] = lambda text: None  # is called if samples that were read early are lost
+    on_samples_lost: Callable[[str], None] = lambda text: (
+        None
+    )  # is called if samples that were read early are lost
 
     def __post_init__(self) -> None:
         loader = self.loader
@@ -367,7 +369,7 @@ class Feed:
             return loaded
         if digest_of([first[0]]) != digest_of([collate(*ahead, self.collate)]) and self._reads_one_source():
             self._warned = True
-            self.warn(
+            self.on_samples_lost(
                 "read again, it begins with other samples; if it reads one source, the first ones are lost\n"
                 "  write loader: {workers: 0} then; if it draws at random, use torch, NumPy or random, "
                 "which are seeded"

@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 
 from ddprun.config import BEST_FILE, Choice, EarlyStop, Evaluate, KeepBest, Stage, metric_names
 from ddprun.engine import build, seeding
-from ddprun.engine.accumulating import Accumulating
 from ddprun.engine.data import Batches, Refuse, is_iterable, loading, of_all, refuse_odd_lengths
 from ddprun.engine.objective import Objective, Outcome
 from ddprun.engine.samples import BatchError, collate, differing, digest_of, shards_itself
 from ddprun.engine.save import noted_step, pipeline_path, write_weights
 from ddprun.engine.session import Best, Session
 from ddprun.engine.stage_run import StageRun, averaged_weights, make_buffers_equal, model_to_measure
+from ddprun.engine.stateful_metric import StatefulMetric
 
 _T = TypeVar("_T")
 
@@ -28,7 +28,7 @@ Measure = Callable[[Outcome, int], Sums]  # from an outcome and its number of sa
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class MeanMetric:
     """A mean over the held-out data, and what is made of it."""
 
     measure: Measure
@@ -149,18 +149,18 @@ def measure(session: Session, metrics: Sequence[Choice], path: str) -> tuple[dic
 
     The bare module is called, as often on every rank and each time on batches of one size, so that a model
     may call collectives itself. Sums are kept in fp64 and added over ranks in rank order; accuracy is a
-    quotient of whole numbers. Metrics that accumulate merge the ranks' states (`accumulating.py`).
+    quotient of whole numbers. Metrics that accumulate merge the ranks' states (`stateful_metric.py`).
     """
     runtime, control = session.runtime, session.runtime.exchange.control
     wanted = _metrics(session, metrics, path)
-    means = {name: metric for name, metric in wanted.items() if isinstance(metric, Metric)}
-    accumulating = {name: metric for name, metric in wanted.items() if isinstance(metric, Accumulating)}
+    means = {name: metric for name, metric in wanted.items() if isinstance(metric, MeanMetric)}
+    stateful = {name: metric for name, metric in wanted.items() if isinstance(metric, StatefulMetric)}
     sums = torch.zeros((len(means), 2), dtype=torch.float64, device=runtime.device)
     counted = 0
     with torch.no_grad():
         for content, samples in _batches(session):
-            with runtime.precision.computing():
-                outcome = runtime.objective(runtime.model, runtime.precision.admit(content))
+            with runtime.precision.autocast():
+                outcome = runtime.objective(runtime.model, runtime.precision.to_device(content))
             if not samples:
                 continue
             counted += samples
@@ -168,7 +168,7 @@ def measure(session: Session, metrics: Sequence[Choice], path: str) -> tuple[dic
                 value, count = mean.measure(outcome, samples)
                 sums[index, 0] += value
                 sums[index, 1] += count
-            for metric in accumulating.values():
+            for metric in stateful.values():
                 metric.update(outcome)
     mine = [*sums.flatten().tolist(), counted]
     *totals, samples = control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
@@ -176,26 +176,28 @@ def measure(session: Session, metrics: Sequence[Choice], path: str) -> tuple[dic
         name: mean.finish(value / count) if count else math.nan
         for (name, mean), value, count in zip(means.items(), totals[::2], totals[1::2], strict=True)
     }
-    found |= {name: metric.compute(control) for name, metric in accumulating.items()}
+    found |= {name: metric.compute(control) for name, metric in stateful.items()}
     return {name: found[name] for name in wanted}, int(samples)
 
 
-def _metrics(session: Session, metrics: Sequence[Choice], path: str) -> dict[str, Metric | Accumulating]:
+def _metrics(
+    session: Session, metrics: Sequence[Choice], path: str
+) -> dict[str, MeanMetric | StatefulMetric]:
     loaded, objective = session.runtime.loaded, session.runtime.objective
     mean_loss = partial(_mean_loss, objective)
-    found: dict[str, Metric | Accumulating]
-    found = {"loss": Metric(_summed_loss if objective.summed else mean_loss)}
+    found: dict[str, MeanMetric | StatefulMetric]
+    found = {"loss": MeanMetric(_summed_loss if objective.summed else mean_loss)}
     for index, (name, choice) in enumerate(zip(metric_names(metrics), metrics, strict=True)):
         if choice.source != "built-in":
             metric = build.build_metric(loaded, f"{path}[{index}]", choice, session.runtime.device)
-            if isinstance(metric, Accumulating):
+            if isinstance(metric, StatefulMetric):
                 found[name] = metric
             else:
-                found[name] = Metric(partial(_dotted, objective, metric))
+                found[name] = MeanMetric(partial(_dotted, objective, metric))
         elif choice.name == "accuracy":
-            found[name] = Metric(partial(_accuracy, objective.ignore_index))
+            found[name] = MeanMetric(partial(_accuracy, objective.ignore_index))
         else:
-            found[name] = Metric(mean_loss, lambda mean: math.exp(min(mean, 700.0)))
+            found[name] = MeanMetric(mean_loss, lambda mean: math.exp(min(mean, 700.0)))
     return found
 
 

@@ -12,11 +12,12 @@ for each step:
                             optimizer_step: clip, optimizer,
                               schedule, ema                             optimizer_us
     synchronize           sync policy, buffers, mutate, audit           sync_us, exposed_*_us
-    exchange_control      loss, stop?, checkpoint?: to all ranks
-    between_steps         what all ranks know now: progress, stop,
-                          checkpoint, clocks                            sync_us of the next step
+    exchange_control      post this step's message (loss, stop?,
+                          checkpoint?); read those of earlier steps
+    between_steps         act on what all ranks know by them:
+                          progress, stop, checkpoint, clocks            sync_us of the next step
                           evaluate_in_stage, if the stage asks for it   no step's time
-end_of_steps              wait for what is still under way; did any rank want to stop?
+end_of_steps              read all messages that are left; how did the steps end?
 end_stage                 make ranks equal; evaluate_in_stage once more
 ```
 """
@@ -38,21 +39,31 @@ from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, audit_parameters, begin_stage, end_stage
 from ddprun.engine.state import report_checkpoints, take_checkpoint
-from ddprun.telemetry.recorder import GlobalStep
+from ddprun.parallel.ddp import DdpReplica
+from ddprun.telemetry.recorder import AgreedSteps
 
 StepFunction = Callable[[StageRun, StepBatches, int], None]
-"""A step's own work, up to the optimizer's step. `step` counts from 1 in the stage, here and below."""
+"""A step's own work, up to the optimizer's step: a function of the stage, of batches and of `stage_step`.
+
+Here and below `stage_step` counts from 1 in the stage, and `step`, as in records, from 1 in the run.
+"""
 
 Update = Callable[[nn.Module, Callable[[], Tensor]], Any]
-"""What a forward stage does in a step: a function of the model and of its score."""
+"""What a forward stage does in a step: a function of the model and of a closure that gives its loss."""
+
+StageEnd = Literal["complete", "stopped", "failed"]
+"""How a stage's steps ended, alike on all ranks.
+
+`stopped`: some rank was asked to stop. `failed`: weights are not finite any more, and `on_nan` is `stop`.
+"""
 
 
 def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     """Run a train stage, or a forward stage with its `update`; gives its entry in the summary.
 
-    If any rank was asked to stop, all stop after the same step, and the entry's `interrupted` is true. They
-    also stop where weights are not finite any more; then the run has failed. Ranks that never synchronise
-    stop each for itself.
+    If any rank was asked to stop, all stop after the same step; ranks that never synchronise stop each for
+    itself. Where weights are not finite any more all stop, too, and the run has failed. Either way the
+    entry's `interrupted` is true.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
     step_function: StepFunction = train_step
@@ -65,65 +76,64 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     runtime.model.train()
     state.cursor.tick(in_stage=False)
     try:
-        interrupted = run_steps(run, step_function)
+        end = run_steps(run, step_function)
     finally:
         reporter.end_stage()
     if runtime.profiler is not None:
         runtime.profiler.stop(state.step)  # what lies between stages belongs to no step
-    if interrupted:
-        if not runtime.finite.failed:
-            take_checkpoint(session, at_end=True)
-        run.synchronizer.finish(reconcile=False)  # nothing may be under way when the process groups go
-    else:
+    if end == "complete":
         end_stage(run)
         if stage.evaluate is not None and state.evaluations.step != state.step:
-            with untimed(run, b"evaluate"):
+            with excluded_from_timing(run, b"evaluate"):
                 evaluate_in_stage(run, at_end=True)
+    else:
+        if end == "stopped":
+            take_checkpoint(session, at_end=True)
+        run.synchronizer.finish(reconcile=False)  # nothing may be under way when the process groups go
     runtime.recorder.write_between_steps(stage.index, state.step)
     state.synchronizer = None
     state.cursor.tick(in_stage=True)
     entry = {
-        "steps": state.step - state.cursor.first_step,
+        "steps": run.steps_done,
         "seconds": state.cursor.seconds,
         "sync": run.settings.sync.plain(),
         "hooks": list(runtime.stacks.all_ranks[stage.index].names),
         "loss": state.loss,
-        "interrupted": interrupted,
+        "interrupted": end != "complete",
     }
     return entry | ({} if stage.evaluate is None else summary_of_evaluations(run))
 
 
-def run_steps(run: StageRun, step_function: StepFunction) -> bool:
-    """Take the stage's steps; whether they were interrupted, on which all ranks agree."""
+def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
+    """Take the stage's steps."""
     state, reporter = run.session.state, run.session.reporter
     recorder, watchdog = run.session.runtime.recorder, run.session.runtime.ranks.watchdog
     batches_of_steps = run.batches()
     if run.evaluation_is_due:
-        with untimed(run, b"evaluate"):
+        with excluded_from_timing(run, b"evaluate"):
             evaluate_in_stage(run)  # a resumed run was interrupted before it
     while not run.stopped_early:
         pause_before_step(run)
-        number = state.step + 1
-        step = number - state.cursor.first_step
-        reporter.where = f"{run.stage.path}, step {number}"
-        watchdog.step(number)
+        step, stage_step = state.current_step, run.steps_done + 1
+        reporter.where = f"{run.stage.path}, step {step}"
+        watchdog.step(step)
         watchdog.set_phase(b"data")
-        recorder.start(number, run.stage.index)
+        recorder.begin_step(step, run.stage.index)
         run.session.runtime.take_marks(detailed=recorder.records_step)
         batches = next(batches_of_steps, None)
         if batches is None:
-            recorder.cancel()
+            recorder.cancel_step()
             break
-        step_function(run, batches, step)
+        step_function(run, batches, stage_step)
         watchdog.set_phase(b"sync")
-        synchronized = synchronize(run, step)
-        state.step = number
-        known = exchange_control(run, synchronized)
-        match between_steps(run, known, step, synchronized):
-            case "interrupted":
-                return True
+        exchanged = synchronize(run, stage_step)
+        state.step = step
+        agreed_steps = exchange_control(run, exchanged)
+        match between_steps(run, agreed_steps, exchanged):
+            case "stopped" | "failed" as end:
+                return end
             case "stop alone":
-                break
+                break  # and wait for the other ranks in `end_of_steps`
             case "continue":
                 pass
     return end_of_steps(run)
@@ -132,7 +142,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> bool:
 # One step.
 
 
-def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
+def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
     """Forward and backward passes of all micro-batches, and the optimizer's step.
 
     A stage whose gradients stay on their rank never enters DDP: it calls the bare model.
@@ -142,57 +152,66 @@ def train_step(run: StageRun, batches: StepBatches, step: int) -> None:
     replica = runtime.replica if run.settings.gradients else None
     model = runtime.model if replica is None else replica.ddp
     scale = precision.loss_scale()
-    measure_fidelity = replica is not None and run.measures_fidelity(recorder.current.number)
+    measure_fidelity = replica is not None and run.measures_fidelity(run.session.state.current_step)
     if replica is not None:
         replica.dispatcher.begin_step(scale, fidelity=measure_fidelity)
     for index, micro in enumerate(batches.micro_batches, start=1):
         last = index == batches.count
-        content = precision.admit(micro.content)
+        content = precision.to_device(micro.content)
         recorder.lap("data_us")
         if runtime.buffers.before_forward():
             recorder.lap("sync_us")
         watchdog.set_phase(b"forward")
         with nullcontext() if last or replica is None else replica.ddp.no_sync():
-            with precision.computing():
+            with precision.autocast():
                 loss = runtime.objective(model, content).loss
-            share = weight(run.session, micro, batches.total)
-            weighted = loss if share == 1.0 else loss * share
+            weight = loss_weight(run.session, micro, batches.total)
+            weighted = loss if weight == 1.0 else loss * weight
             if scale is not None:
                 weighted = weighted * scale
             recorder.lap("forward_us")
-            watchdog.set_phase(b"backward")
-            if replica is None:
-                weighted.backward()  # type: ignore[no-untyped-call]
-            elif missing := replica.backward(weighted, recorder.traces, exchange=last):
-                where = f"the loss of rank {runtime.ranks.rank} in step {run.session.state.step + 1}"
-                raise runtime.objective.unused(missing, where)
-        if not last:
-            watchdog.set_phase(b"data")
-        if last and runtime.gradients is not None:
-            recorder.current.gradients = runtime.gradients.take()
-        if last and replica is not None:
-            recorder.end_backward()
-        else:
-            recorder.lap("backward_us")
+            backward(run, replica, weighted, last=last)
         recorder.note_loss(mean_loss(run.session, loss.detach(), micro.samples), micro.samples, micro.counts)
     if replica is None:
-        precision.unscale(runtime.model.parameters())
+        precision.unscale(runtime.model.parameters())  # under DDP the dispatcher has unscaled each bucket
     elif measure_fidelity:
         replica.dispatcher.measure_fidelity(runtime.exchange.exact_sum)
         recorder.lap("sync_us")
     watchdog.set_phase(b"optimizer")
-    applied = optimizer_step(run, step)
+    applied = optimizer_step(run, stage_step)
     if replica is not None:
         replica.dispatcher.end_step(applied=applied)
     recorder.lap("optimizer_us")
 
 
-def forward_step(update: Update | None, run: StageRun, batches: StepBatches, step: int) -> None:
+def backward(run: StageRun, replica: DdpReplica | None, loss: Tensor, *, last: bool) -> None:
+    """A micro-batch's backward pass, and its marks; in the step's last one, ranks exchange gradients if there
+    is a `replica`.
+    """
+    runtime = run.session.runtime
+    recorder, watchdog = runtime.recorder, runtime.ranks.watchdog
+    watchdog.set_phase(b"backward")
+    if replica is None:
+        loss.backward()  # type: ignore[no-untyped-call]
+    elif missing := replica.backward(loss, recorder.traces, exchange=last):
+        where = f"the loss of rank {runtime.ranks.rank} in step {run.session.state.current_step}"
+        raise runtime.objective.unused(missing, where)
+    if not last:
+        watchdog.set_phase(b"data")
+    elif runtime.gradients is not None:
+        recorder.current.gradients = runtime.gradients.take()
+    if last and replica is not None:
+        recorder.end_backward()
+    else:
+        recorder.lap("backward_us")
+
+
+def forward_step(update: Update | None, run: StageRun, batches: StepBatches, stage_step: int) -> None:
     """A batch, forward passes on it, and what the update makes of their losses."""
     session, runtime = run.session, run.session.runtime
     recorder, precision, model = runtime.recorder, runtime.precision, runtime.model
     (micro,) = batches.micro_batches
-    content = precision.admit(micro.content)
+    content = precision.to_device(micro.content)
     recorder.lap("data_us")
     if runtime.buffers.before_forward():
         recorder.lap("sync_us")
@@ -200,20 +219,20 @@ def forward_step(update: Update | None, run: StageRun, batches: StepBatches, ste
     draws: Callable[[], AbstractContextManager[None]] = nullcontext
     if update is not None:
         draws = seeding.SameDraws(runtime.device)
-    share = weight(session, micro, batches.total)
+    weight = loss_weight(session, micro, batches.total)
     losses: list[Tensor] = []
 
-    def score() -> Tensor:
-        """The loss of the weights as they are, on this step's batch; all scores for an update draw alike."""
-        with torch.no_grad(), draws(), precision.computing():
+    def closure() -> Tensor:
+        """The loss of the weights as they are, on this step's batch; all calls in a step draw alike."""
+        with torch.no_grad(), draws(), precision.autocast():
             losses.append(runtime.objective(model, content).loss)
         # Of no target at all the mean is not a number.
-        return losses[-1] * share if micro.counts else torch.zeros_like(losses[-1])
+        return losses[-1] * weight if micro.counts else torch.zeros_like(losses[-1])
 
     if update is None:
-        score()
+        closure()
     elif micro.counts:  # a rank without samples has nothing to go by
-        update(model, score)
+        update(model, closure)
     mean = torch.stack(losses).mean() if losses else torch.tensor(math.nan)
     counts = (micro.samples, micro.counts) if losses else (0, 0)
     recorder.note_loss(mean_loss(session, mean, micro.samples), *counts)
@@ -221,13 +240,13 @@ def forward_step(update: Update | None, run: StageRun, batches: StepBatches, ste
     if update is None:
         return
     if any(param.grad is not None for param in model.parameters()):
-        optimizer_step(run, step, from_backward=False)
+        optimizer_step(run, stage_step, from_backward=False)
     else:
         after_update(run)
     recorder.lap("optimizer_us")
 
 
-def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> bool:
+def optimizer_step(run: StageRun, stage_step: int, *, from_backward: bool = True) -> bool:
     """Clip, step, and what follows an update; whether the step was taken.
 
     Only gradients `from_backward` may have been scaled.
@@ -239,12 +258,12 @@ def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> b
     norm, group_norms = clip_gradients(run)
     warming: AbstractContextManager[None] = nullcontext()
     if settings.warmup_steps:
-        warming = warmed_up(optimizer, run.warmed_up_for(step), settings.warmup_steps)
+        warming = warmup_lr(optimizer, run.warmup_steps_done(stage_step), settings.warmup_steps)
     with warming:
         runtime.recorder.note_update(optimizer, norm, group_norms)
         if from_backward:
             applied = precision.step(optimizer)
-        else:  # in half precision a score overflows sooner than a loss that is scaled
+        else:  # in half precision such a loss overflows sooner than one that is scaled
             gradients = _gradients(model.parameters())
             applied = precision.scaler is None or all(bool(one.isfinite().all()) for one in gradients)
             if applied:
@@ -254,7 +273,7 @@ def optimizer_step(run: StageRun, step: int, *, from_backward: bool = True) -> b
     else:
         run.session.reporter.events.warning(
             "step_skipped",
-            step=run.session.state.step + 1,
+            step=run.session.state.current_step,
             reason="a gradient is not finite",
             rank=runtime.ranks.rank,
         )
@@ -272,11 +291,11 @@ def after_update(run: StageRun) -> None:
         runtime.ema.update(apart=not equal)
 
 
-def weight(session: Session, micro: MicroBatch, total: float) -> float:
-    """The weight of a micro-batch's mean loss that makes the mean over ranks that over all that counts:
-    samples, or what `weight_by` says.
+def loss_weight(session: Session, micro: MicroBatch, total: float) -> float:
+    """The factor on a micro-batch's mean loss, so that DDP's average over ranks is the mean over all samples
+    (with `weight_by`, over what that counts).
 
-    1 where all ranks hold equally much and there is one micro-batch.
+    1 where all ranks hold equally much and there is one micro-batch. A loss that is a sum stays as it is.
     """
     if session.runtime.objective.summed:
         return 1.0 if micro.samples else 0.0
@@ -289,16 +308,16 @@ def mean_loss(session: Session, loss: Tensor, samples: int) -> Tensor:
 
 
 def clip_gradients(run: StageRun) -> tuple[Tensor | None, list[Tensor] | None]:
-    """Clip the gradients; gives their 2-norm before that and those of each parameter group, shape () each: in
-    every n-th step (`timings.grad_norm_every`), since they read all gradients once more; what `clip_norm`
-    needs anyway in each.
+    """Clip the gradients; gives (total 2-norm, 2-norm of each parameter group) from before, shape () each.
+
+    None where not measured. Norms read all gradients once more, so they are measured in every n-th step
+    (`timings.grad_norm_every`). In the others there is only what `clip_norm` computes anyway.
     """
     settings, runtime = run.settings, run.session.runtime
     model, groups = runtime.model, runtime.optimizer.param_groups
     norm = group_norms = None
     by_norm_alone = settings.clip_norm is not None and settings.clip_value is None
-    measures = run.measures_norm(run.session.state.step + 1)
-    if measures and not (by_norm_alone and len(groups) == 1):
+    if run.measures_norm(run.session.state.current_step) and not (by_norm_alone and len(groups) == 1):
         group_norms = _norms([_gradients(group["params"]) for group in groups])
         if group_norms is not None:
             norm = torch.linalg.vector_norm(torch.stack(group_norms))
@@ -325,17 +344,17 @@ def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def warmed_up(optimizer: torch.optim.Optimizer, index: int, warmup_steps: int) -> Iterator[None]:
-    """Inside, learning rates are (index + 1) / warmup_steps of what the schedule says, for the first steps.
+def warmup_lr(optimizer: torch.optim.Optimizer, steps_done: int, warmup_steps: int) -> Iterator[None]:
+    """Inside, for `warmup_steps` steps, learning rates are (steps_done + 1) / warmup_steps of the schedule's.
 
     The schedule runs from its first step on all the same, and never sees the lowered rates.
     """
-    if index >= warmup_steps:
+    if steps_done >= warmup_steps:
         yield
         return
     scheduled = [group["lr"] for group in optimizer.param_groups]
     for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
-        group["lr"] = lr * (index + 1) / warmup_steps
+        group["lr"] = lr * (steps_done + 1) / warmup_steps
     yield
     for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
         group["lr"] = lr
@@ -344,95 +363,105 @@ def warmed_up(optimizer: torch.optim.Optimizer, index: int, warmup_steps: int) -
 # After a step.
 
 
-def synchronize(run: StageRun, step: int) -> bool:
+def synchronize(run: StageRun, stage_step: int) -> bool:
     """Exchange what the sync policy, the buffers and the audit want after this step; whether all ranks
-    exchanged something in it.
+    exchanged anything in it.
     """
-    session, number = run.session, run.session.state.step + 1
-    run.note_effect(run.synchronizer.after_step(step))
-    by_policy = run.settings.plan.synchronizes(step)
-    session.runtime.buffers.after_step(step, synchronized=by_policy)
-    if run.audits(step):
-        audit_parameters(session, f"after step {number} of {run.stage.path}", number)
-    if by_policy and step != run.steps:
-        run.mutate_weights(number)
+    session, step = run.session, run.session.state.current_step
+    run.note_effect(run.synchronizer.after_step(stage_step))
+    by_policy = run.settings.plan.synchronizes(stage_step)
+    session.runtime.buffers.after_step(stage_step, synchronized=by_policy)
+    if run.audits(stage_step):
+        audit_parameters(session, f"after step {step} of {run.stage.path}", step)
+    if by_policy and stage_step != run.steps:  # a mutation is for the steps that follow, and none does
+        run.mutate_weights(step)
     session.runtime.recorder.lap("sync_us")
-    return by_policy or run.synchronizes(step)
+    return run.exchanges(stage_step)
 
 
-def exchange_control(run: StageRun, synchronized: bool) -> list[GlobalStep]:
-    """End the step's time and post this rank's control message about it; gives what all ranks have just
-    learned of earlier steps. Waits for all messages where something before the next step needs them.
+def exchange_control(run: StageRun, exchanged: bool) -> list[AgreedSteps]:
+    """End the step's time, post this rank's control message about it, and read those of earlier steps: gives
+    what all ranks have just learned by them.
+
+    It waits for this step's message only where something before the next step needs it.
     """
     session, runtime = run.session, run.session.runtime
-    known = runtime.recorder.end(
+    agreed_steps = runtime.recorder.end_step(
         stop=runtime.stop.wanted,
-        checkpoint=synchronized and runtime.stop.take_checkpoint_request(),
+        checkpoint=exchanged and runtime.stop.take_checkpoint_request(),
         compare_clocks=session.clocks_are_old,
-        synchronized=synchronized,
+        exchanged=exchanged,
     )
-    pauses = _profiler_toggles(run) or _time_slice_is_over(run) or session.checkpoint_is_due
-    pauses = pauses or run.evaluation_is_due
-    if pauses or any(one.checkpoint or one.compare_clocks for one in known):
-        known += runtime.recorder.drain()
-    return known
+    pauses = _profiler_toggles(run) or _time_slice_is_over(run)
+    pauses = pauses or session.checkpoint_is_due or run.evaluation_is_due
+    if pauses or any(one.checkpoint or one.compare_clocks for one in agreed_steps):
+        agreed_steps += runtime.recorder.wait_for_messages()
+    return agreed_steps
 
 
 def between_steps(
-    run: StageRun, known: Sequence[GlobalStep], step: int, synchronized: bool
-) -> Literal["continue", "interrupted", "stop alone"]:
+    run: StageRun, agreed_steps: Sequence[AgreedSteps], exchanged: bool
+) -> Literal["continue", "stopped", "failed", "stop alone"]:
     """Do what all ranks agree on by what they have just learned, at the same moment: the one place for it.
 
     Returns:
-        `interrupted`: all ranks stop here. `stop alone`: they never exchange anything, and this one stops.
+        `stopped` and `failed`: all ranks stop here (see `StageEnd`). `stop alone`: ranks never exchange
+        anything, and this one stops by itself.
     """
-    session, runtime, number = run.session, run.session.runtime, run.session.state.step
-    requested = any(one.checkpoint for one in known)
-    if known:
-        session.learn(known)
-        if runtime.finite.after_steps(known, run.settings.on_nan, number):
-            return "interrupted"
-        if any(one.stop for one in known):
-            session.learn(runtime.recorder.drain())  # a checkpoint holds what was added up since
-            return "interrupted"
-    elif not synchronized:
-        session.reporter.progress_alone(step, number)
+    session, runtime, step = run.session, run.session.runtime, run.session.state.step
+    requested = any(one.checkpoint for one in agreed_steps)
+    if agreed_steps:
+        session.record_agreed(agreed_steps)
+        if runtime.finite.after_steps(agreed_steps, run.settings.on_nan, step):
+            return "failed"
+        if any(one.stop for one in agreed_steps):
+            # The checkpoint at the end holds what has been added up to here.
+            session.record_agreed(runtime.recorder.wait_for_messages())
+            return "stopped"
+    elif not exchanged:
+        session.reporter.progress_without_exchange(run.steps_done, step)
     if run.evaluation_is_due:
-        with untimed(run, b"evaluate"):
+        with excluded_from_timing(run, b"evaluate"):
             evaluate_in_stage(run)  # first: a checkpoint holds its outcome
     if requested or session.checkpoint_is_due:
         take_checkpoint(session, requested=requested)
     report_checkpoints(session)
     if runtime.compiler is not None:
-        session.reporter.compiled_more(runtime.compiler, number)
-    if any(one.compare_clocks for one in known):
+        session.reporter.report_recompiles(runtime.compiler, step)
+    if any(one.compare_clocks for one in agreed_steps):
         session.measure_clocks()
     if run.never_synchronizes and run.stops_alone():
         return "stop alone"
     return "continue"
 
 
-def end_of_steps(run: StageRun) -> bool:
-    """Learn what is still under way; whether some rank wanted to stop or its weights are not finite."""
+def end_of_steps(run: StageRun) -> StageEnd:
+    """Read all messages that are left, and have all ranks agree on how the steps ended.
+
+    Ranks that never synchronise come here each after a step of its own, and wait for each other. Only here
+    do all of them learn whether one was asked to stop, or has weights that are not finite.
+    """
     session, runtime, on_nan = run.session, run.session.runtime, run.settings.on_nan
-    known = runtime.recorder.flush()
-    session.learn(known)
-    failed = runtime.finite.after_steps(known, on_nan, session.state.step)
-    if any(one.checkpoint for one in known) and not failed:
+    agreed_steps = runtime.recorder.end_stage()
+    session.record_agreed(agreed_steps)
+    failed = runtime.finite.after_steps(agreed_steps, on_nan, session.state.step)
+    if any(one.checkpoint for one in agreed_steps) and not failed:
         take_checkpoint(session, requested=True)
     mine = [float(runtime.stop.wanted), float(runtime.finite.first_lost())]
     stops, lost = runtime.exchange.control.all_gather(mine, "the stage's end").T.tolist()
-    return runtime.finite.at_end([int(one) for one in lost], on_nan, session.state.step) or any(stops)
+    if runtime.finite.at_end([int(one) for one in lost], on_nan, session.state.step):
+        return "failed"
+    return "stopped" if any(stops) else "complete"
 
 
 # What belongs to no step's time.
 
 
 @contextmanager
-def untimed(run: StageRun, phase: bytes) -> Iterator[None]:
-    """Around what counts as no step's time, and not as the stage's; all that is under way ends first."""
+def excluded_from_timing(run: StageRun, phase: bytes) -> Iterator[None]:
+    """Around what counts neither as a step's time nor as the stage's; all that is under way ends first."""
     started = time.monotonic()
-    _finish_pending(run, phase)
+    _drain_before(run, phase)
     yield
     run.exclude_time(time.monotonic() - started)
 
@@ -442,22 +471,22 @@ def pause_before_step(run: StageRun) -> None:
     runtime, state = run.session.runtime, run.session.state
     if _time_slice_is_over(run):
         assert runtime.time_slices is not None
-        _finish_pending(run, b"waiting for its turn")
+        _drain_before(run, b"waiting for its turn")
         run.exclude_time(runtime.time_slices.wait(state.step))
-    if (
-        _profiler_toggles(run) and run.steps != state.step - state.cursor.first_step
-    ):  # else the stage ends here
+    stage_is_over = run.steps_done == run.steps
+    if _profiler_toggles(run) and not stage_is_over:
         assert runtime.profiler is not None
-        with untimed(run, b"the profiler"):
-            runtime.profiler.toggle(state.step + 1)
+        with excluded_from_timing(run, b"the profiler"):
+            runtime.profiler.toggle(state.current_step)
 
 
-def _finish_pending(run: StageRun, phase: bytes) -> None:
-    """Read all marks and messages, and wait for the device."""
-    session = run.session
-    session.learn(session.runtime.recorder.pause())
-    session.runtime.clock.synchronize()
-    session.runtime.ranks.watchdog.set_phase(phase)
+def _drain_before(run: StageRun, phase: bytes) -> None:
+    """Wait for all messages and for the device before a phase that counts as no step's time."""
+    session, runtime = run.session, run.session.runtime
+    session.record_agreed(runtime.recorder.wait_for_messages())
+    runtime.recorder.pause_timing()
+    runtime.clock.synchronize()
+    runtime.ranks.watchdog.set_phase(phase)
 
 
 def _time_slice_is_over(run: StageRun) -> bool:
@@ -468,4 +497,4 @@ def _time_slice_is_over(run: StageRun) -> bool:
 def _profiler_toggles(run: StageRun) -> bool:
     """Whether torch's profiler starts or stops before the next step."""
     profiler = run.session.runtime.profiler
-    return profiler is not None and profiler.toggles_before(run.session.state.step + 1)
+    return profiler is not None and profiler.toggles_before(run.session.state.current_step)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ddprun.telemetry.recorder import GlobalStep, StepRecorder
+from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun_hooks.comm.control import Control
 
 OnNan = Literal["continue", "stop"]
@@ -61,11 +61,11 @@ class FiniteCheck:
         """The number of the first parameter that is not finite, from 1; 0: all are. Waits for the device."""
         return next((1 + self._names.index(name) for name in _not_finite(self._params)), 0)
 
-    def after_steps(self, known: Iterable[GlobalStep], on_nan: OnNan, step: int) -> bool:
+    def after_steps(self, agreed_steps: Iterable[AgreedSteps], on_nan: OnNan, step: int) -> bool:
         """Check the parameters if a loss is not finite in the steps that all ranks newly know of; whether the
         run fails. Called by all ranks, after so many steps of the run.
         """
-        if not any(one.nonfinite for one in known) or (self.found and on_nan == "continue"):
+        if not any(one.nonfinite for one in agreed_steps) or (self.found and on_nan == "continue"):
             return self.failed
         at, loss = self._recorder.nonfinite or (0, 0.0)
         rows = self._control.all_gather([at, loss, self.first_lost()], "losses that are not finite").tolist()

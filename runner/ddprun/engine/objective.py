@@ -77,13 +77,13 @@ class Precision:
         """What the model's floating-point parameters become; None leaves them as they are."""
         return self._half if self.pure else None
 
-    def computing(self) -> AbstractContextManager[None]:
-        """Around forward and loss."""
+    def autocast(self) -> AbstractContextManager[None]:
+        """Around forward and loss; does nothing for `fp32`, nor where weights are half themselves."""
         if self._half is None or self.pure:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self._half)
 
-    def admit(self, content: Any) -> Any:
+    def to_device(self, content: Any) -> Any:
         """Move a batch (tensors in tuples, lists, mappings and dataclasses) to the device, floats in the
         model's type. A GPU copies while it still computes the batch before.
         """
@@ -361,12 +361,12 @@ def find_buffer_use(
         counters = counters_of(model)
         return BufferUse(tuple(name for name in named if name not in counters), (), counters)
     with seeding.preserve_rng_state(precision.device):
-        content = precision.admit(feed.first_batch())
+        content = precision.to_device(feed.first_batch())
         same_draws = seeding.SameDraws(precision.device)
         model.train()
 
         def forward() -> Tensor:
-            with same_draws(), precision.computing():
+            with same_draws(), precision.autocast():
                 return objective(model, content).loss
 
         return probe(model, forward)
@@ -378,8 +378,8 @@ def first_pass(
     """A pass on this rank's first batch that leaves no trace, forwards alone or `backward`, too."""
     model.train()
     with seeding.preserve_rng_state(precision.device), buffers_kept(model), torch.set_grad_enabled(backward):
-        content = precision.admit(feed.first_batch())
-        with precision.computing():
+        content = precision.to_device(feed.first_batch())
+        with precision.autocast():
             loss = objective(model, content).loss
         if backward:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -409,10 +409,10 @@ def freeze_layout(
     take no part in the loss.
     """
     with seeding.preserve_rng_state(precision.device):
-        content = precision.admit(feed.first_batch())
+        content = precision.to_device(feed.first_batch())
 
         def loss() -> Tensor:
-            with precision.computing():
+            with precision.autocast():
                 return objective(replica.ddp, content).loss
 
         replica.freeze_layout(

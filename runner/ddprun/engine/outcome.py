@@ -77,10 +77,12 @@ def finish_run(session: Session, status: Status) -> list[str]:
             reporter.note(f"ddprun: the run failed ({reporter.where}): {summary['error']['message']}")
         if lost:
             ended = {"done": "is done", "interrupted": "has stopped", "failed": "has failed"}[status]
-            screen.say(f"ddprun: the run {ended}, but not all of it could be written: {'; '.join(lost)}")
+            screen.print_stderr(
+                f"ddprun: the run {ended}, but not all of it could be written: {'; '.join(lost)}"
+            )
         elif status == "interrupted" and runtime.loaded.pipeline.checkpoint.keep:
             reporter.note(f"to resume: {resume_command(runtime.run_dir)}")
-        screen.show(str(runtime.run_dir))
+        screen.print_stdout(str(runtime.run_dir))
     return list(ranks.from_rank_0("lost", lambda: lost))
 
 
@@ -240,7 +242,7 @@ def report_failure(error: BaseException, ranks: Ranks, progress: Progress, secre
         else:
             detail = "".join(traceback.format_exception(error)).rstrip()
         message = secrets.redact(f"{head}\n{detail}")
-    screen.say(message)
+    screen.print_stderr(message)
     if not bad_input:
         note_failure(progress.run_dir, ranks.rank, message)
     if session is not None:
@@ -333,7 +335,7 @@ def open_watchdog(
         session, run_dir = progress.session, progress.run_dir
         if session is not None:
             session.reporter.screen.end()
-        screen.say(report.message)
+        screen.print_stderr(report.message)
         failure = {"rank": environment.rank, "message": report.headline, "hang": report.facts}
         if run_dir is None or not _keep_failure(progress, failure):
             return

@@ -23,7 +23,7 @@ from ddprun.plugins import TRACKERS
 from ddprun.sync.audit import Finding
 from ddprun.telemetry.control_message import Overflow
 from ddprun.telemetry.progress import Screen
-from ddprun.telemetry.recorder import GlobalStep, StepRecorder
+from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.stragglers import Straggler
 from ddprun.track import RunInfo, StepInfo, Tracker
 from ddprun.track.trackers import Trackers, nobody
@@ -40,7 +40,7 @@ class Reporter:
         self.where = "before the first stage"  # for an error's message
         self.apart_reported = False  # that ranks differ, and not yet that they are equal again
         self._straggler: Straggler | None = None
-        self._compiler_gave_up = False
+        self._recompile_limit_reported = False
 
     def note(self, text: str) -> None:
         """Show a line."""
@@ -51,7 +51,7 @@ class Reporter:
     def begin_stage(self, name: str, steps: int | None, *, first: int, step: int) -> None:
         """A stage of so many steps begins, after `first` steps of the run, or is resumed after `step`."""
         self._first, self._resumed_at, self._started = first, step, time.monotonic()
-        self._newest: GlobalStep | None = None
+        self._newest: AgreedSteps | None = None
         self._shown = self._overflows = 0
         self._straggler = None
         self.screen.begin(name, steps, first)
@@ -64,10 +64,10 @@ class Reporter:
         """Time that does not count as the stage's."""
         self._started += seconds
 
-    def progress(self, known: Sequence[GlobalStep], step: int) -> None:
+    def progress(self, agreed_steps: Sequence[AgreedSteps], step: int) -> None:
         """Show what all ranks have just learned, oldest first, after `step` steps of the run."""
         self._report_uncounted()
-        for one in known:
+        for one in agreed_steps:
             reports: list[tuple[int, Overflow | Straggler | None]]
             reports = [*one.overflows, *one.straggler_changes]
             for at, found in sorted(reports, key=itemgetter(0)):
@@ -75,11 +75,11 @@ class Reporter:
                     self._report_overflow(at, found)
                 else:
                     self._report_straggler(at, found)
-        if known:
-            self._newest = known[-1]
+        if agreed_steps:
+            self._newest = agreed_steps[-1]
             self._show(self._newest.steps[-1] - self._first, step)
 
-    def progress_alone(self, done: int, step: int) -> None:
+    def progress_without_exchange(self, done: int, step: int) -> None:
         """Show a step, after `done` of the stage and `step` of the run, in which ranks exchanged nothing."""
         self._report_uncounted()
         self._show(done, step)
@@ -145,19 +145,23 @@ class Reporter:
         made += f", {count(len(compiler.breaks), 'graph break')}" if compiler.breaks else ""
         self.note(f"compiled {what} in {seconds:.1f} s: {made}")
 
-    def compiled_more(self, compiler: GraphCompiler, step: int) -> None:
-        """Report what was compiled in a step or an evaluation: its time is part of theirs."""
+    def report_recompiles(self, compiler: GraphCompiler, step: int) -> None:
+        """Report graphs that were compiled in a step or an evaluation, whose time holds theirs."""
         more = len(compiler.graphs) - compiler.reported
         compiler.reported += more
         if more:
             self.events.info("compiled_more", step=step, graphs=more, all_graphs=compiler.reported)
-        if compiler.gave_up and not self._compiler_gave_up:
-            self._compiler_gave_up = True
-            self.events.warning("compiled_no_more", step=step, all_graphs=compiler.reported)
-            self.note(
-                f"step {step}: torch.compile has made all graphs that it makes ({compiler.reported}), and "
-                "batches of further sizes run uncompiled: write compile: {dynamic: true}"
-            )
+        if compiler.at_recompile_limit and not self._recompile_limit_reported:
+            self._recompile_limit_reported = True
+            self._report_recompile_limit(compiler.reported, step)
+
+    def _report_recompile_limit(self, graphs: int, step: int) -> None:
+        """Warn that torch compiles no further sizes of batches."""
+        self.events.warning("compiled_no_more", step=step, all_graphs=graphs)
+        self.note(
+            f"step {step}: torch.compile has made all graphs that it makes ({graphs}), and "
+            "batches of further sizes run uncompiled: write compile: {dynamic: true}"
+        )
 
     def frozen_differ(self, names: Sequence[str]) -> None:
         """Report frozen parameters of which not all ranks hold the same, though nothing trains them."""

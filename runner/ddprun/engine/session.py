@@ -34,7 +34,7 @@ from ddprun.sync.plan import ReplicaConsistency
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.clock import Clock, GradientTimes
 from ddprun.telemetry.profile import Profiler
-from ddprun.telemetry.recorder import GlobalStep, StepRecorder
+from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.writer import RecordFiles
 from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.gpu import Staging
@@ -103,7 +103,9 @@ class Runtime:
 
 @dataclass(slots=True)
 class Cursor:
-    """Where in its pipeline the run is: which stage runs or comes next, and where its steps began."""
+    """Where in its pipeline the run is: which stage runs or comes next, and where its steps began. With that
+    goes what has come of the run so far: its time, and the summary's entries of stages that are done.
+    """
 
     next: int = 0  # the index in `stages` of the stage that runs, or that comes next
     stage: int | None = None  # the last stage that takes steps that has begun; it runs if it is `next`
@@ -160,15 +162,15 @@ class Best:
 
 @dataclass(slots=True)
 class Evaluations:
-    """What evaluations inside stages have come to; the same on all ranks."""
+    """What evaluations inside stages have come to; the same on all ranks. Checkpoints use these names."""
 
     step: int = -1  # of the run, after which the last one was
-    kept: Best | None = None  # whose weights `keep_best` has written
-    best: Best | None = None  # of the stage that runs, by what `stop` goes by
-    since: int = 0  # evaluations of that stage since then
+    kept: Best | None = None  # whose weights `keep_best` has written to the run folder's best.safetensors
+    best: Best | None = None  # of the stage that runs, by the metric of `stop`
+    since: int = 0  # evaluations of that stage since `best`
 
     def begin_stage(self) -> None:
-        """A stage begins: what is kept stays."""
+        """A stage begins: `kept` stays, since the file does."""
         self.best, self.since = None, 0
 
     @classmethod
@@ -184,7 +186,7 @@ class RunState:
     `tests/engine/test_session.py` checks field by field.
     """
 
-    step: int = 0  # optimizer steps done
+    step: int = 0  # steps of the run that are done
     loss: float | None = None  # mean over ranks in the newest step whose loss is known
     metrics: dict[str, float] | None = None  # of the last evaluation
     evaluations: Evaluations = field(default_factory=Evaluations)  # those inside stages
@@ -197,6 +199,11 @@ class RunState:
     schedule: LRScheduler | None = None  # of the last stage that has begun and takes steps
     mid_stage: Mapping[str, Any] | None = None  # the checkpoint's state from which the next stage resumes
 
+    @property
+    def current_step(self) -> int:
+        """The step that is under way, or that comes next; counts from 1 in the run, as in records."""
+        return self.step + 1
+
 
 @dataclass(slots=True)
 class Session:
@@ -208,11 +215,11 @@ class Session:
     schedule_steps: int = 0  # that a schedule over the run had taken when it was resumed between stages
     clocks_measured_s: float = 0.0  # when that was done last, on this process's monotonic clock
 
-    def learn(self, known: Sequence[GlobalStep]) -> None:
+    def record_agreed(self, agreed_steps: Sequence[AgreedSteps]) -> None:
         """Record and show what all ranks have just learned, oldest first."""
-        if known:
-            self.state.loss = known[-1].mean_losses[-1]
-        self.reporter.progress(known, self.state.step)
+        if agreed_steps:
+            self.state.loss = agreed_steps[-1].mean_losses[-1]
+        self.reporter.progress(agreed_steps, self.state.step)
 
     @property
     def checkpoint_is_due(self) -> bool:

@@ -26,7 +26,7 @@ from ddprun.host.device import Place
 from ddprun.host.import_path import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
-from ddprun.screen import say
+from ddprun.screen import print_stderr
 from ddprun.sync.buffers import BufferSync, agree
 from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.frozen import FrozenParameters
@@ -224,7 +224,7 @@ def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks, backend: str) -> None:
     if shortage.certain:
         raise loaded.error("loader.workers", text, f"workers: 0, or {shared_memory.REMEDY}")
     if here.local_rank == 0:
-        say(f"ddprun: warning: {text}: {shared_memory.REMEDY}")
+        print_stderr(f"ddprun: warning: {text}: {shared_memory.REMEDY}")
 
 
 def _open_exchange(
@@ -263,11 +263,11 @@ def _compare_data(feed: Feed, name: str, control: Control, reporter: Reporter) -
     from a data set that is said to shard itself.
     """
 
-    def warn(text: str) -> None:
+    def note_lost_samples(text: str) -> None:
         reporter.events.warning("data_lost")
         reporter.note(f"{name}: {text}")
 
-    feed.warn = warn
+    feed.on_samples_lost = note_lost_samples
     odd = feed.compare_ranks(control)
     if feed.ranks > 1 and feed.sharded and not odd:
         reporter.events.warning("data_not_sharded")

@@ -46,12 +46,18 @@ class StageRun:
     steps: int | None  # None where nobody can know
     noop: bool  # its hooks give each rank its own values back
 
+    @property
+    def steps_done(self) -> int:
+        """Steps of this stage that are done, in all attempts."""
+        state = self.session.state
+        return state.step - state.cursor.first_step
+
     def batches(self) -> Iterator[StepBatches]:
         """The micro-batches of each step that is left, until the stage's length or the data is at its end."""
         session, settings = self.session, self.settings
         left = epochs = None
         if settings.steps is not None:
-            left = settings.steps - (session.state.step - session.state.cursor.first_step)
+            left = settings.steps - self.steps_done
         if settings.epochs is not None:
             epochs = _epochs_left(session, self.stage, settings.epochs)
         feed = session.runtime.feeds.of(self.stage.index)
@@ -79,34 +85,35 @@ class StageRun:
             )
         return math.fsum(counts[rank] for rank in ranks) * runtime.ranks.size / len(ranks)
 
-    def measures_norm(self, number: int) -> bool:
+    def measures_norm(self, step: int) -> bool:
         """Whether the gradients' norm is measured in this step of the run."""
         every = self.session.runtime.loaded.pipeline.timings.grad_norm_every
-        return every > 0 and number % every == 0
+        return every > 0 and step % every == 0
 
     def measures_fidelity(self, step: int) -> bool:
-        """Whether a step's gradients are compared with the exact mean; `step` counts from 1 in the run."""
+        """Whether the gradients of this step of the run are compared with the exact mean."""
         every = self.session.runtime.loaded.pipeline.timings.fidelity_every
         return bool(every) and step % every == 0 and self.settings.gradients == "all"
 
-    def audits(self, step: int) -> bool:
+    def audits(self, stage_step: int) -> bool:
         """Whether all ranks' parameters are compared after this step of the stage."""
         every = self.session.runtime.loaded.pipeline.audit.every
-        return every > 0 and step % every == 0
+        return every > 0 and stage_step % every == 0
 
-    def synchronizes(self, step: int) -> bool:
-        """Whether all ranks exchange something in this step of the stage."""
-        buffers = self.session.runtime.buffers
-        return self.settings.plan.synchronizes(step) or buffers.plan.synchronizes(step) or self.audits(step)
+    def exchanges(self, stage_step: int) -> bool:
+        """Whether all ranks exchange anything in this step of the stage: by the sync policy, buffers, an
+        audit.
+        """
+        plan, buffers = self.settings.plan, self.session.runtime.buffers.plan
+        return plan.synchronizes(stage_step) or buffers.synchronizes(stage_step) or self.audits(stage_step)
 
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the held-out data is measured now, between two steps; that of the stage's end comes
         after it.
         """
-        state, wanted = self.session.state, self.stage.evaluate
-        step = state.step - state.cursor.first_step
-        if wanted is None or not step or step == self.steps or step % wanted.every:
+        state, wanted, done = self.session.state, self.stage.evaluate, self.steps_done
+        if wanted is None or not done or done == self.steps or done % wanted.every:
             return False
         return state.evaluations.step != state.step
 
@@ -139,12 +146,12 @@ class StageRun:
             self.mutate(self.session.runtime.model)
             self.session.state.replicas.mutated(step)
 
-    def warmed_up_for(self, step: int) -> int:
-        """Steps of the warm-up that come before a step of the stage: of the run, where the schedule is."""
+    def warmup_steps_done(self, stage_step: int) -> int:
+        """Steps of the warm-up before this step of the stage; counted in the run, where the schedule is."""
         schedule = self.session.state.schedule
         if isinstance(self.settings.schedule, RunSchedule) and schedule is not None:
             return int(schedule.last_epoch)
-        return step - 1
+        return stage_step - 1
 
     def exclude_time(self, seconds: float) -> None:
         """Leave `seconds` out of the stage's time, and of the progress line's rate."""

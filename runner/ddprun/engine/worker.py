@@ -31,7 +31,7 @@ from ddprun.engine.setup import open_session
 from ddprun.engine.stage_run import equalize
 from ddprun.engine.state import close_checkpoints, take_checkpoint
 from ddprun.host import rank_files
-from ddprun.host.device import Offer, Place, backend_of, device_of, offer
+from ddprun.host.device import LaunchFacts, Place, agree_on_backend, device_of, launch_facts
 from ddprun.host.processes import cores, die_with_parent
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import Resuming
@@ -103,8 +103,8 @@ def _run(
     environment = ranks.environment
     ranks.watchdog.set_phase(b"joining")
     device = device_of(loaded, environment.local_rank)
-    offers = [Offer(*one) for one in ranks.gather("device", offer(loaded, ranks.host, device))]
-    place = Place(device, backend_of(loaded, offers))
+    facts = [LaunchFacts(*one) for one in ranks.gather("device", launch_facts(loaded, ranks.host, device))]
+    place = Place(device, agree_on_backend(loaded, facts))
     ranks.join(place)
     folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=rank_files.run_dir())
     progress.run_dir = folder.path
@@ -149,7 +149,7 @@ def _run_stages(session: Session) -> Status:
         watchdog.set_phase(stage.name.encode())
         entry = {"kind": stage.name, "index": stage.index, **_STAGES[type(stage)](session, stage)}
         if runtime.compiler is not None:
-            session.reporter.compiled_more(runtime.compiler, session.state.step)
+            session.reporter.report_recompiles(runtime.compiler, session.state.step)
         entry = runtime.loaded.secrets.redact_all(entry)  # checkpoints hold it
         watchdog.set_phase(b"collecting records")
         runtime.records.collect()
@@ -174,7 +174,7 @@ def _announce(session: Session) -> None:
             f"launched with {environment.local_world_size} ranks per host; "
             f"the file's launch.nproc_per_node: {launch.nproc_per_node} is not used"
         )
-    least, most = launch.hosts
+    least, most = launch.host_range
     if not least <= environment.hosts <= most:
         reporter.note(
             f"launched on {environment.hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used"

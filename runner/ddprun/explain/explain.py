@@ -291,7 +291,7 @@ def explain(
     """
     launch = loaded.pipeline.launch
     world = WorldShape(
-        hosts or launch.hosts[1], ranks_per_host or launch.nproc_per_node or default_ranks(loaded)
+        hosts or launch.host_range[1], ranks_per_host or launch.nproc_per_node or default_ranks(loaded)
     )
     if probe is None or not probe.fits(loaded):
         probe = probe_model(loaded, world, importing=importing)

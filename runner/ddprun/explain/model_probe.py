@@ -224,7 +224,7 @@ def _buckets(
         layouts = _buckets_by_ddp(loaded, model, objective, precision, feed)
         return GradientBuckets(layouts, ddp.bucket_cap_mb, None)
     with seeding.preserve_rng_state(precision.device):
-        content, ready = precision.admit(feed.first_batch()), None
+        content, ready = precision.to_device(feed.first_batch()), None
         model.train()
         if sum(map(nbytes, model.parameters())) > _LARGE_BYTES:
             with suppress(Exception):  # of a model that looks at values; it runs with them, then
@@ -248,7 +248,7 @@ def _gradients_ready(
     for name, param in held.items():
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(partial(ready.setdefault, name.removeprefix("model.")))
-    with precision.computing():
+    with precision.autocast():
         loss: Tensor = torch.func.functional_call(step, held, ())
     loss.backward()  # type: ignore[no-untyped-call]
     model.zero_grad(set_to_none=True)

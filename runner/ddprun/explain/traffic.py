@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import add, mul
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ddprun.config import BroadcastStage, Loaded, StepStage
 from ddprun.engine import build
@@ -25,7 +26,7 @@ from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_grou
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace
 from ddprun_hooks.config.options import BUILT_IN, parse_spec
 from ddprun_hooks.errors import HooksError, HookSetupError
-from ddprun_hooks.payload import Kind
+from ddprun_hooks.payload import Kind, nbytes
 from ddprun_hooks.stack import Stack, all_reduce_stack, broadcast_stack
 
 QueueName = Literal["world", "deltas", "plain"]
@@ -134,6 +135,7 @@ class Bucket:
     params: tuple[str, ...]
     sent: Amount | None  # None: not known, as `legs`
     legs: tuple[Leg, ...] | None
+    state: int | None  # what hooks keep of it until the next, in bytes; where ranks differ, the largest
 
 
 class Simulations:
@@ -185,7 +187,7 @@ class Simulations:
             PipelineError: a hook that would break the run.
         """
         if self.unknown(stage, route):
-            return _bucket(layout, None, None)
+            return _bucket(layout, None, None, None)
         stack = self._stack(stage, route)
         key = stack.described if route.hooked else "", route, layout
         if key not in self._known:
@@ -194,18 +196,20 @@ class Simulations:
             first = example_payload(layout, route.kind, device)
             like = range(len(self._ranks)) if route.through == "broadcast" else self._like
             found: dict[int, BucketTrace[int]] = {}
+            state = 0
             try:
                 for index in set(like):
                     payload = replace(first, tensor=first.tensor.clone(), findings=[])
-                    group = self.group(route, index)
-                    found[index] = simulate(payload, self._stack(stage, route), group)
+                    hooks = self._stack(stage, route)
+                    found[index] = simulate(payload, hooks, self.group(route, index))
+                    state = max(state, sum(map(_held_bytes, tree_leaves(hooks.state_dict()))))
             except HooksError as error:
                 path = stage.key_path("hooks") if stage is not None else ""
                 raise self._loaded.error(path, str(error)) from None
             traces = [found[index] for index in like]
             by_name = _groups_by_name(self._worlds[like[0], route.queue])
             legs = tuple(_joined([trace.collectives for trace in traces], by_name, self.counts))
-            self._known[key] = _bucket(layout, _sent_by(traces, self.counts), legs)
+            self._known[key] = _bucket(layout, _sent_by(traces, self.counts), legs, state)
         return self._known[key]
 
     def _stack(self, stage: StepStage | None, route: Route) -> Stack:
@@ -253,11 +257,18 @@ class Simulations:
                 raise self._loaded.error(stage.key_path(key), str(error)) from None
 
 
-def _bucket(layout: BucketLayout, sent: Amount | None, legs: tuple[Leg, ...] | None) -> Bucket:
+def _held_bytes(value: Any) -> int:
+    """The size of a part of a hook's state, of which only tensors count."""
+    return nbytes(value) if isinstance(value, torch.Tensor) else 0
+
+
+def _bucket(
+    layout: BucketLayout, sent: Amount | None, legs: tuple[Leg, ...] | None, state: int | None
+) -> Bucket:
     dtype: torch.dtype = getattr(torch, layout.dtype)
     params = tuple(param.name for param in layout.params)
     bytes_before = layout.numel * dtype.itemsize
-    return Bucket(layout.index, layout.dtype, layout.numel, bytes_before, params, sent, legs)
+    return Bucket(layout.index, layout.dtype, layout.numel, bytes_before, params, sent, legs, state)
 
 
 def _ranks_alike(

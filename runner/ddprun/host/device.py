@@ -29,7 +29,7 @@ def default_ranks(loaded: Loaded) -> int:
     return gpus if loaded.pipeline.launch.device != "cpu" and gpus else 2
 
 
-class Offer(NamedTuple):
+class LaunchFacts(NamedTuple):
     """What one rank has, and what its file or command line asks for; ranks exchange them before they join."""
 
     host: str
@@ -58,7 +58,7 @@ def device_of(loaded: Loaded, local_rank: int) -> torch.device:
     """The device of a rank of this host; `device: auto` takes CUDA where there is a GPU.
 
     A launcher may show each of its ranks one GPU alone (`srun --gpus-per-task=1`): which it is, only its
-    identifier says (`offer`).
+    identifier says (`launch_facts`).
 
     Raises:
         PipelineError: CUDA or NCCL without a GPU.
@@ -75,14 +75,14 @@ def device_of(loaded: Loaded, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % gpus)
 
 
-def offer(loaded: Loaded, host: str, device: torch.device) -> Offer:
+def launch_facts(loaded: Loaded, host: str, device: torch.device) -> LaunchFacts:
     """This rank's."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    return Offer(host, loaded.pipeline.launch.device, loaded.pipeline.launch.backend, gpu)
+    return LaunchFacts(host, loaded.pipeline.launch.device, loaded.pipeline.launch.backend, gpu)
 
 
-def backend_of(loaded: Loaded, offers: Sequence[Offer]) -> str:
-    """The backend of all ranks, by the offers of each, in rank order. `backend: auto` takes NCCL where every
+def agree_on_backend(loaded: Loaded, facts: Sequence[LaunchFacts]) -> str:
+    """The backend of all ranks, by the facts of each, in rank order. `backend: auto` takes NCCL where every
     rank has a GPU of its own, else Gloo.
 
     Raises:
@@ -91,10 +91,10 @@ def backend_of(loaded: Loaded, offers: Sequence[Offer]) -> str:
     """
 
     def named(rank: int) -> str:
-        return f"rank {rank} ({offers[rank].host})"
+        return f"rank {rank} ({facts[rank].host})"
 
-    first = offers[0]
-    for rank, one in enumerate(offers):
+    first = facts[0]
+    for rank, one in enumerate(facts):
         for key, wanted, other in (
             ("device", first.device, one.device),
             ("backend", first.backend, one.backend),
@@ -102,15 +102,15 @@ def backend_of(loaded: Loaded, offers: Sequence[Offer]) -> str:
             if wanted != other:
                 text = f"{named(0)} was given {wanted}, and {named(rank)} {other}"
                 raise loaded.error(f"launch.{key}", text, "give all ranks the same")
-    on_cpu = [rank for rank, one in enumerate(offers) if one.gpu is None]
-    if len(on_cpu) == len(offers):
+    on_cpu = [rank for rank, one in enumerate(facts) if one.gpu is None]
+    if len(on_cpu) == len(facts):
         return "gloo"
     if on_cpu:
-        has = next(rank for rank, one in enumerate(offers) if one.gpu is not None)
+        has = next(rank for rank, one in enumerate(facts) if one.gpu is not None)
         text = f"{named(has)} sees a GPU, and {named(on_cpu[0])} sees none"
         raise loaded.error("launch.device", text, "write cpu, or start ranks only where there are GPUs")
     owners: dict[str | None, int] = {}
-    for rank, one in enumerate(offers):
+    for rank, one in enumerate(facts):
         owner = owners.setdefault(one.gpu, rank)
         if owner != rank:
             if first.backend != "nccl":

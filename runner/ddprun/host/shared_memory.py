@@ -54,7 +54,7 @@ def room(folder: Path = SHM) -> Room | None:
     return Room(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
 
-def least_bytes(ranks: int, workers: int) -> int:
+def startup_bytes(ranks: int, workers: int) -> int:
     """What loading processes need before the first batch; `workers` of them for each rank of the host."""
     return ranks * (_LOADER_SEMAPHORES + _WORKER_SEMAPHORES * workers) * PAGE_BYTES if workers else 0
 
@@ -62,7 +62,7 @@ def least_bytes(ranks: int, workers: int) -> int:
 def needed_bytes(ranks: int, workers: int, tensor_bytes: Iterable[int]) -> int:
     """What they need with the batches that they make in advance, each tensor of which takes whole pages."""
     batch = sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in tensor_bytes)
-    return least_bytes(ranks, workers) + ranks * workers * PREFETCHED * batch
+    return startup_bytes(ranks, workers) + ranks * workers * PREFETCHED * batch
 
 
 def shortage(ranks: int, workers: int, tensor_bytes: Iterable[int], here: Room | None) -> Shortage | None:
@@ -72,7 +72,7 @@ def shortage(ranks: int, workers: int, tensor_bytes: Iterable[int], here: Room |
     """
     if not workers or here is None:
         return None
-    least, needed = least_bytes(ranks, workers), needed_bytes(ranks, workers, tensor_bytes)
+    least, needed = startup_bytes(ranks, workers), needed_bytes(ranks, workers, tensor_bytes)
     if here.free >= needed:
         return None
     who = f"{workers} loading processes for each of {ranks} rank{'s' if ranks > 1 else ''}"

@@ -11,7 +11,7 @@ from ddprun.config import Loaded
 from ddprun.host.network import public_warning
 from ddprun.host.processes import handle
 from ddprun.launch.launcher import LauncherError, recognise, restart_warning
-from ddprun.screen import say
+from ddprun.screen import print_stderr
 
 if TYPE_CHECKING:
     from ddprun.run_files import Resuming
@@ -38,7 +38,7 @@ def start(
         PipelineError: the pipeline cannot run on this machine.
     """
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        say(
+        print_stderr(
             "ddprun: TORCH_DISTRIBUTED_DEBUG=DETAIL ends every run that uses DDP in a segmentation "
             "fault inside torch; INFO is safe, and OFF is the default"
         )
@@ -46,7 +46,7 @@ def start(
     try:
         launcher = recognise(os.environ, flags)
     except LauncherError as error:
-        say(f"ddprun: {error}")
+        print_stderr(f"ddprun: {error}")
         return BAD_INPUT
     # Torch's C++ side warns about names it cannot look up, stack and all; what matters comes as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -56,10 +56,10 @@ def start(
         for name, value in launcher.variables.items():
             os.environ.setdefault(name, value)
         if LAUNCHED not in os.environ and launcher.first:
-            say(f"ddprun: started by {launcher.summary}")
+            print_stderr(f"ddprun: started by {launcher.summary}")
             for warning in (public_warning(os.environ["MASTER_ADDR"]), restart_warning()):
                 if warning is not None:
-                    say(warning)
+                    print_stderr(warning)
         return work(loaded, run_dir, resuming=resuming)
     loaded.check_environment()
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
@@ -71,6 +71,6 @@ def start(
 
     if launcher is not None:
         if launcher.first:
-            say(f"ddprun: started by {launcher.summary}")
+            print_stderr(f"ddprun: started by {launcher.summary}")
         flags = {**launcher.flags, **flags}
     return launch(loaded, flags, overrides, run_dir, resuming=resuming)

@@ -36,7 +36,7 @@ from ddprun.host.processes import LAUNCHER, handle, in_background
 from ddprun.launch.launcher import export_overrides, flag_of
 from ddprun.launch.rendezvous import make_handler
 from ddprun.run_files import Resuming, resume_command
-from ddprun.screen import say
+from ddprun.screen import print_stderr
 from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 
 _SIGNALLED = 128
@@ -139,7 +139,7 @@ class Agent(LocalElasticAgent):
         self._failures += 1
         if self._failures <= (most := worker_group.spec.max_restarts):
             cause = f"{found}; " if (found := _ended_by_itself(failures)) else ""
-            say(f"ddprun: {cause}starting the ranks again (restart {self._failures} of {most})")
+            print_stderr(f"ddprun: {cause}starting the ranks again (restart {self._failures} of {most})")
         return result
 
     def _ended_early(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
@@ -180,7 +180,7 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:  # here; but hosts have come, or ranks of others failed
-            say(f"ddprun: {_RESTARTS[self._checkpoint()]}")
+            print_stderr(f"ddprun: {_RESTARTS[self._checkpoint()]}")
         super()._restart_workers(worker_group)
 
     def _checkpoint(self) -> Taken:
@@ -227,7 +227,7 @@ def launch(
         try:  # torchelastic would leave its own folder behind
             folder = stack.enter_context(rank_files.launcher_folder())
         except OSError as error:
-            say(f"ddprun: cannot make a temporary folder: {error}")
+            print_stderr(f"ddprun: cannot make a temporary folder: {error}")
             return FAILED
         flags["log_dir"] = str(folder)
         os.environ[rank_files.SCRATCH], os.environ[LAUNCHER] = str(folder), str(os.getpid())
@@ -237,22 +237,22 @@ def launch(
                 config, program, arguments = torchrun.config_from_args(read)
                 assert isinstance(program, str)
                 if warning := network.public_warning(config.rdzv_endpoint):
-                    say(warning)
+                    print_stderr(warning)
                 keeps = loaded.pipeline.checkpoint.keep > 0
                 agent = _make_agent(config, program, arguments, folder, keeps=keeps)
             except (DistError, RendezvousError):
                 raise
             except (ValueError, RuntimeError, AssertionError) as error:  # torchrun's ways to refuse flags
-                say(loaded.secrets.redact(f"ddprun: {error}"))
+                print_stderr(loaded.secrets.redact(f"ddprun: {error}"))
                 return BAD_INPUT
             return _run(loaded, agent, config, folder, overrides)
         except RendezvousClosedError:
-            say("ddprun: the run has ended on another host")
+            print_stderr("ddprun: the run has ended on another host")
         except (DistError, RendezvousError) as error:
             where = flag_of(flags, "rdzv_endpoint") or flag_of(flags, "master_addr")
-            say(loaded.secrets.redact(f"ddprun: cannot reach the other hosts at {where}: {error}"))
+            print_stderr(loaded.secrets.redact(f"ddprun: cannot reach the other hosts at {where}: {error}"))
         except OSError as error:
-            say(loaded.secrets.redact(f"ddprun: cannot start the ranks: {error}"))
+            print_stderr(loaded.secrets.redact(f"ddprun: cannot start the ranks: {error}"))
         return FAILED
 
 
@@ -283,11 +283,11 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
         hint = ""
         if found is not None and steps_in(found / "checkpoints"):
             hint = f"; to resume: {resume_command(found)}"
-        say(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{hint}")
+        print_stderr(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{hint}")
         return _SIGNALLED + int(caught.sigval)
     code = rank_files.outcome(folder)
     if code is None:
-        say("ddprun: the ranks of this host ended before the run was over; the run has failed")
+        print_stderr("ddprun: the ranks of this host ended before the run was over; the run has failed")
         return FAILED
     return QUEUE_AGAIN if code == INTERRUPTED and agent.stopping is signal.SIGUSR1 else code
 
@@ -316,16 +316,20 @@ def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
             raise SignalException(f"ended by {which.name}", which)
         if which is signal.SIGTERM and config.min_nodes < config.max_nodes:
             agent.leaving = which
-            say(f"ddprun: {which.name}: this host leaves after a checkpoint; a second signal ends it at once")
+            print_stderr(
+                f"ddprun: {which.name}: this host leaves after a checkpoint; a second signal ends it at once"
+            )
             return
         agent.stopping = which
         # One that is stopped could not stop after its step.
         rank_files.signal_ranks(scratch, signal.SIGINT, signal.SIGCONT)
-        say(f"ddprun: {which.name}: stopping at the end of the step; a second signal ends it at once")
+        print_stderr(
+            f"ddprun: {which.name}: stopping at the end of the step; a second signal ends it at once"
+        )
 
     def checkpoint(number: int, _: FrameType | None) -> None:
         if not rank_files.signal_ranks(scratch, number):
-            say("ddprun: SIGUSR1: no checkpoint: no rank has started yet")
+            print_stderr("ddprun: SIGUSR1: no checkpoint: no rank has started yet")
 
     # Ranks end by themselves when they are asked to; torchelastic would end them.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
@@ -421,20 +425,20 @@ def _end_without_the_others(folder: Path) -> None:
     """End this process, while torchelastic waits for hosts that it cannot reach."""
     code = rank_files.outcome(folder)
     if code is None:
-        say("ddprun: cannot reach the other hosts; the run ends on this host")
+        print_stderr("ddprun: cannot reach the other hosts; the run ends on this host")
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(FAILED if code is None else code)
 
 
 def _exit_code(rank: int, failure: ProcessFailure, ended: Mapping[int, str]) -> int:
     if rank in ended:
-        say(
+        print_stderr(
             f"ddprun: rank {rank} was stopped in {ended[rank]}, did not continue and was killed; "
             "the run has failed"
         )
         return FAILED
     if cause := _ended_by_itself({rank: failure}):
-        say(f"ddprun: {cause}; the run has failed")
+        print_stderr(f"ddprun: {cause}; the run has failed")
         return FAILED
     # A rank ends with 130 by itself when a rank of another host was interrupted.
     return failure.exitcode if failure.exitcode in (BAD_INPUT, INTERRUPTED) else FAILED
@@ -453,7 +457,7 @@ def _prepare_restarts(arguments: Any) -> bool:
             "add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or leave --max-restarts out"
         )
     if least < most and not arguments.max_restarts:
-        say(
+        print_stderr(
             f"ddprun: warning: --nnodes {arguments.nnodes} without --max-restarts: a host that is lost ends "
             "the run"
         )

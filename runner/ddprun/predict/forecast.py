@@ -2,9 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ddprun.config import Loaded, StepStage, load
 from ddprun.config.resolved import flow
@@ -14,6 +19,7 @@ from ddprun.predict.hooks import HookVerdict, break_even, without_each
 from ddprun.predict.links import Links, rate_of
 from ddprun.predict.model import CostModel, Limit, Predicted
 from ddprun.units import duration, size
+from ddprun_hooks.payload import nbytes
 
 _WAITS = {
     "wire": "for the wire",
@@ -33,6 +39,22 @@ _LIMITS: dict[Limit, str] = {
     "link within": "the link inside a host",
     "link across": "the link between hosts",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank holds from one step to the next, in bytes. Activations are not in it."""
+
+    weights: int  # and buffers
+    gradients: int
+    optimizer: int | None  # its state; None: not known
+    hooks: int | None  # what they have not sent yet
+    ema: int  # the moving average of the weights
+
+    @property
+    def total(self) -> int:
+        """All that is known."""
+        return self.weights + self.gradients + (self.optimizer or 0) + (self.hooks or 0) + self.ema
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +78,7 @@ class Forecast:
     links: Links
     stages: Mapping[int, Predicted]
     hooks: Mapping[int, Sequence[HookVerdict]]
+    memory: Mapping[int, Memory]
     sweep: Sequence[SweepRow] = field(default=())
 
     def as_object(self, stage: int) -> dict[str, Any] | None:
@@ -63,6 +86,7 @@ class Forecast:
         if stage not in self.stages:
             return None
         found = self.stages[stage].as_object()
+        found["memory_bytes"] = asdict(self.memory[stage])
         found["hooks"] = [one.as_object() for one in self.hooks.get(stage, ())]
         if rows := [row.as_object() for row in self.sweep if row.stage == stage]:
             found["sweep"] = rows
@@ -76,10 +100,13 @@ class Forecast:
         yield from paragraph("Predicted", _summary(predicted, self.links))
         if not predicted.measured:
             yield from paragraph(
-                "", "The measured run has no steps with these hooks, so their own work counts as nothing."
+                "",
+                "The measured run has no steps with these hooks, so their own work counts as nothing, and "
+                "whether they pay is not said.",
             )
         for verdict in self.hooks.get(stage, ()):
             yield from paragraph(f"{verdict.hook}", _said(verdict, self.links))
+        yield from paragraph("Memory", _held(self.memory[stage]))
         rows = [row for row in self.sweep if row.stage == stage]
         if rows:
             head = ("hosts", "ranks", "a step", "waiting", "efficiency", "limit")
@@ -124,11 +151,13 @@ def forecast(
     `overrides` are those with which the pipeline was loaded.
     """
     world, stages, hooks = explained.world, dict[int, Predicted](), dict[int, list[HookVerdict]]()
+    memory, state = dict[int, Memory](), optimizer_bytes(explained.probe.optimizer)
     for stage in explained.stages:
         if not playable(stage):
             continue
         stages[stage.index] = model.predict(stage, world, links)
         hooks[stage.index] = list(_verdicts(explained, stage, model, links, overrides))
+        memory[stage.index] = _memory(explained, stage, state)
     sweep = []
     for count_ in hosts:
         other = _again(explained, explained.loaded, hosts=count_)
@@ -137,7 +166,7 @@ def forecast(
             for stage in other.stages
             if playable(stage)
         ]
-    return Forecast(links, stages, hooks, sweep)
+    return Forecast(links, stages, hooks, memory, sweep)
 
 
 def playable(stage: StageExplained) -> bool:
@@ -172,16 +201,64 @@ def _verdicts(
     for hook, left in without_each(stack):
         loaded = load(explained.loaded.path, (*overrides, f"{key}={flow(left)}"))
         other = _again(explained, loaded).stages[stage.index]
+        if not (model.knows(stage) and model.knows(other)):
+            continue
         with_us = model.predict(stage, explained.world, links).step_us
         without_us = model.predict(other, explained.world, links).step_us
         limit = None
-        if explained.world.hosts > 1 and model.knows(stage) and model.knows(other):
+        if explained.world.hosts > 1:
             limit = break_even(
                 partial(model.predict, stage, explained.world),
                 partial(model.predict, other, explained.world),
                 links,
             )
         yield HookVerdict(hook, left, with_us, without_us, limit)
+
+
+def optimizer_bytes(optimizer: Optimizer | None) -> int | None:
+    """The size of an optimizer's state after a step, found out without values; None: not known."""
+    if optimizer is None:
+        return None
+    groups = []
+    for group in optimizer.param_groups:
+        params = [torch.empty_like(param, device="meta") for param in group["params"] if param.requires_grad]
+        for param in params:
+            param.grad = torch.empty_like(param)
+        groups.append({**group, "params": params})
+    try:
+        like = type(optimizer)(groups)  # type: ignore[call-arg]  # each takes groups, and has defaults for the rest
+        like.step()
+    except Exception:  # of an optimizer that wants more, or looks at values
+        return None
+    return sum(nbytes(one) for one in tree_leaves(list(like.state.values())) if isinstance(one, Tensor))
+
+
+def _memory(explained: Explained, stage: StageExplained, optimizer: int | None) -> Memory:
+    parameters, buffers = explained.parameters or {}, explained.buffers or {}
+    trained = sum(nbytes(one) for one in parameters.values() if one.requires_grad)
+    exchanges = {id(one): one for pattern in stage.patterns for one in pattern.exchanges}.values()
+    states = [bucket.state for one in exchanges if one.route.hooked for bucket in one.buckets or ()]
+    return Memory(
+        weights=sum(map(nbytes, [*parameters.values(), *buffers.values()])),
+        gradients=trained if stage.stage.name == "train" else 0,
+        optimizer=optimizer,
+        hooks=None if None in states else sum(filter(None, states)),
+        ema=explained.ema_bytes or 0,
+    )
+
+
+def _held(one: Memory) -> str:
+    parts = {
+        "weights and buffers": one.weights,
+        "gradients": one.gradients,
+        "the optimizer's state": one.optimizer,
+        "what hooks have not sent yet": one.hooks,
+        "the average of the weights": one.ema,
+    }
+    said = [f"{size(held)} {name}" for name, held in parts.items() if held]
+    text = f"A rank holds {size(one.total)} from one step to the next: {', '.join(said)}."
+    unknown = [name for name, held in parts.items() if held is None]
+    return f"{text} Not known: {', '.join(unknown)}." if unknown else f"{text} Activations are not counted."
 
 
 def _summary(one: Predicted, links: Links) -> str:

@@ -26,7 +26,7 @@ class HookVerdict:
     without_us: float
     break_even: float | None
     """Payload a second of the link between hosts, in bytes, below which it pays; 0: it never does; infinite:
-    it always does. None: hosts do not count, or one of both stacks was not measured."""
+    it always does. None: there is one host."""
 
     @property
     def pays(self) -> bool | None:

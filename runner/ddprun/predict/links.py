@@ -1,10 +1,14 @@
 """The links between ranks: how much goes through, and how long a message is under way. Imports no torch."""
 
+import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
+
+from pydantic import BaseModel, PositiveFloat, ValidationError
 
 Level = Literal["within", "across"]
 """Between the ranks of a host, or between hosts."""
@@ -18,6 +22,8 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs|ns)")
 _PREFIX = {None: 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 UNLIMITED = "unlimited"
+_MOST_BYTES = 64 << 20  # of a report
+_ALL_REDUCE_LATENCIES = {"gloo": 4, "nccl": 2}  # of a small one between two hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +62,61 @@ class Links:
 def parse_links(rates: str | None, latencies: str | None = None) -> Links:
     """Links as a command line says them: `100Mbit`, or `within=50Gbit,across=10Gbit`; latencies alike.
 
-    A value without a name is that of the link between hosts.
+    A value without a name is that of the link between hosts. A rate that ends in `.json` is a file that
+    `ddprun doctor --format json` has written on several hosts.
 
     Raises:
         ValueError: neither a rate nor a time, with what is allowed.
     """
     links = Links()
+    if rates is not None and rates.endswith(".json"):
+        links, rates = Links(across=measured_link(Path(rates))), None
     for text, read in ((rates, _with_rate), (latencies, _with_latency)):
         for level, value in _by_level(text).items():
             links = replace(links, **{level: read(getattr(links, level), value)})
     return links
+
+
+class _Measured(BaseModel):
+    """What a finding about a link has in `value`."""
+
+    backend: Literal["gloo", "nccl"]
+    all_reduce_us: PositiveFloat | None = None
+    all_reduce_mbit_per_s: PositiveFloat | None = None
+
+
+class _Finding(BaseModel):
+    check: str
+    value: dict[str, object] = {}
+
+
+class _Report(BaseModel):
+    findings: list[_Finding]
+
+
+def measured_link(file: Path) -> Link:
+    """The slowest link between hosts that `ddprun doctor --format json` has measured, at the longest latency.
+
+    Raises:
+        ValueError: the file is not such a report, or cannot be read.
+    """
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(_MOST_BYTES)
+        report = _Report.model_validate(json.loads(text))
+        values = [one.value for one in report.findings if one.check in ("bandwidth", "latency")]
+        found = [_Measured.model_validate(value) for value in values]
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValidationError, ValueError, RecursionError):
+        raise ValueError(f"{file} is not what `ddprun doctor --format json` prints") from None
+    rates = [one.all_reduce_mbit_per_s * 1e6 / 8 for one in found if one.all_reduce_mbit_per_s]
+    latencies = [
+        one.all_reduce_us / 1e6 / _ALL_REDUCE_LATENCIES[one.backend] for one in found if one.all_reduce_us
+    ]
+    if not rates or not latencies:
+        raise ValueError(f"{file} has no link between hosts: run ddprun doctor on two hosts at least")
+    return Link(min(rates), max(latencies))
 
 
 def _by_level(text: str | None) -> Mapping[str, str]:

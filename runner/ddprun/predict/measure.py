@@ -12,6 +12,7 @@ from ddprun.config import Loaded, load
 from ddprun.config.resolved import flow
 from ddprun.explain.explain import explain
 from ddprun.explain.model_probe import ModelProbe
+from ddprun.predict import ShortRunError
 from ddprun.predict.costs import RecordsError, read
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel
@@ -44,19 +45,19 @@ Stack = Sequence[Any]
 """Hooks as a pipeline file has them."""
 
 
-class MeasureError(Exception):
-    """The short run failed, or there is nothing to measure."""
+class NothingToMeasureError(Exception):
+    """No stage of the pipeline has backward passes."""
 
 
 def stages_for(loaded: Loaded, stacks: Sequence[Stack], steps: int = STEPS) -> str:
     """The stages of the short run, as YAML: without exchange, and with each stack of hooks.
 
     Raises:
-        MeasureError: no stage of the pipeline has backward passes.
+        NothingToMeasureError: no stage of the pipeline has backward passes.
     """
     trained = [stage for stage in loaded.pipeline.stages if stage.name == "train"]
     if not trained:
-        raise MeasureError("no stage trains: nothing to measure")
+        raise NothingToMeasureError("no stage trains, so there is nothing to predict")
     written = loaded.root.data().get("stages")
     options = dict(written[trained[0].index]["train"]) if written is not None else {}
     kept = {key: value for key, value in options.items() if key not in _DROPPED}
@@ -80,7 +81,8 @@ def measure(
     A run that takes longer than `limit_s` is ended: what it has recorded until then tells the costs.
 
     Raises:
-        MeasureError: it failed, with the end of what it printed.
+        NothingToMeasureError: no stage of the pipeline has backward passes.
+        ShortRunError: it failed.
     """
     settings = [*overrides, f"stages={stages_for(loaded, stacks, steps)}", *_QUIET]
     command = [sys.executable, "-P", "-m", "ddprun", "run", str(pipeline), "--run-dir", str(run_dir)]
@@ -100,7 +102,7 @@ def measure(
         return
     if done.returncode:
         said = "\n".join(done.stdout.strip().splitlines()[-_LOG_LINES:])
-        raise MeasureError(f"the short run in {run_dir} failed with exit code {done.returncode}:\n{said}")
+        raise ShortRunError(f"the short run in {run_dir} failed with exit code {done.returncode}:\n{said}")
 
 
 def fitted(

@@ -17,6 +17,7 @@ from ddprun.explain.traffic import Bucket, Leg
 from ddprun.predict.costs import OWN, Costs, Line, StageCosts
 from ddprun.predict.links import LEVELS, Level, Links
 from ddprun.predict.timeline import (
+    MOST_ROUNDS,
     Await,
     Blame,
     Carry,
@@ -28,6 +29,7 @@ from ddprun.predict.timeline import (
     Send,
     Timeline,
     Work,
+    rounds_of,
 )
 
 Limit = Literal[
@@ -51,7 +53,6 @@ _CHANGE_US = 3e-3  # of a core, for each byte of parameters whose change is exch
 _MOST_OF_HOOKS = 0.8  # of what a process computes for an exchange: their times hold waiting for a core, too
 _LONGEST_WAKE_US = 10_000.0
 _HALVINGS = 24
-_ROUNDS = 12  # of a collective with more, several are played as one
 _LITTLE = 0.1  # of a step: what is exposed does not limit it
 _CONTROL_BYTES = 256.0  # of a rank's control message
 
@@ -235,7 +236,7 @@ class CostModel:
     ) -> Predicted:
         """Play a cycle of a stage's policy, with a stack in place of what is known of its hooks."""
         if stack is None:
-            stack = self._stacks.get(hooks_key(stage), self._plain)
+            stack = self._stacks.get(hooks_key(stage), self._plain) if sends(stage) else _Stack()
         timeline, delay = Timeline(machine), _delay(stage)
         by_step = {step: pattern for pattern in stage.patterns for step in pattern.steps}
         known: dict[int, Played] = {}  # by pattern: a step that begins and ends with nothing under way
@@ -315,7 +316,7 @@ class CostModel:
         if after:
             nbytes = sum(bucket.bytes for exchange in after for bucket in exchange.buckets or ())
             yield Work(_CHANGE_US * nbytes, "sync_us")
-            yield from send("after_step", "sync", self._late.us(since, world.ranks))
+            yield from send("after_step", "sync", self._late_us(since, world))
         if after and not delay:
             yield Await("sync")
         if settings.gradients != "all":
@@ -329,13 +330,19 @@ class CostModel:
             level: Level = "across" if world.hosts > 1 else "within"
             rounds = world.ranks - 1
             nbytes = {level: _CONTROL_BYTES * rounds}
-            carry = Carry(0.0, nbytes, min(rounds, _ROUNDS), latencies={level: 2 * rounds}, queue="control")
+            carry = Carry(
+                0.0, nbytes, min(rounds, MOST_ROUNDS), latencies={level: 2 * rounds}, queue="control"
+            )
             yield Send(Flight("control", (carry,), "control"))
+
+    def _late_us(self, steps: int, world: WorldShape) -> float:
+        """How long a rank waits for the last one, which gets the cores of the others if they share them."""
+        return self._late.us(steps, world.ranks) * self._machine_of(world, Links()).share()
 
     def _backward(
         self, exchanges: Sequence[PlannedExchange], world: WorldShape, stack: _Stack, whole_us: float
     ) -> Iterator[Instruction]:
-        late, done = self._late.us(1, world.ranks), 0.0
+        late, done = self._late_us(1, world), 0.0
         for exchange in exchanges:
             for bucket in (exchange.buckets or ()) if exchange.moment == "backward" else ():
                 ready = max([self._ready.get(name, 1.0) for name in bucket.params] or [1.0])
@@ -364,7 +371,7 @@ class CostModel:
         return Flight(f"{exchange.route.kind} {bucket.bucket}", tuple(phases), queue, self._on_cpu)
 
     def _carry(self, leg: Leg, hosts: int, stack: _Stack, queue: str) -> Carry:
-        total = _rounds(leg, in_trees=not self._on_cpu)
+        total = rounds_of(leg.op, leg.ranks, in_trees=not self._on_cpu)
         sent = leg.sent.all_ranks / sum(leg.sent.counts)
         work = stack.factor * (_MESSAGE_US * total + (_BYTE_US * sent if sent else _COPY_US * leg.bytes))
         level: Level = "across" if hosts > 1 and leg.among != "host" else "within"
@@ -377,10 +384,10 @@ class CostModel:
         return Carry(
             work,
             nbytes,
-            rounds=max(1, min(total, _ROUNDS)),
-            chains=2 if leg.op == "all_reduce" else 1,  # Gloo cuts each part of a ring into two
-            # Gloo's receivers tell its senders when they are ready: two latencies for each message.
-            latencies={level: 2 * total},
+            rounds=max(1, min(total, MOST_ROUNDS)),
+            # Gloo's receivers tell its senders when they are ready: two latencies for each message. A ring
+            # has two on their way, and the receiver is ready for the second when the first has come.
+            latencies={level: (1.5 if leg.op == "all_reduce" else 2.0) * total},
             wake_us=stack.wake_us,
             queue=queue,
         )
@@ -443,22 +450,6 @@ def _settings(stage: StageExplained) -> TrainSettings:
 def _delay(stage: StageExplained) -> int:
     """After how many steps an exchange that overlaps with training is applied."""
     return max((one.delay for one in _settings(stage).plan.transfers), default=0)
-
-
-def _rounds(leg: Leg, *, in_trees: bool) -> int:
-    """Messages of a collective that can only go one after the other: in a ring, or, as with NCCL, in a tree
-    where that takes fewer. Pieces of an all-to-all go at once.
-    """
-    ring = leg.ranks - 1
-    tree = math.ceil(math.log2(max(2, leg.ranks)))
-    match leg.op:
-        case "all_reduce":
-            return 2 * min(ring, tree) if in_trees else 2 * ring
-        case "all_to_all":
-            return min(1, ring)
-        case "broadcast":
-            return tree
-    return ring
 
 
 def _bytes(leg: Leg, hosts: int) -> dict[Level, float]:

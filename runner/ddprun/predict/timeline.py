@@ -19,6 +19,9 @@ Blame = Literal["late", "hooks", "wire", "latency", "collectives"]
 """What a training thread waits for: the last rank to have a bucket ready; hooks; a link that is busy;
 messages that are under way; the work of collectives."""
 
+MOST_ROUNDS = 12
+"""Of a collective with more rounds, several are played as one."""
+
 _EPSILON_US = 1e-6
 
 
@@ -44,11 +47,10 @@ class Carry:
     work_us: float  # of this rank: copies, sums, system calls
     nbytes: Mapping[Level, float]  # what leaves each host for others, or goes between ranks inside, bytes
     rounds: int = 1  # messages that can only go one after the other
-    chains: int = 1  # into so many parts its data is cut, whose rounds overlap
     latencies: Mapping[Level, float] = field(default_factory=dict)
     """How many times the latency of each link counts, in all rounds together."""
 
-    wake_us: float = 0.0  # until a thread sees that a message is there
+    wake_us: float = 0.0  # of each round at least: until threads have noticed that it is their turn
     queue: str = ""  # collectives of one queue share the threads of a process group
 
 
@@ -122,27 +124,20 @@ class Machine:
 
 @dataclass(slots=True, eq=False)
 class _UnderWay:
-    """A flight, and where it is."""
+    """A flight, and where it is: first its message, then work, round by round."""
 
     flight: Flight
     flown: Flown
     step: int
     phase: int = -1
-    chains: int = 0  # of its phase, that are not through
+    round: int = 0  # of a collective, from 1
+    running: bool = False  # False: done, or waiting for a thread of its queue
     done: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Chain:
-    """What of a flight goes on by itself: first messages, then work, round by round."""
-
-    owner: _UnderWay
-    carry: Carry | None = None  # None: hooks' work, or waiting for a late rank
-    round: int = 0
-    work_us: float = 0.0  # left of its round
-    next_work_us: float = 0.0  # that begins once its message is here
     wire_until_us: float = 0.0
-    until_us: float = 0.0  # its message arrives
+    arrives_us: float = 0.0  # its message
+    until_us: float = 0.0  # threads have noticed
+    work_us: float = 0.0  # left
+    next_work_us: float = 0.0  # that begins then
 
 
 class Timeline:
@@ -153,8 +148,7 @@ class Timeline:
         self._now = 0.0
         self._free: dict[Level, float] = {"within": 0.0, "across": 0.0}  # when each link has nothing to do
         self._under_way: list[_UnderWay] = []
-        self._chains: list[_Chain] = []
-        self._running = Counter[str]()  # collectives, by queue
+        self._threads = Counter[str]()  # that work on collectives, by queue
         self._waiting: dict[str, deque[_UnderWay]] = defaultdict(deque)  # for a thread of their queue
         self._step = 0
 
@@ -181,6 +175,7 @@ class Timeline:
                         self._compute(own, played)
                     self._under_way.append(sent)
                     self._enter_next(sent)
+                    self._go_on(sent)
                 case Await(queue, steps_ago):
                     last = self._step - steps_ago
                     for one in list(self._under_way):
@@ -201,15 +196,16 @@ class Timeline:
         thread's work.
         """
         machine = self._machine
-        working = [one for one in self._chains if one.work_us > 0]
+        working = [one for one in self._under_way if one.work_us > 0]
         share = machine.share(len(working) + (part is not None))
         own_share = share / machine.drag if self._under_way and part != "hooks" else share
         passed = left / own_share if part is not None else math.inf
         for one in working:
             passed = min(passed, one.work_us / share)
-        for moment in (moment for one in self._chains for moment in (one.wire_until_us, one.until_us)):
-            if moment > self._now + _EPSILON_US:
-                passed = min(passed, moment - self._now)
+        for one in self._under_way:
+            for moment in (one.wire_until_us, one.arrives_us, one.until_us):
+                if moment > self._now + _EPSILON_US:
+                    passed = min(passed, moment - self._now)
         assert math.isfinite(passed), "somebody waits for nothing"
         if part is not None:
             played.parts[part] += passed
@@ -219,87 +215,94 @@ class Timeline:
         self._now += passed
         for one in working:
             one.work_us -= passed * share
-        for one in list(self._chains):
+        for one in list(self._under_way):
             self._go_on(one)
         return left
 
     def _blame(self, awaited: _UnderWay) -> Blame:
         """What a bucket is waiting for now."""
-        chains = [one for one in self._chains if one.owner is awaited]
         match awaited.flight.phases[awaited.phase]:
             case Late():
                 return "late"
             case Work():
                 return "hooks"
-        if any(one.work_us > 0 for one in chains):
-            return "collectives"
-        return "wire" if any(one.wire_until_us > self._now for one in chains) or not chains else "latency"
+        soon = self._now + _EPSILON_US
+        if awaited.wire_until_us > soon:
+            return "wire"
+        return "latency" if awaited.arrives_us > soon else "collectives"
 
-    def _go_on(self, chain: _Chain) -> None:
-        """Take a chain as far as it gets without time passing."""
-        while True:
-            if chain.until_us > self._now + _EPSILON_US:
+    def _go_on(self, one: _UnderWay) -> None:
+        """Take a flight as far as it gets without time passing."""
+        while one.running:
+            if one.until_us > self._now + _EPSILON_US:
                 return
-            if chain.next_work_us > 0:
-                chain.work_us, chain.next_work_us = chain.next_work_us, 0.0
-            if chain.work_us > _EPSILON_US:
+            if one.next_work_us > 0:
+                one.work_us, one.next_work_us = one.next_work_us, 0.0
+            if one.work_us > _EPSILON_US:
                 return
-            chain.work_us = 0.0
-            carry = chain.carry
-            if carry is None or chain.round == carry.rounds:
-                self._chains.remove(chain)
-                chain.owner.chains -= 1
-                if not chain.owner.chains:
-                    self._leave(chain.owner)
-                return
-            chain.round += 1
-            parts = carry.rounds * carry.chains
-            end = self._now
-            for level, nbytes in carry.nbytes.items():
-                took = 1e6 * self._machine.links.of(level).seconds(nbytes / parts)
-                if took:
-                    self._free[level] = max(self._now, self._free[level]) + took
-                    end = max(end, self._free[level])
-            chain.wire_until_us = end
-            for level, times in carry.latencies.items():
-                end += 1e6 * self._machine.links.of(level).latency_s * times / carry.rounds
-            end += carry.wake_us
-            chain.until_us, chain.next_work_us = end, carry.work_us / parts
+            one.work_us = 0.0
+            phase = one.flight.phases[one.phase]
+            if isinstance(phase, Carry) and one.round < phase.rounds:
+                self._begin_round(one, phase)
+            else:
+                self._enter_next(one)
 
-    def _leave(self, one: _UnderWay) -> None:
-        """A phase is over."""
-        phase = one.flight.phases[one.phase]
-        self._enter_next(one)
-        if isinstance(phase, Carry):
-            self._running[phase.queue] -= 1
-            if self._waiting[phase.queue]:
-                self._carry(self._waiting[phase.queue].popleft())
+    def _begin_round(self, one: _UnderWay, carry: Carry) -> None:
+        """A collective puts its next message on its links."""
+        one.round += 1
+        end = self._now
+        for level, nbytes in carry.nbytes.items():
+            took = 1e6 * self._machine.links.of(level).seconds(nbytes / carry.rounds)
+            if took:
+                self._free[level] = max(self._now, self._free[level]) + took
+                end = max(end, self._free[level])
+        one.wire_until_us = end
+        for level, times in carry.latencies.items():
+            end += 1e6 * self._machine.links.of(level).latency_s * times / carry.rounds
+        # Threads need part of that time once the message is here, and part of it for whatever else cores do.
+        one.arrives_us, one.until_us = end, max(end + carry.wake_us / 2, self._now + carry.wake_us)
+        one.next_work_us = carry.work_us / carry.rounds
 
     def _enter_next(self, one: _UnderWay) -> None:
+        """A flight enters its next phase, or is done; its thread takes the next one that waits."""
+        before = one.flight.phases[one.phase] if one.phase >= 0 else None
         one.phase += 1
+        one.running, one.round, one.until_us = True, 0, self._now
         if one.phase == len(one.flight.phases):
-            one.done, one.flown.done_us = True, self._now
+            one.running, one.done, one.flown.done_us = False, True, self._now
             self._under_way.remove(one)
-            return
-        match one.flight.phases[one.phase]:
-            case Work(us):
-                self._begin(one, [_Chain(one, work_us=us)])
-            case Late(us):
-                self._begin(one, [_Chain(one, until_us=self._now + us)])
-            case Carry(queue=queue) if self._running[queue] < self._machine.workers:
-                self._carry(one)
-            case Carry(queue=queue):
-                self._waiting[queue].append(one)
+        else:
+            match one.flight.phases[one.phase]:
+                case Work(us):
+                    one.work_us = us
+                case Late(us):
+                    one.until_us = self._now + us
+                case Carry(queue=queue):
+                    one.running = self._threads[queue] < self._machine.workers
+                    if one.running:
+                        self._threads[queue] += 1
+                    else:
+                        self._waiting[queue].append(one)
+        if isinstance(before, Carry):
+            if self._waiting[before.queue]:
+                waited = self._waiting[before.queue].popleft()
+                waited.running, waited.until_us = True, self._now
+                self._go_on(waited)
+            else:
+                self._threads[before.queue] -= 1
 
-    def _carry(self, one: _UnderWay) -> None:
-        """A collective gets a thread."""
-        carry = one.flight.phases[one.phase]
-        assert isinstance(carry, Carry), "only collectives wait for a thread"
-        self._running[carry.queue] += 1
-        self._begin(one, [_Chain(one, carry) for _ in range(carry.chains)])
 
-    def _begin(self, one: _UnderWay, chains: list[_Chain]) -> None:
-        one.chains = len(chains)
-        self._chains += chains
-        for chain in chains:
-            self._go_on(chain)
+def rounds_of(op: str, ranks: int, *, in_trees: bool = False) -> int:
+    """Messages of a collective that can only go one after the other: in a ring, or, as with NCCL, in a tree
+    where that takes fewer. Pieces of an all-to-all go at once.
+    """
+    ring = ranks - 1
+    tree = math.ceil(math.log2(max(2, ranks)))
+    match op:
+        case "all_reduce":
+            return 2 * min(ring, tree) if in_trees else 2 * ring
+        case "all_to_all":
+            return min(1, ring)
+        case "broadcast":
+            return tree
+    return ring

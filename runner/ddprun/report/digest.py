@@ -210,6 +210,7 @@ class Digest:
     fidelity: dict[str, dict[str, Curve]] = field(default_factory=dict)  # each measure, by size of buckets
     gathered: dict[int, Gathered] = field(default_factory=dict)  # by gradient bucket, if measured
     timelines: list[dict[str, Any]] = field(default_factory=list)  # of some steps: what every rank did when
+    read_steps: frozenset[int] = frozenset()  # whose bucket records were read
 
     @property
     def ranks(self) -> int:
@@ -387,7 +388,7 @@ def _read_buckets(found: Digest) -> None:
     sample = sum(1 for rank in run.ranks for _ in run.buckets(rank, {recorded[-1]}.__contains__)) or 1
     every = max(1, math.ceil(len(recorded) * sample / _BUCKET_LINES))
     # Drawn, not every n-th: what is sent every n-th step would be in all of them, or in none.
-    wanted = frozenset(random.Random(0).sample(recorded, len(recorded) // every or 1))
+    wanted = found.read_steps = frozenset(random.Random(0).sample(recorded, len(recorded) // every or 1))
     sent: dict[tuple[int, str, tuple[str, ...]], Sent] = {}
     steps: dict[tuple[int, str, tuple[str, ...]], set[int]] = defaultdict(set)
     gathered: dict[int, Gathered] = {}

@@ -21,6 +21,8 @@ from markupsafe import Markup, escape
 from ddprun import __version__
 from ddprun.config.resolved import flow
 from ddprun.report.digest import PART_NAMES, Curve, Digest, difference, sentences, stragglers, where
+from ddprun.report.predicted import Compared
+from ddprun.report.replay import Part
 from ddprun.report.runs import event_name
 from ddprun.telemetry.steps import PARTS
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
@@ -48,6 +50,15 @@ _LABEL = 18  # characters of a line beside a bar
 _CURVE_ROWS = 20
 _AS_THEY_ARE = ("parameters", "buffers", "optimizer")  # what is sent without hooks
 _NO_STEPS = "No step records."
+_PREDICTED = "Predicted and measured"
+_MOST_BUCKETS = 30  # in a table that is not folded away
+_PARTS: dict[Part, str] = {
+    "own": "own work",
+    "hooks": "hooks",
+    "late": "waiting for the last rank",
+    "wire": "waiting for the wire",
+    "step": "step",
+}
 _EMPTY = (None, "", "-")
 _MOST_DECIMALS = 7
 _QUANTITY = re.compile(r"[+-]?[\d.,]+( ± [\d.,]+)?( ?%| [kMGT]?B)?( \([^()]+ to [^()]+\))?")
@@ -117,7 +128,7 @@ class Table:
 
     @property
     def cells(self) -> list[tuple[str, ...]]:
-        """The rows as a reader wants them."""
+        """The rows as text; numbers of a column have equally many decimals."""
         return list(zip(*map(alike, zip_longest(*self.rows)), strict=True))
 
 
@@ -149,10 +160,21 @@ class Comparison:
     blocks: Sequence[Block]
 
 
-def page(runs: Runs, comparison: Comparison | None = None) -> str:
-    """The page about at least one run; what compares them comes first."""
+def page(
+    runs: Runs,
+    comparison: Comparison | None = None,
+    predicted: Sequence[Sequence[Compared]] = (),
+) -> str:
+    """The page about at least one run; what compares them comes first.
+
+    Args:
+        runs: each with its name.
+        comparison: what `ddprun compare` says of them.
+        predicted: of each run, what its stages were predicted to take.
+    """
     found: dict[str, list[Block]] = {"Comparison": list(comparison.blocks) if comparison else []}
-    found |= {title: list(blocks(runs)) for title, blocks in _SECTIONS.items()}
+    sections_of = _SECTIONS | {_PREDICTED: partial(_predicted, predicted)}
+    found |= {title: list(blocks(runs)) for title, blocks in sections_of.items()}
     for title in found:
         _share_scales([block for block in found[title] if isinstance(block, Figure)])
     sections = {title: blocks for title, blocks in found.items() if blocks}
@@ -452,6 +474,62 @@ def _step_time(runs: Runs) -> Iterator[Block]:
     yield from _each(of_run)(runs)
 
 
+def _predicted(predicted: Sequence[Sequence[Compared]], runs: Runs) -> Iterator[Block]:
+    for (name, _), stages in zip(runs, predicted, strict=False):
+        for one in stages:
+            title = [name] * (len(runs) > 1) + [one.stage] * (len(stages) > 1)
+            if title:
+                yield Text(": ".join(title), "heading")
+            yield from map(Text, one.sentences)
+            heads = ["", "predicted, ms", "measured, ms", "difference, ms", "difference"]
+            rows = [[_PARTS[part], *_difference(*us)] for part, us in one.step.items()]
+            if rows:
+                yield Table(heads, rows, "A step of the training thread.")
+            moments_of = [
+                f"{what}, {how}, ms" for what in ("ready", "done") for how in ("predicted", "measured")
+            ]
+            heads = ["bucket", *moments_of, *heads[3:]]
+            rows = []
+            for bucket, moments in one.buckets.items():
+                ready, done = ([one and one[at] for one in moments] for at in (0, 1))
+                rows.append([bucket, *_difference(*ready)[:2], *_difference(*done)])
+            if rows:
+                caption = "Since the step began: medians over steps and ranks."
+                yield Table(heads, rows, caption, "Each bucket" * (len(rows) > _MOST_BUCKETS))
+            if one.sweep:
+                heads = ["ranks", "a step, ms", "waiting, ms"]
+                in_ms = [[ranks, us / 1000, waiting / 1000] for ranks, us, waiting in one.sweep]
+                yield from _chart(_sweep_chart(in_ms, heads), "A step on more ranks, predicted", heads, in_ms)
+
+
+def _sweep_chart(rows: Sequence[Sequence[float]], heads: Sequence[str]) -> Chart:
+    """Times over the number of ranks, both on logarithmic scales."""
+    columns = list(zip(*rows, strict=True))
+    data = [
+        {
+            "x": columns[0],
+            "y": [value or None for value in column],
+            "name": name.removesuffix(", ms"),
+            "mode": "lines+markers",
+            "line": {"color": _COLOURS[style], "dash": _DASHES[style]},
+        }
+        for style, (name, column) in enumerate(zip(heads[1:], columns[1:], strict=True))
+    ]
+    layout = _layout("ranks", "ms")
+    layout["xaxis"] |= {"type": "log", "tickvals": columns[0], "ticktext": list(map(str, columns[0]))}
+    layout["yaxis"] |= {"type": "log", "rangemode": "normal", "dtick": 1}
+    known = [value for column in columns[1:] for value in column if value]
+    return {"data": data, "layout": layout, "values": ("yaxis", min(known), max(known))}
+
+
+def _difference(said_us: float | None, was_us: float | None) -> list[Any]:
+    """A cell for what was predicted, for what was measured, and for the difference, twice."""
+    if said_us is None or was_us is None:
+        return [said_us and said_us / 1000, was_us and was_us / 1000, None, None]
+    us = was_us - said_us
+    return [said_us / 1000, was_us / 1000, us / 1000, f"{us / said_us:+.0%}" if said_us else None]
+
+
 def _timeline(runs: Runs) -> Iterator[Block]:
     link = Markup('<a href="https://ui.perfetto.dev">Perfetto</a>')
     note = Markup(
@@ -593,6 +671,7 @@ _SECTIONS: dict[str, Callable[[Runs], Iterator[Block]]] = {
     "Held-out data": _held_out,
     "Learning rate and gradient norm": _groups,
     "Step time": _step_time,
+    _PREDICTED: lambda _: iter(()),  # `page` is told what
     "Timeline of a step": _timeline,
     "Gradients": _each(_gradients, lambda digest: digest.gathered),
     "Communication": _each(_communication),

@@ -75,7 +75,7 @@ class ParameterExchanger:
     ) -> None:
         pending = []
         for index, layout in enumerate(buckets.layouts):
-            flat = buckets.flat(index)
+            flat = buckets.flatten(index)
             if share is not None:
                 flat.mul_(share)
             payload = Payload(flat, layout.params, kind, layout.index)

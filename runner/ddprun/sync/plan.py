@@ -22,6 +22,7 @@ Effect = Literal["nothing", "common", "host", "hosts_apart", "apart"]
 same now. `host`: the ranks of each host have. `hosts_apart`: ranks of one host stay equal if they were, hosts
 do not. `apart`: each rank went its own way."""
 
+_CONTROL_STEPS = 8  # that a control message may take, at most, if nothing else holds it up
 _LONGEST_CYCLE = 100_000  # periods that have no smaller common multiple are followed for so many steps
 
 
@@ -126,8 +127,10 @@ class SyncPlan:
 
     @property
     def control_delay_steps(self) -> int:
-        """Steps that a control message may take, since an overlapping transfer may hold it up."""
-        return max([1, *(one.delay for one in self.transfers)])
+        """Steps that a control message may take: an overlapping transfer may hold it up, and where ranks meet
+        rarely, nobody is to wait for a slow link in between.
+        """
+        return max([1, *(one.delay for one in self.transfers), min(self.period - 1, _CONTROL_STEPS)])
 
     @property
     def period(self) -> int:

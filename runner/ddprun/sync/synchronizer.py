@@ -202,12 +202,12 @@ class DeltaExchange:
 
     def begin(self) -> None:
         """The ranks have the same weights now."""
-        self._base = [self.buckets.flat(index) for index in range(len(self.buckets.layouts))]
+        self._base = [self.buckets.flatten(index) for index in range(len(self.buckets.layouts))]
 
     def send(self, *, overlap: bool = False) -> None:
         """Start an exchange of what has changed; `overlap`: training goes on meanwhile."""
         for index, layout in enumerate(self.buckets.layouts):
-            flat = self.buckets.flat(index)
+            flat = self.buckets.flatten(index)
             if overlap:
                 self._left.append(flat.clone())
             change = flat.sub_(self._base[index]).mul_(1.0 / self.group.size)

@@ -3,7 +3,7 @@
 One step's numbers take this way::
 
     loop, dispatcher, exchanger         marks, losses and bucket traces of a running step
-      recorder.py, clock.py               StepRecorder.start, lap, end -> MarkBuffer
+      recorder.py, clock.py               StepRecorder.begin_step, lap, end_step -> MarkBuffer
     every half second
       steps.py                            resolve: MarkBuffer -> ResolvedSteps
       control_message.py                  Accumulator -> messages, posted to all ranks

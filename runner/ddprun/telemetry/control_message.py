@@ -1,9 +1,9 @@
-"""Control messages: what ranks tell each other about the steps in which they synchronise.
+"""Control messages: what ranks tell each other about the steps in which they exchange something.
 
 An `Accumulator` adds up this rank's numbers from one message to the next, and makes messages of resolved
 steps (`steps.py`). The recorder posts those of half a second together and reads those of all ranks a step
 later. `all_ready_us` matches their ready times with this rank's traces, so that `steps.divide` can split its
-waiting; `recorder.global_step` and `stragglers.py` read the rest.
+waiting; `recorder.combine_messages` and `stragglers.py` read the rest.
 
 A message is a row of numbers: first those in `SUMS`, added up since the message before; then requests, the
 first finding of hooks, and times at which buckets were ready, in microseconds of rank 0's clock (0: none).
@@ -103,10 +103,10 @@ class Accumulator:
 
     def messages(self, resolved: ResolvedSteps, *, buckets: int, offset_us: float) -> OwnMessages:
         """Add up the steps that were resolved after those before, and make a message of each in which ranks
-        synchronized. This rank's clock is `offset_us` ahead of rank 0's.
+        exchanged something. This rank's clock is `offset_us` ahead of rank 0's.
         """
         steps = resolved.steps
-        rows = [row for row, step in enumerate(steps) if step.synchronized]
+        rows = [row for row, step in enumerate(steps) if step.exchanged]
         numbers = np.zeros((len(rows), message_length(buckets)))
         self._add_up(resolved, rows, numbers)
         if rows:
@@ -127,7 +127,7 @@ class Accumulator:
         loss_sum, losses = float(self.sums[LOSS_AT]), []
         for step, loss in zip(resolved.steps, resolved.loss_sums, strict=True):
             loss_sum += loss
-            if step.synchronized:
+            if step.exchanged:
                 losses.append(loss_sum)
                 loss_sum = 0.0
         running[:, LOSS_AT] = 0.0
@@ -159,7 +159,7 @@ class Accumulator:
 
 
 NOTHING_ADDED: Mapping[str, Any] = MappingProxyType(Accumulator().state_dict())
-"""The part `round` of a recorder's state when ranks have just synchronized."""
+"""The part `round` of a recorder's state right after an exchange."""
 
 
 def mean_losses(messages: Numbers) -> list[float]:

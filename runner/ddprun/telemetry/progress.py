@@ -1,6 +1,6 @@
 """What a person sees of a run: a progress bar on a terminal, plain lines elsewhere; all on stderr.
 
-Engine's reporter passes on what all ranks know (`recorder.GlobalStep`), and shows the summary at the end.
+Engine's reporter passes on what all ranks know (`recorder.AgreedSteps`), and shows the summary at the end.
 """
 
 import sys
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ddprun.screen import is_terminal
-from ddprun.telemetry.recorder import GlobalStep
+from ddprun.telemetry.recorder import AgreedSteps
 from ddprun.telemetry.stragglers import straggler_totals
 from ddprun.units import size
 
@@ -32,8 +32,8 @@ class Screen:
     def begin(self, stage: str, steps: int | None, first: int) -> None:
         """A stage begins after `first` steps of the run; `steps` is None where nobody can know."""
 
-    def step(self, done: int, known: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
-        """`done` steps of the stage are finished; `known`: the newest that all ranks know, if anything.
+    def step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
+        """`done` steps of the stage are finished; `agreed`: the newest of which all ranks know, if any.
 
         `own_loss` is rank 0's newest; `steps_per_s` counts since the stage began.
         """
@@ -66,19 +66,19 @@ class Plain(Screen):
         self._next_step = 0 if steps is None else max(1, steps // _LINES_PER_STAGE)
         self._next_time = time.monotonic() + _LINE_EVERY_S
 
-    def step(self, done: int, known: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
+    def step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
         if self._steps is not None and done >= self._next_step:
             self._next_step += max(1, self._steps // _LINES_PER_STAGE)
         elif time.monotonic() < self._next_time:
             return
         self._next_time = time.monotonic() + _LINE_EVERY_S
         of = "" if self._steps is None else f"/{self._steps}"
-        self.note(f"{self._stage}: step {done}{of}{self._tail(done, known, own_loss, steps_per_s)}")
+        self.note(f"{self._stage}: step {done}{of}{self._tail(done, agreed, own_loss, steps_per_s)}")
 
-    def _tail(self, done: int, known: GlobalStep | None, own_loss: float, steps_per_s: float) -> str:
+    def _tail(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> str:
         """What follows the stage's step: the run's, if it is another one, and how the stage goes."""
         of_run = f" ({self._first + done} of the run)" if self._first else ""
-        return f"{of_run}, {progress_text(known, self._first + done, own_loss, steps_per_s)}"
+        return f"{of_run}, {progress_text(agreed, self._first + done, own_loss, steps_per_s)}"
 
     def closing(self, summary: Mapping[str, Any]) -> None:
         table = Table(show_header=False, box=self._box)
@@ -113,13 +113,13 @@ class Bar(Plain):
         self._task = self._progress.add_task(stage, total=steps, tail="")
         self._progress.start()
 
-    def step(self, done: int, known: GlobalStep | None, own_loss: float, steps_per_s: float) -> None:
+    def step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
         assert self._progress is not None
         now = time.monotonic()
         if done != self._progress.tasks[0].total and now < self._next_time:
             return
         self._next_time = now + _REDRAW_EVERY_S
-        tail = self._tail(done, known, own_loss, steps_per_s).lstrip(" ,")
+        tail = self._tail(done, agreed, own_loss, steps_per_s).lstrip(" ,")
         self._progress.update(self._task, completed=done, tail=tail)
         self._progress.refresh()
 
@@ -137,14 +137,14 @@ def screen_for(rank: int, redact: Callable[[str], str]) -> Screen:
     return Bar(redact) if is_terminal(sys.stderr) else Plain(redact)
 
 
-def progress_text(known: GlobalStep | None, step: int, own_loss: float, steps_per_s: float) -> str:
+def progress_text(agreed: AgreedSteps | None, step: int, own_loss: float, steps_per_s: float) -> str:
     """Losses after a step of the run (rank 0's alone until ranks know more), speed, and who is late."""
-    if known is None:
+    if agreed is None:
         return f"rank 0's loss {own_loss:.4f}, {steps_per_s:.1f} steps/s"
-    late = "" if known.straggler is None else f"; {known.straggler.describe()}"
-    losses = f"mean loss {known.mean_losses[-1]:.4f} (rank 0: {known.rank_losses[0]:.4f})"
+    late = "" if agreed.straggler is None else f"; {agreed.straggler.describe()}"
+    losses = f"mean loss {agreed.mean_losses[-1]:.4f} (rank 0: {agreed.rank_losses[0]:.4f})"
     at = (
-        "" if known.steps[-1] >= step else f" at step {known.steps[-1]}"
+        "" if agreed.steps[-1] >= step else f" at step {agreed.steps[-1]}"
     )  # when ranks last exchanged anything
     return f"{losses}{at}, {steps_per_s:.1f} steps/s{late}"
 

@@ -1,12 +1,12 @@
 """The recorder of steps: marks in a step, control messages about it, records after it.
 
-The loop calls `start`, `lap` and `end`, which only append to a `MarkBuffer` (`steps.py`). About every half
-second `end` resolves the steps that are over, and posts this rank's control messages about those in which
-ranks synchronized (`control_message.py`). It reads those of all ranks `control_delay_steps` later, when they
-have long arrived, and returns what all ranks know then (`GlobalStep`): so all ranks learn the mean loss and
-stop at the same step, and nothing waits for that. Dividing the steps' time and making their records is
-deferred work, for when the training thread has to wait anyway. The loss of a step in which ranks do not
-synchronise is in the next message.
+The loop calls `begin_step`, `lap` and `end_step`, which only append to a `MarkBuffer` (`steps.py`). About
+every half second `end_step` resolves the steps that are over, and posts this rank's control messages about
+those in which ranks exchanged something (`control_message.py`). It reads those of all ranks
+`control_delay_steps` later, when they have long arrived, and returns what all ranks agree on then
+(`AgreedSteps`): so all ranks learn the mean loss and stop at the same step, and nothing waits for that.
+Dividing the steps' time and making their records is deferred work, for when the training thread has to wait
+anyway. The loss of a step in which ranks exchanged nothing is in the next message.
 """
 
 import math
@@ -47,7 +47,7 @@ from ddprun.telemetry.steps import (
     MarkBuffer,
     Numbers,
     ResolvedSteps,
-    Step,
+    StepMarks,
     Totals,
     Traffic,
     bucket_record,
@@ -81,11 +81,11 @@ in steps of 3 ms that was 0.2 ms each time.
 """
 
 
-class GlobalStep(NamedTuple):
-    """What is newly known about steps in which ranks synchronized, and about those before each."""
+class AgreedSteps(NamedTuple):
+    """Steps in which ranks exchanged something: what all ranks now know of them, and of those before each."""
 
     steps: Sequence[int]  # at least one, oldest first
-    mean_losses: Sequence[float]  # of each: over the samples of all ranks since they synchronized before
+    mean_losses: Sequence[float]  # of each: over the samples of all ranks since the exchange before
     rank_losses: Sequence[float]  # each rank's own mean in the newest
     stop: bool  # some rank asked to stop in one of them
     checkpoint: bool  # some rank was asked for a checkpoint
@@ -96,7 +96,9 @@ class GlobalStep(NamedTuple):
     straggler_changes: Sequence[tuple[int, Straggler | None]] = ()  # from which step on who is late; rank 0
 
 
-def global_step(own: OwnMessages, messages: Numbers, stragglers: Stragglers | None) -> GlobalStep | None:
+def combine_messages(
+    own: OwnMessages, messages: Numbers, stragglers: Stragglers | None
+) -> AgreedSteps | None:
     """What the messages of all ranks come to; None if they are about no step of any rank.
 
     `messages` are about the same steps as `own`, shape (messages, ranks, numbers of a message).
@@ -115,7 +117,7 @@ def global_step(own: OwnMessages, messages: Numbers, stragglers: Stragglers | No
             overflows.append((own.steps[message], found))
     requests = np.bitwise_or.reduce(messages[..., REQUESTS_AT].astype(int), axis=0)  # of each rank
     of_any_rank = int(np.bitwise_or.reduce(requests))
-    return GlobalStep(
+    return AgreedSteps(
         steps=own.steps[:count],
         mean_losses=mean_losses(messages[:count]),
         rank_losses=local_mean_losses(messages[count - 1]),
@@ -208,7 +210,7 @@ class StepRecorder:
         self._known_uncounted: set[Uncounted] = set()
         self._buckets = 0  # gradient buckets of the stage
         self._buffer = MarkBuffer()  # of the running step, and of those before it that are not resolved
-        self._step: Step | None = None
+        self._step: StepMarks | None = None
         self._last_end: Any = None  # mark of the last step's end, within a stage
         self._last_cpu_ns = 0  # processor time of this process at that moment
         self._between_steps = Traffic()
@@ -226,7 +228,7 @@ class StepRecorder:
     # In a step.
 
     @property
-    def current(self) -> Step:
+    def current(self) -> StepMarks:
         """The running step."""
         assert self._step is not None, "no step is running"
         return self._step
@@ -245,10 +247,10 @@ class StepRecorder:
             self._step.sync = Traffic()
         return self._step.sync
 
-    def start(self, number: int, stage: int) -> None:
-        """Start a step's time. What lies between two steps of a stage is the later one's `sync_us`."""
+    def begin_step(self, number: int, stage: int) -> None:
+        """Begin a step. What lies between two steps of a stage is the later one's `sync_us`."""
         now, before, buffer = self.mark(), self._last_end, self._buffer
-        self._step = Step(number, stage)
+        self._step = StepMarks(number, stage)
         if before is None:
             self._last_cpu_ns = time.process_time_ns()
             buffer.parts.append("")
@@ -257,8 +259,8 @@ class StepRecorder:
             buffer.parts += ("", "sync_us")
             buffer.marks += (before, now)
 
-    def cancel(self) -> None:
-        """Drop the step that was started: there is no data for it."""
+    def cancel_step(self) -> None:
+        """Drop the step that has begun: there is no data for it."""
         self._step = None
         self._buffer.drop_running()
 
@@ -305,19 +307,19 @@ class StepRecorder:
         self.current.backward_end = len(self._buffer.marks)
         self.lap("backward_us")
 
-    def end(
-        self, *, stop: bool, compare_clocks: bool, checkpoint: bool = False, synchronized: bool = True
-    ) -> list[GlobalStep]:
-        """End the step; returns what all ranks newly know about earlier ones.
+    def end_step(
+        self, *, stop: bool, compare_clocks: bool, checkpoint: bool = False, exchanged: bool = True
+    ) -> list[AgreedSteps]:
+        """End the step, and return what all ranks newly agree on about earlier ones; waits for no message.
 
-        `stop`, `checkpoint` and `compare_clocks` are what this rank asks for. `synchronized`: the ranks have
-        exchanged in this step; alike on all of them.
+        `stop`, `checkpoint` and `compare_clocks` are what this rank asks for. `exchanged`: ranks exchanged
+        something in this step; alike on all of them.
         """
         step, cpu_ns = self.current, time.process_time_ns()
         self.lap("other_us")
         step.cpu_us, self._last_cpu_ns = (cpu_ns - self._last_cpu_ns) // 1000, cpu_ns
-        if not synchronized:
-            step.synchronized = False
+        if not exchanged:
+            step.exchanged = False
         if stop or checkpoint or compare_clocks:
             step.requests = STOP * stop + CHECKPOINT * checkpoint + COMPARE_CLOCKS * compare_clocks
         self._last_end = self._buffer.marks[-1]
@@ -331,31 +333,32 @@ class StepRecorder:
             due += batch.last_step + self.control_delay_steps <= step.number
         if self._unposted >= self.steps_per_post + self._clock.lag and self._must_resolve():
             self._resolve(self._clock.lag)
-        return self._read_messages(due) if due else []
+        return self._await_messages(due) if due else []
 
     # Between steps.
 
-    def flush(self) -> list[GlobalStep]:
-        """Resolve and finish everything at a stage's end; called by all ranks, even by one that has taken no
-        step since ranks synchronized.
-        """
-        self._last_end = None
-        return self.drain(rest=True)
+    def wait_for_messages(self, *, rest: bool = False) -> list[AgreedSteps]:
+        """Wait for the messages about all steps that are over, and finish these.
 
-    def drain(self, *, rest: bool = False) -> list[GlobalStep]:
-        """Resolve and finish all steps that are over. Called by all ranks after the same step.
-
-        What ranks have added up since they synchronized stays for the next message; `rest` sends it now.
+        Called by all ranks after the same step. What they have added up since their last exchange stays for
+        the next message; `rest` sends it now.
         """
         self._resolve(0, rest=rest)
-        known = self._read_messages(len(self._batches))
+        agreed_steps = self._await_messages(len(self._batches))
         self.deferred.do_all()
-        return known
+        return agreed_steps
 
-    def pause(self) -> list[GlobalStep]:
-        """Like `drain`; and what happens before the next step does not count as its time."""
+    def pause_timing(self) -> None:
+        """What happens from here to the next step counts as no step's time."""
         self._last_end = None
-        return self.drain()
+
+    def end_stage(self) -> list[AgreedSteps]:
+        """End the stage: `wait_for_messages`, with one message more for the steps since the last exchange.
+
+        Called by all ranks, even by one without such steps.
+        """
+        self.pause_timing()
+        return self.wait_for_messages(rest=True)
 
     def write_between_steps(self, stage: int, step: int) -> None:
         """Write the records of what was exchanged between steps, and count it."""
@@ -369,7 +372,7 @@ class StepRecorder:
         self._write("buckets", list(map(dumps, records)))
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been added up; after `drain`."""
+        """What has been added up; after `wait_for_messages`."""
         return {
             "totals": self.totals.numbers(),
             "round": self._accumulator.state_dict(),
@@ -410,7 +413,7 @@ class StepRecorder:
         buffer, index = self._buffer, len(self._buffer.steps) - 1 - self._clock.lag
         if index < 0:
             return
-        before = buffer.steps[index - 1] if index else Step(0, 0)
+        before = buffer.steps[index - 1] if index else StepMarks(0, 0)
         step = buffer.steps[index]
         marks, traces = slice(before.marks_end, step.marks_end), slice(before.traces_end, step.traces_end)
         buffer.marks[marks] = self._clock.times(buffer.marks[marks])
@@ -426,14 +429,14 @@ class StepRecorder:
         readable = len(self._buffer.steps) - self._clock.lag  # without waiting for a mark
         if readable < 1:
             return False
-        if any(step.synchronized for step in islice(self._buffer.steps, readable)):
+        if any(step.exchanged for step in islice(self._buffer.steps, readable)):
             return True
         return readable >= self._most_per_post or now_us() - self._resolved_at >= _POST_EVERY_US
 
     def _resolve(self, keep: int, *, rest: bool = False) -> None:
         """Resolve the steps that are over, but for the newest `keep`, and post the messages about them.
 
-        `rest`: post one message more, for steps since ranks last synchronized.
+        `rest`: post one message more, for the steps since the last exchange.
         """
         self.deferred.do_all()
         self._resolved_at = now_us()
@@ -470,9 +473,9 @@ class StepRecorder:
                     self._known_uncounted.add(note)
                     self.uncounted.append((step, note))
 
-    def _read_messages(self, batches: int) -> list[GlobalStep]:
+    def _await_messages(self, batches: int) -> list[AgreedSteps]:
         """Read the messages about the oldest batches, whose steps are finished some time later."""
-        known = []
+        agreed_steps = []
         for _ in range(batches):
             batch, messages = self._batches[0], None
             if batch.posted is not None:
@@ -484,10 +487,10 @@ class StepRecorder:
             self._batches.popleft()  # only now, so that it is salvaged if the other ranks are gone
             if batch.resolved is not None:
                 self.deferred.add(self._finish(batch.resolved, batch.own, messages))
-            newest = None if messages is None else global_step(batch.own, messages, self.stragglers)
+            newest = None if messages is None else combine_messages(batch.own, messages, self.stragglers)
             if newest is not None:
-                known.append(newest)
-        return known
+                agreed_steps.append(newest)
+        return agreed_steps
 
     def _finish(self, resolved: ResolvedSteps, own: OwnMessages, messages: Numbers | None) -> Iterator[None]:
         """Deferred work: divide the steps' waiting, count their time, and record them.

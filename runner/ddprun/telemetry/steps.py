@@ -62,10 +62,13 @@ class Traffic:
 
 
 @dataclass(slots=True)
-class Step:
-    """One step; its marks, traces and losses are in a `MarkBuffer`, behind those of the step before."""
+class StepMarks:
+    """Where a step's marks, traces and losses end in a `MarkBuffer`, and what there is once for a step.
 
-    number: int
+    They begin where those of the step before end.
+    """
+
+    number: int  # counts from 1 in the run, as `step` in records
     stage: int
     marks_end: int = 0
     traces_end: int = 0
@@ -73,7 +76,7 @@ class Step:
     backward_end: int | None = None  # index of the mark that ended it, if it exchanged gradients
     gradients: Mapping[str, Any] | None = None  # marks of complete gradients; None: not measured
     sync: Traffic | None = None
-    synchronized: bool = True
+    exchanged: bool = True  # ranks exchanged something in it; alike on all of them
     cpu_us: int = 0  # processor time of this process, all threads
     requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
     lr: Sequence[float] | None = None  # of each parameter group, if the optimizer has stepped
@@ -88,7 +91,7 @@ class MarkBuffer:
     The running step appends behind the steps that are over.
     """
 
-    steps: list[Step] = field(default_factory=list)  # that are over
+    steps: list[StepMarks] = field(default_factory=list)  # that are over
     parts: list[str] = field(default_factory=list)  # of `PARTS`, which ended at each mark; "": a step began
     marks: list[Any] = field(default_factory=list)
     traces: list[BucketTrace[Any]] = field(default_factory=list)  # gradient buckets of backward passes
@@ -96,7 +99,7 @@ class MarkBuffer:
     samples: list[int] = field(default_factory=list)  # of each micro-batch
     counts: list[float] = field(default_factory=list)  # what its loss counts in means
 
-    def close(self, step: Step) -> None:
+    def close(self, step: StepMarks) -> None:
         """End the running step."""
         step.marks_end, step.traces_end = len(self.marks), len(self.traces)
         step.losses_end = len(self.losses)
@@ -104,7 +107,7 @@ class MarkBuffer:
 
     def drop_running(self) -> None:
         """Drop what the running step has left so far."""
-        last = self.steps[-1] if self.steps else Step(0, 0)
+        last = self.steps[-1] if self.steps else StepMarks(0, 0)
         del self.parts[last.marks_end :], self.marks[last.marks_end :]
         del self.traces[last.traces_end :]
         for column in (self.losses, self.samples, self.counts):
@@ -113,7 +116,7 @@ class MarkBuffer:
     def split_off(self, count: int) -> "MarkBuffer":
         """Keep the first `count` steps; returns a buffer with the rest."""
         rest = MarkBuffer()
-        last = self.steps[count - 1] if count else Step(0, 0)
+        last = self.steps[count - 1] if count else StepMarks(0, 0)
         rest.steps, self.steps = self.steps[count:], self.steps[:count]
         marks, traces, losses = last.marks_end, last.traces_end, last.losses_end
         rest.parts, rest.marks = self.parts[marks:], self.marks[marks:]
@@ -134,7 +137,7 @@ class MarkBuffer:
 class ResolvedSteps:
     """Steps that are over. Times are microseconds of this rank's clock; lists have an item for each step."""
 
-    steps: list[Step]  # in the order in which they were taken
+    steps: list[StepMarks]  # in the order in which they were taken
     parts: list[str]  # as in the buffer
     times: list[int]  # of the marks
     durations: Ints  # from the mark before to each mark
@@ -362,7 +365,7 @@ def _losses(buffer: MarkBuffer, clock: Clock) -> tuple[list[float], list[float],
     return loss_sums, of_steps, samples
 
 
-def _read_norms(steps: Sequence[Step], clock: Clock) -> None:
+def _read_norms(steps: Sequence[StepMarks], clock: Clock) -> None:
     """Make numbers of the norms that were measured."""
     measured = [step for step in steps if step.grad_norm is not None]
     of_groups = [norm for step in measured for norm in step.group_grad_norms or ()]
@@ -412,7 +415,7 @@ def step_records(
 ) -> Iterator[StepRecord]:
     """The records of every n-th step (`every`), after `divide`; the traces of `resolved` are taken out.
 
-    `mean_losses`: over all ranks, of each step; None where ranks did not synchronise.
+    `mean_losses`: over all ranks, of each step; None where ranks exchanged nothing.
     """
     steps, times, us = resolved.steps, resolved.times, resolved.us.tolist()
     ended, durations = [_LAPS[part] for part in resolved.parts], resolved.durations.tolist()

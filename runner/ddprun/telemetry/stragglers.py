@@ -3,7 +3,7 @@
 An all-reduce ends on all ranks when the last one has arrived. So a step takes equally long on all of them,
 and its time does not show who was late. Rank 0 therefore looks at the control messages of all ranks
 (`control_message.py`): when each had each bucket ready, and what its training thread did before. What it
-finds goes into `GlobalStep`, events and `summary.json`; `straggler_totals` adds up the episodes for the
+finds goes into `AgreedSteps`, events and `summary.json`; `straggler_totals` adds up the episodes for the
 closing table and the report.
 
 A rank is late by the distance of its last ready time to the median of the others'. It is a straggler if, in

@@ -163,7 +163,7 @@ class Search:
 
         Raises:
             TuneError: the file as it is cannot be run or predicted.
-            MeasureError, RecordsError, NoRunError: the costs are not to be had.
+            NothingToMeasureError, ShortRunError, RecordsError, NoRunError: the costs are not to be had.
             OSError: the folder of the search cannot be written.
         """
         self.folder, self._state = opened(

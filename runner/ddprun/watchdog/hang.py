@@ -95,7 +95,7 @@ def handle_hang(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue
     try:
         _report(context, watchdog, waits)
     except Exception as error:  # the process must end, and not without a message
-        screen.say(f"ddprun: rank {context.rank} hangs, and the cause could not be found: {error!r}")
+        screen.print_stderr(f"ddprun: rank {context.rank} hangs, and the cause could not be found: {error!r}")
     with suppress(Exception):
         context.leave()
     screen.flush()

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddprun.host.processes import state_of
-from ddprun.screen import say
+from ddprun.screen import print_stderr
 from ddprun.watchdog.hang import named
 from ddprun.watchdog.rank_watchdog import HANG, FailedChecks
 from ddprun.watchdog.status_page import Seen, StatusServer, read_all
@@ -147,7 +147,7 @@ class LauncherWatchdog:
                 _announce_hang(start)
                 who, have = named([page.rank for page in stopped]), "has" if len(stopped) == 1 else "have"
                 self._end(stopped)
-                say(
+                print_stderr(
                     f"ddprun: the run hangs: {who}, the last on this host, {have} been stopped "
                     f"for {self._timeout_s:g} s by SIGSTOP or a debugger; ending them"
                 )

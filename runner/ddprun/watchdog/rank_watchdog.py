@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ddprun.screen import say
+from ddprun.screen import print_stderr
 from ddprun.watchdog.status_page import StatusPage, Wait
 from ddprun_hooks.comm.observer import UNOBSERVED
 from ddprun_hooks.comm.observer import CollectiveSequence as ObservedSequence
@@ -69,7 +69,7 @@ class FailedChecks:
         except Exception as error:
             if not self.said:
                 at = traceback.extract_tb(error.__traceback__)[-1]
-                say(
+                print_stderr(
                     f"ddprun: {self.who}: a check failed, and will be repeated: "
                     f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
                 )

@@ -118,7 +118,7 @@ class Docker(Cluster):
 
     def __init__(self, options: Options, submission: Submission) -> None:
         """Write the requests to the engine."""
-        hosts, least = submission.hosts(options.nodes), submission.loaded.pipeline.launch.hosts[0]
+        hosts, least = submission.hosts(options.nodes), submission.loaded.pipeline.launch.host_range[0]
         self.name, self._options = submission.new_name(), options
         self._file = f"{RUNS}/{self.name}.yaml"
         if submission.modules:  # in a folder of their own: other jobs' files are in that of runs

@@ -25,8 +25,8 @@ Refuse = Callable[[str, str | None], Exception]
 _LENGTH_BYTES = 8
 
 
-class Accumulating:
-    """A metric of one evaluation, newly made."""
+class StatefulMetric:
+    """A metric of one evaluation, newly made: it keeps state over batches, as those of torchmetrics do."""
 
     def __init__(self, make: Callable[[], Any], refuse: Refuse, device: torch.device) -> None:
         self._make, self._refuse, self._device = make, refuse, device

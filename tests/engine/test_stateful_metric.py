@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ddprun.config import PipelineError, load
-from ddprun.engine.accumulating import Accumulating
 from ddprun.engine.evaluate import measure
+from ddprun.engine.stateful_metric import StatefulMetric
 from tests.engine.test_session import open_here
 from tests.ranks import as_processes
 
@@ -156,7 +156,7 @@ def test_what_is_no_such_metric_is_refused(tmp_path: Path, metric: str, words: s
     assert words in said
 
 
-def test_accumulating_is_told_by_its_parts() -> None:
+def test_a_metric_must_say_how_states_merge() -> None:
     """Of torchmetrics the states say how they merge; any other class has to."""
     with pytest.raises(ValueError, match="merge_state"):
-        Accumulating(lambda: object(), lambda text, more: ValueError(text), torch.device("cpu"))
+        StatefulMetric(lambda: object(), lambda text, more: ValueError(text), torch.device("cpu"))

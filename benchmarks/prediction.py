@@ -1,0 +1,309 @@
+"""How well does `ddprun explain --link` predict what steps then take?
+
+    python -m benchmarks.prediction [--models cnn] [--links 100] [--minutes 3]
+    python -m benchmarks.prediction --ranks
+
+The first needs Linux and root; run it in the repository's folder. Two network namespaces with two ranks each
+are joined by links of five kinds. For each model one run without a limit on the link measures what steps
+cost: without exchange, and with each stack of hooks. From that alone each case is predicted: model, stack,
+policy, link. Then each case is run. Both hosts share the cores of this machine, so each counts as having half
+of them. Prints Markdown tables: the errors, and whether the fastest by prediction is the fastest in fact.
+
+With `--ranks`, two ranks on this machine are measured, and steps of up to 16 are predicted and run, which
+share its cores.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.page import DOES_NOT_HOLD, Pieces, print_head, print_row
+from benchmarks.two_hosts import HOSTS, TIMEOUT_S, Link, started
+from tests.ranks import Running
+
+from ddprun.config import load
+from ddprun.explain.explain import explain
+from ddprun.host.processes import cores
+from ddprun.predict.links import Links, parse_links
+from ddprun.predict.measure import fitted
+
+LOCAL = 2  # ranks on a host
+ON_ONE_HOST = ["[]", "[fp16]", "[shared_memory]"]
+RANKS = (2, 4, 8, 16)
+CYCLE = 8  # steps of a policy from one exchange to the next
+WARM_UP = 4  # steps of a stage that do not count, or one cycle
+MEDIAN_ERROR, WORST_ERROR, CLOSE = 0.07, 0.15, 0.05
+
+MODELS = {
+    "cnn": """
+model: {cnn: {channels: [64, 128, 256], inputs: [1, 8, 8]}}
+data: digits
+loader: {batch_size: 8}
+""",
+    "transformer": """
+model: {transformer: {vocabulary: 256, width: 128, layers: 2, heads: 4, context: 64}}
+data: {text: {files: "{stdlib}/a*.py", context: 64}}
+loader: {batch_size: 4}
+""",
+}
+REST = """
+loss: cross_entropy
+optimizer: {sgd: {lr: 0.05, momentum: 0.9}}
+ddp: {bucket_cap_mb: 1}
+checkpoint: {keep: 0}
+timings: {gradients: true}
+stages:
+"""
+WITHIN = "within: [shared_memory]"
+STACKS = [
+    "[]",
+    "[fp16]",
+    "[int8]",
+    f"[{{hierarchical: {{{WITHIN}}}}}]",
+    f"[{{hierarchical: {{{WITHIN}, across: [int8]}}}}]",
+]
+POLICIES = [
+    "every_step",
+    f"{{local_sgd: {{every: {CYCLE}}}}}",
+    f"{{diloco: {{every: {CYCLE}, outer_lr: 0.7, outer_momentum: 0.5}}}}",
+]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A link, and how many steps, and cycles of a policy, are run over it, in how many turns."""
+
+    link: Link | None
+    links: Links
+    steps: int
+    cycles: int
+    turns: int = 1
+    """Short steps are run in turns, since a machine is not always equally fast."""
+
+
+SPEEDS = {
+    "unlimited": Speed(None, Links(), 24, 4, turns=4),
+    "1000": Speed(Link(1000), parse_links("1000Mbit"), 24, 4, turns=4),
+    "100": Speed(Link(100), parse_links("100Mbit"), 16, 3, turns=2),
+    "37, 8 ms": Speed(Link(37, 8.0), parse_links("37Mbit", "8ms"), 16, 4),
+    "10": Speed(Link(10), parse_links("10Mbit"), 12, 3),
+}
+
+
+def linked(name: str) -> str:
+    """A link in a cell."""
+    rate, _, latency = name.partition(", ")
+    return f"{rate} Mbit/s{latency and f', {latency}'}" if SPEEDS[name].link else name
+
+
+def stage(steps: int, hooks: str | None, sync: str) -> str:
+    """A train stage."""
+    named = "" if hooks is None else f", hooks: {hooks}"
+    return f"  - train: {{steps: {steps}, sync: {sync}{named}}}\n"
+
+
+def run(folder: Path, text: str, link: Link | None) -> Path:
+    """Run a pipeline on two hosts; gives the run's folder."""
+    (folder / "p.yaml").write_text(text)
+    with started(folder, "p.yaml", [], local=LOCAL, run_dir="run", link=link, warm=True) as (_, running):
+        for one in running:
+            finished = one.wait(TIMEOUT_S)
+            if finished.code:
+                raise RuntimeError(finished.stderr)
+    return folder / "run"
+
+
+def measure(model: str, speed: Speed) -> list[float]:
+    """Seconds of a step in each case, all policies with all stacks; medians over ranks and cycles."""
+    turn = ""
+    for policy in POLICIES:
+        steps = speed.steps if policy == "every_step" else CYCLE * speed.cycles
+        turn += "".join(stage(steps, stack, policy) for stack in STACKS)
+    text = MODELS[model] + REST + speed.turns * turn
+    with tempfile.TemporaryDirectory() as scratch:
+        found = step_times(run(Path(scratch), text, speed.link))
+    cases = len(POLICIES) * len(STACKS)
+    cycles: dict[int, list[float]] = defaultdict(list)
+    for number, of_ranks in found.items():
+        length = 1 if number % cases < len(STACKS) else CYCLE
+        for times in of_ranks:
+            counted = times[max(WARM_UP, length) :]
+            ends = range(length, len(counted) + 1, length)
+            cycles[number % cases] += [fmean(counted[end - length : end]) for end in ends]
+    return [median(cycles[number]) for number in range(cases)]
+
+
+def step_times(run_dir: Path) -> dict[int, list[list[float]]]:
+    """Seconds of each step, of each rank, by the stage."""
+    found: dict[int, list[list[float]]] = defaultdict(list)
+    for file in (run_dir / "steps").iterdir():
+        by_stage: dict[int, list[float]] = defaultdict(list)
+        for line in map(json.loads, file.read_text().splitlines()):
+            by_stage[line["stage"]].append(line["step_us"] / 1e6)
+        for number, times in by_stage.items():
+            found[number].append(times)
+    return found
+
+
+def predict(model: str, speeds: Mapping[str, Speed]) -> dict[str, list[float]]:
+    """Seconds of a step in each case, by the link, from one run without a limit on its link."""
+    turn = stage(24, "[noop]", "every_step") + stage(24, None, "independent")
+    turn += "".join(stage(24, stack, "every_step") for stack in STACKS)
+    cases = "".join(stage(CYCLE, stack, policy) for policy in POLICIES for stack in STACKS)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        cost_model = fitted(
+            run(folder, MODELS[model] + REST + 3 * turn, None), Links(), cores=cores() / HOSTS
+        )
+        (folder / "cases.yaml").write_text(MODELS[model] + REST + cases)
+        found = explain(load(folder / "cases.yaml"), hosts=HOSTS, ranks_per_host=LOCAL)
+        return {
+            name: [cost_model.predict(one, found.world, speed.links).step_us / 1e6 for one in found.stages]
+            for name, speed in speeds.items()
+        }
+
+
+def show(models: Sequence[str], speeds: Sequence[str], found: Mapping[tuple[str, str], Any]) -> bool:
+    """Print the tables; gives whether all targets are reached."""
+    print("Milliseconds of a step, predicted / measured, and the error:\n")
+    print_head(["model", "sync", "hooks", *map(linked, speeds)])
+    errors: list[float] = []
+    for model in models:
+        for number, (policy, stack) in enumerate((p, s) for p in POLICIES for s in STACKS):
+            cells = []
+            for name in speeds:
+                guess, fact = (found[model, name][which][number] for which in ("predicted", "measured"))
+                errors.append(guess / fact - 1)
+                cells.append(f"{1e3 * guess:.1f} / {1e3 * fact:.1f} ({errors[-1]:+.0%})")
+            sync = policy.removeprefix("{").removesuffix("}").partition(":")[0]
+            print_row([model, f"`{sync}`", f"`{stack}`", *cells])
+    sizes = sorted(map(abs, errors))
+    middle, worst = median(sizes), sizes[-1]
+    ninth = sizes[math.ceil(0.9 * len(sizes)) - 1]
+    print(
+        f"\nOf {len(sizes)} cases, the median error is {middle:.1%}, nine of ten are below {ninth:.1%}, "
+        f"and the worst is {worst:.1%}.\n"
+    )
+    print_head(["model", "link", "fastest by prediction", "fastest in fact", "loses by the prediction"])
+    close = 0
+    for model in models:
+        for name in speeds:
+            guesses, facts = (found[model, name][which][: len(STACKS)] for which in ("predicted", "measured"))
+            chosen, best = (times.index(min(times)) for times in (guesses, facts))
+            loss = facts[chosen] / facts[best] - 1
+            close += loss <= CLOSE
+            print_row([model, linked(name), f"`{STACKS[chosen]}`", f"`{STACKS[best]}`", f"{loss:.1%}"])
+    cases = len(models) * len(speeds)
+    print(
+        "\nWith `every_step`, the stack that is predicted to be fastest is the fastest, or within 5 % of it, "
+        f"in {close} of {cases}."
+    )
+    return middle <= MEDIAN_ERROR and worst <= WORST_ERROR and close >= 0.9 * cases
+
+
+def measure_ranks(model: str, ranks: int) -> list[float]:
+    """Seconds of a step with each of `ON_ONE_HOST`, medians over the steps of all ranks of one host."""
+    text = MODELS[model] + REST + "".join(stage(40, stack, "every_step") for stack in ON_ONE_HOST)
+    with tempfile.TemporaryDirectory() as scratch:
+        times = step_times(run_here(Path(scratch), text, ranks))
+    return [median(chain.from_iterable(of[WARM_UP:] for of in times[number])) for number in sorted(times)]
+
+
+def predict_ranks(model: str) -> dict[str, list[tuple[float, str]]]:
+    """The same, predicted from a run on two ranks, with what limits; by the number of ranks."""
+    turn = stage(24, "[noop]", "every_step") + stage(24, None, "independent")
+    turn += "".join(stage(24, stack, "every_step") for stack in ON_ONE_HOST)
+    cases = "".join(stage(1, stack, "every_step") for stack in ON_ONE_HOST)
+    found: dict[str, list[tuple[float, str]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        cost_model = fitted(run_here(folder, MODELS[model] + REST + 3 * turn, 2), Links())
+        (folder / "cases.yaml").write_text(MODELS[model] + REST + cases)
+        for ranks in RANKS:
+            explained = explain(load(folder / "cases.yaml"), hosts=1, ranks_per_host=ranks)
+            steps = [cost_model.predict(one, explained.world, Links()) for one in explained.stages]
+            found[str(ranks)] = [(one.step_us / 1e6, one.limit) for one in steps]
+    return found
+
+
+def run_here(folder: Path, text: str, ranks: int) -> Path:
+    """Run a pipeline on ranks of this machine; gives the run's folder."""
+    (folder / "p.yaml").write_text(text)
+    with Running("p.yaml", f"--nproc-per-node={ranks}", "--run-dir=run", cwd=folder) as running:
+        finished = running.wait(TIMEOUT_S)
+        if finished.code:
+            raise RuntimeError(finished.stderr)
+    return folder / "run"
+
+
+def show_ranks(models: Sequence[str], pieces: Pieces) -> None:
+    """Print the table of ranks that share the cores of this machine."""
+    print("Milliseconds of a step, predicted from two ranks / measured, and the error.")
+    print(f"All ranks share {cores():g} cores:\n")
+    print_head(["model", "hooks", *(f"{ranks} ranks" for ranks in RANKS), "the limit"])
+    for model in models:
+        predicted = pieces.take(f"{model} ranks", lambda model=model: predict_ranks(model))  # type: ignore[misc]
+        measured = {
+            ranks: pieces.take(
+                f"{model} {ranks} ranks",
+                lambda model=model, ranks=ranks: measure_ranks(model, ranks),  # type: ignore[misc]
+            )
+            for ranks in RANKS
+        }
+        for number, stack in enumerate(ON_ONE_HOST):
+            guesses = [predicted[str(ranks)][number] for ranks in RANKS]
+            facts = [measured[ranks][number] for ranks in RANKS]
+            cells = [
+                f"{1e3 * guess:.1f} / {1e3 * fact:.1f} ({guess / fact - 1:+.0%})"
+                for (guess, _), fact in zip(guesses, facts, strict=True)
+            ]
+            print_row([model, f"`{stack}`", *cells, ", ".join(dict.fromkeys(limit for _, limit in guesses))])
+
+
+def main() -> None:
+    """Measure, predict and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--links", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
+    parser.add_argument("--ranks", action="store_true", help="the table of ranks on this machine")
+    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command goes on")
+    asked = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if asked.ranks:
+        pieces = Pieces("prediction-ranks", [asked.models], asked.minutes)
+        show_ranks(asked.models, pieces)
+        pieces.end()
+        return
+    speeds = {name: SPEEDS[name] for name in asked.links}
+    if refused := next((why for one in speeds.values() if one.link and (why := one.link.refusal())), None):
+        sys.exit(refused)
+    pieces = Pieces("prediction", [asked.models, asked.links], asked.minutes)
+    found: dict[tuple[str, str], Any] = {}
+    for model in asked.models:
+        predicted = pieces.take(f"{model} predicted", lambda model=model: predict(model, speeds))  # type: ignore[misc]
+        for name, speed in speeds.items():
+            measured = pieces.take(
+                f"{model} {name}",
+                lambda model=model, speed=speed: measure(model, speed),  # type: ignore[misc]
+            )
+            found[model, name] = {"predicted": predicted[name], "measured": measured}
+    holds = show(asked.models, asked.links, found)
+    pieces.end()
+    if not holds:
+        sys.exit(DOES_NOT_HOLD)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""`ddprun explain --link`: with a short run of its own, from a saved run, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddprun.cli import main
+from tests.ranks import Running
+
+Out = pytest.CaptureFixture[str]
+
+GOOD = """
+model:
+  mlp: {inputs: 64, hidden: [64], outputs: 10}
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.02}}
+launch: {nproc_per_node: 2}
+hooks: [fp16]
+stages:
+  - train: {steps: 6}
+  - train: {steps: 8, sync: {local_sgd: {every: 4}}}
+  - evaluate
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A pipeline's file, beside which a short run is, and what the command printed."""
+    folder = tmp_path_factory.mktemp("explained")
+    (folder / "good.yaml").write_text(GOOD)
+    with Running(
+        "explain", "good.yaml", "--nnodes=2", "--link=10Mbit", "--latency=1ms", cwd=folder
+    ) as command:
+        finished = command.wait(90)
+    assert finished.code == 0, finished.stderr
+    assert "a short run measures what steps cost here" in finished.stderr
+    return folder / "good.yaml", finished.stdout
+
+
+def saved(file: Path) -> Path:
+    """The short run's folder."""
+    (found,) = (file.parent / "runs" / "explain").iterdir()
+    return found
+
+
+def test_a_short_run_is_taken_and_read(measured: tuple[Path, str]) -> None:
+    """Each stage with steps has a prediction, hooks are judged, and an evaluation has none."""
+    _, said = measured
+    text = " ".join(said.split())
+    assert text.count("Predicted Over 10 Mbit/s, 1 ms between hosts, a step takes") == 2
+    assert "The limit is the link between hosts." in text
+    assert text.count("fp16 It pays: ") == 2
+    assert text.count("Memory A rank holds ") == 2
+
+
+def test_a_saved_run_gives_the_same(measured: tuple[Path, str], capsys: Out) -> None:
+    """Word for word, without another run."""
+    file, said = measured
+    command = [
+        "explain",
+        str(file),
+        "--nnodes=2",
+        "--link=10Mbit",
+        "--latency=1ms",
+        "--from",
+        str(saved(file)),
+    ]
+    assert main(command) == 0
+    found = capsys.readouterr()
+    assert found.out == said
+    assert not found.err
+
+
+def test_json_has_it_stage_by_stage(measured: tuple[Path, str], capsys: Out) -> None:
+    """With a sweep: more hosts take no less time, and null where no steps are taken."""
+    file, _ = measured
+    command = ["explain", str(file), "--link=1Gbit", "--sweep=nnodes=1..5", "--from", str(saved(file))]
+    assert main([*command, "--format=json"]) == 0
+    stages: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["stages"]
+    assert stages[2]["predicted"] is None
+    for stage in stages[:2]:
+        one = stage["predicted"]
+        assert one["step_us"] >= one["exposed_us"] >= 0
+        assert one["limit"]
+        assert [row["nnodes"] for row in one["sweep"]] == [1, 2, 4, 5]
+        assert [row["ranks"] for row in one["sweep"]] == [2, 4, 8, 10]
+        assert {hook["hook"] for hook in one["hooks"]} == {"fp16"}
+        assert one["memory_bytes"]["weights"] == one["memory_bytes"]["gradients"] > 0
+        assert [bucket["bucket"].split()[0] for bucket in one["buckets"]]
+    assert main([*command]) == 0
+    assert "Sweep" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--link=fast"], "is not a rate; write 100Mbit"),
+        (["--latency=8"], "is not a time; write 5us"),
+        (["--link=within=1Gbit,within=2Gbit"], 'must name "within" and "across"'),
+        (["--link=1Gbit", "--sweep=ranks=1..4"], "is no range of hosts; write nnodes=1..64"),
+        (["--link=1Gbit", "--sweep=nnodes=8..4"], "is no range of hosts"),
+        (["--link=1Gbit", "--no-import"], "a prediction needs the model"),
+        (["--from-link=1Gbit"], "name it"),
+        (["--link=1Gbit", "--from=nowhere"], "nowhere"),
+        (["--link=1Gbit", "--from=."], "is not the folder of a run"),
+    ],
+)
+def test_bad_input_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out, arguments: list[str], said: str
+) -> None:
+    """It says what is wrong, and what would do; nothing is run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.yaml").write_text(GOOD)
+    assert main(["explain", "good.yaml", *arguments]) in (1, 2)
+    found = capsys.readouterr()
+    assert said in " ".join(found.err.split())
+    assert "Traceback" not in found.err
+    assert not (tmp_path / "runs").exists()
+
+
+FAILS = """
+import torch
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        if index == 100:
+            raise ValueError("sample 100 is torn")
+        return torch.zeros(64), 0
+"""
+
+
+def test_a_short_run_that_fails_is_told_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    """The first batch is fine, a later one is not."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torn.py").write_text(FAILS)
+    text = GOOD.replace("data: digits", "data: torn.Data").replace("  - evaluate\n", "")
+    (tmp_path / "good.yaml").write_text(text.replace("batch_size: 8", "batch_size: 8, shuffle: false"))
+    assert main(["explain", "good.yaml", "--link=1Gbit"]) == 1
+    error = capsys.readouterr().err
+    assert "the short run in runs/explain/" in error
+    assert "failed with exit code 1" in error
+    assert "sample 100 is torn" in error

@@ -1,0 +1,107 @@
+"""Rates and latencies as a command line says them."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ddprun.doctor import Report
+from ddprun.doctor.links import Measured, link_findings
+from ddprun.predict.links import TCP_SHARE, Link, Links, parse_links, rate_of, shown
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("100Mbit", 12.5e6),
+        ("100 Mbit/s", 12.5e6),
+        ("2.5Gbit", 312.5e6),
+        ("1Tbit", 125e9),
+        ("56kbps", 7e3),
+        ("10GB/s", 10e9),
+        ("8bit", 1),
+        ("unlimited", math.inf),
+    ],
+)
+def test_a_rate_is_what_headers_leave_of_it(text: str, bytes_per_s: float) -> None:
+    """Bits or bytes, with prefixes of 1000."""
+    assert parse_links(text).across.bytes_per_s == pytest.approx(TCP_SHARE * bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5us", 5e-6), ("5µs", 5e-6), ("0.3ms", 3e-4), ("1s", 1), ("700ns", 7e-7)]
+)
+def test_latencies(text: str, seconds: float) -> None:
+    """One way, in any unit of time."""
+    assert parse_links(None, text).across.latency_s == pytest.approx(seconds)
+
+
+def test_each_level_has_its_own() -> None:
+    """What has no name is that between hosts."""
+    found = parse_links("within=50GB/s,across=10Gbit", "across=20us")
+    assert found.within == Link(TCP_SHARE * 50e9, 0.0)
+    assert (found.across.bytes_per_s, found.across.latency_s) == pytest.approx((TCP_SHARE * 1.25e9, 2e-5))
+    assert parse_links("10Gbit") == Links(across=Link(TCP_SHARE * 1.25e9))
+    assert parse_links(None) == Links()
+
+
+@pytest.mark.parametrize(
+    ("rate", "latency"),
+    [
+        ("fast", None),
+        ("100", None),
+        ("0Mbit", None),
+        ("-1Mbit", None),
+        ("100mbit", None),
+        ("within=1Gbit,within=2Gbit", None),
+        ("inside=1Gbit", None),
+        ("within=", None),
+        (None, "8"),
+        (None, "8 minutes"),
+        (None, "-8ms"),
+    ],
+)
+def test_what_is_neither_a_rate_nor_a_time(rate: str | None, latency: str | None) -> None:
+    """It is named, and so is what would do."""
+    with pytest.raises(ValueError, match=r"(write|must name)"):
+        parse_links(rate, latency)
+
+
+def test_a_link_that_doctor_has_measured(tmp_path: Path) -> None:
+    """The slowest of all pairs, with the longest latency: measured, so nothing is taken off for headers."""
+    two = Measured("gloo", 0.004, 95.0, 96.0, 88.0, 1 << 20)
+    three = Measured("gloo", 0.008, 950.0, 960.0, 880.0, 1 << 20)
+    findings = [*link_findings("a", "b", two, [None]), *link_findings("a", "c", three, [None])]
+    file = tmp_path / "link.json"
+    file.write_text(json.dumps(Report([], findings).plain()))
+    found = parse_links(str(file)).across
+    assert found.bytes_per_s == pytest.approx(11e6)
+    assert found.latency_s == pytest.approx(0.002)
+    assert parse_links(str(file), "5ms").across.latency_s == 0.005
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("no", "is not what `ddprun doctor"),
+        ("[" * 100_000, "is not what `ddprun doctor"),
+        ('{"findings": [{"check": "latency", "value": {"backend": "smoke"}}]}', "is not what `ddprun doctor"),
+        ('{"findings": []}', "has no link between hosts"),
+    ],
+)
+def test_a_file_that_doctor_has_not_written(tmp_path: Path, text: str | None, said: str) -> None:
+    """It is refused in one line."""
+    file = tmp_path / "link.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        parse_links(str(file))
+
+
+@pytest.mark.parametrize("text", ["100 Mbit/s", "2.5 Gbit/s", "37 Mbit/s", "56 kbit/s", "999 Mbit/s"])
+def test_a_rate_is_shown_as_it_was_said(text: str) -> None:
+    """Nominal again, three digits."""
+    assert rate_of(parse_links(text).across.bytes_per_s) == text
+    assert shown(Link(latency_s=0.008)) == "unlimited, 8 ms"

@@ -1,0 +1,414 @@
+"""Predicted against measured: over made-up links, and in a real run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from ddprun.cli import main
+from ddprun.predict.links import rate_of
+from ddprun.report.digest import digest
+from ddprun.report.predicted import Compared, Prediction, PredictionError, compare
+from ddprun.report.replay import Network, read, replay
+from ddprun.report.runs import Run
+from tests.engine.running import run_pipeline
+from tests.report.made_up import make, over_a_link
+from tests.report.test_report import words
+
+RATE = 10e6
+NETWORK = Network(hosts=2, ranks=2, on_cpu=True)
+ENDS = [(10_000, 20_000), (30_000, 45_000), (40_000, 50_000), (47_000, 70_000)]
+"""When each bucket of `over_a_link` is ready and done, over 10 MB/s."""
+
+PREDICTED_BUCKETS = [
+    {"bucket": f"gradient {n}", "ready_us": ready, "done_us": done} for n, (ready, done) in enumerate(ENDS)
+]
+
+
+def compared(folder: Path, prediction: dict[str, Any] | None = None) -> Compared:
+    """The only stage of a run."""
+    file = Prediction.read(json.dumps(prediction).encode()) if prediction else None
+    (stage,) = compare(digest(Run(folder)), file)
+    return stage
+
+
+def predicted(**changed: Any) -> dict[str, Any]:
+    """What would have been predicted of `over_a_link`: the truth, but for what is changed."""
+    step = {
+        "step_us": 75_000,
+        "parts_us": {"backward_us": 49_000, "optimizer_us": 5000},
+        "waits_us": {"wire": 20_000, "latency": 1000},
+        "links_busy_us": {"within": 0, "across": 50_000},
+        "host_sends_bytes": 500_000,
+        "buckets": PREDICTED_BUCKETS,
+        "sweep": [],
+    }
+    stage = {"stage": 0, "kind": "train", "sync": "every_step", "hooks": [], "cycle": 1}
+    whole = {"v": 1, "ranks": 2, "hosts": 2}
+    for name, value in changed.items():
+        next(one for one in (step, stage, whole) if name in one)[name] = value
+    return {**whole, "stages": [{**stage, "predicted": step}]}
+
+
+@pytest.mark.parametrize("rate", [1e5, RATE, 1e9])
+def test_the_link_that_a_run_had_is_found(tmp_path: Path, rate: float) -> None:
+    """Its rate, from when buckets that wait for one another are done; then nothing is left to explain."""
+    run = digest(Run(over_a_link(tmp_path / "run", bytes_per_s=rate)))
+    found = replay(read(run)[0], NETWORK)
+    assert found is not None
+    assert (found.level, found.known) == ("across", rate < 1e9)
+    assert found.bytes_per_s == pytest.approx(rate, rel=0.01)
+    (stage,) = compare(run)
+    for said, was in (*stage.buckets.values(), *stage.step.values()):
+        assert said == pytest.approx(was, abs=20), "microseconds"
+    if rate == RATE:
+        assert [was for _, was in stage.buckets.values()] == ENDS
+    text = f"The link between hosts gave {rate_of(rate)}. Over it"
+    if rate == 1e9:
+        text = "The link between hosts took too little of a step for its rate to be known. Over it"
+    assert stage.sentences[0].startswith(text)
+    assert stage.sentences[1] == "Neither the step nor a bucket differs from the prediction by more than 10%."
+
+
+def test_a_bucket_that_took_longer_is_named(tmp_path: Path) -> None:
+    """It does not count for the link, nor for the others; no reason is made up."""
+    stage = compared(over_a_link(tmp_path / "run", longer_us=50_000))
+    assert f"gave {rate_of(RATE)}." in stage.sentences[0]
+    assert stage.sentences[1] == (
+        "Gradient 1 was done 50 ms later than predicted (+111%): nothing in the records says why."
+    )
+    off = {name: was.done_us - said.done_us for name, (said, was) in stage.buckets.items() if said and was}
+    assert off == pytest.approx(dict(zip(off, (0, 50_000, 0, 0), strict=True)), abs=20)
+
+
+def test_a_late_rank_is_named(tmp_path: Path) -> None:
+    """It is not in what is predicted, and not taken for a slow link; the cause comes from its episode."""
+    folder = over_a_link(tmp_path / "run", late_us=30_000)
+    stage = compared(folder)
+    assert f"gave {rate_of(RATE)}." in stage.sentences[0]
+    late = (
+        "Gradient 2 was done 15 ms later than predicted (+25%), and 1 other bucket by more than 10%: rank 1 "
+    )
+    assert stage.sentences[1] == f"{late}had it ready 30 ms after the others."
+    episode = {"straggler": 1, "cause": "backward", "bucket": 2, "params": [], "late_us": 3e4, "step_us": 1e5}
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "straggler", **episode, "first_step": 4, "last_step": 12}) + "\n")
+    assert compared(folder).sentences[1].endswith("had it ready 30 ms after the others, late in backward.")
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change each bucket record of a run."""
+    for file in (folder / "buckets").iterdir():
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            change(line)
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_rank_that_began_its_step_later_is_not_late(tmp_path: Path) -> None:
+    """Where a collective ends at different times on ranks, so do the next gradients become ready."""
+    folder = over_a_link(tmp_path / "run")
+
+    def wait(line: dict[str, Any]) -> None:
+        line["all_ready_us"] += 20_000 * (line["rank"] == 0)
+
+    rewrite(folder, wait)
+    assert f"gave {rate_of(RATE)}." in compared(folder).sentences[0]
+    assert read(digest(Run(folder)))[0].late("gradient 0")[0] == 0
+
+
+def test_exchange_that_overlaps_with_later_steps_is_compared_only(tmp_path: Path) -> None:
+    """It is recorded in the step that applies it; its times are since the step in which it was ready."""
+    folder = over_a_link(tmp_path / "run")
+
+    def apply_later(line: dict[str, Any]) -> None:
+        line.update(kind="delta", step=line["step"] + 1)
+
+    rewrite(folder, apply_later)
+    assert compare(digest(Run(folder))) == []
+    buckets = [one | {"bucket": f"delta {n}"} for n, one in enumerate(PREDICTED_BUCKETS)]
+    stage = compared(folder, predicted(buckets=buckets))
+    assert stage.buckets == {f"delta {n}": (ends, ends) for n, ends in enumerate(ENDS)}
+
+
+def test_too_few_cores_are_a_reason(tmp_path: Path) -> None:
+    """Where ranks computed for much less time than they worked."""
+    stage = compared(over_a_link(tmp_path / "run", longer_us=50_000, cores=0.5))
+    assert stage.sentences[1].endswith(
+        ": ranks share too few cores: each had one for 50% of the time in which it did not wait."
+    )
+
+
+def test_where_nothing_is_exchanged_nothing_is_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of one rank, and one whose exchange takes no link; the page has no such part."""
+    alone = make(tmp_path / "alone", ranks=1)
+    (alone / "buckets" / "rank-00000.jsonl").unlink()
+    assert compare(digest(Run(alone))) == []
+    inside = make(tmp_path / "inside")
+    for file in (inside / "buckets").iterdir():
+        file.write_text(file.read_text().replace('"wire_bytes": 2000', '"wire_bytes": 0'))
+    assert compare(digest(Run(inside))) == []
+    for folder in (alone, over_a_link(tmp_path / "joined")):
+        assert main(["report", str(folder), "--no-trace"]) == 0
+    pages = [words((tmp_path / name / "report.html").read_text()) for name in ("alone", "joined")]
+    assert ["Predicted and measured" in page for page in pages] == [False, True]
+
+
+def test_a_prediction_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    """The step, its parts, and each bucket; the one that the file does not have, too."""
+    folder = over_a_link(tmp_path / "run")
+    stage = compared(folder, predicted())
+    assert stage.sentences == [
+        "A step was predicted to take 75 ms, and took 75 ms (+0%).",
+        "Neither the step nor a bucket differs from the prediction by more than 10%.",
+    ]
+    assert stage.step == {
+        "own": (54_000, 54_000),
+        "hooks": (0, 0),
+        "late": (0, 0),
+        "wire": (21_000, 21_000),
+        "step": (75_000, 75_000),
+    }
+    assert stage.buckets == {f"gradient {n}": (ends, ends) for n, ends in enumerate(ENDS)}
+    fewer = compared(folder, predicted(buckets=PREDICTED_BUCKETS[:3]))
+    assert fewer.buckets["gradient 3"] == (None, ENDS[3])
+
+
+def test_other_numbers_of_ranks_are_a_chart(tmp_path: Path) -> None:
+    """Of those that the file has, with their numbers as a table."""
+    folder, file = over_a_link(tmp_path / "run"), tmp_path / "file.json"
+    rows = [{"ranks": 2 * 4**n, "step_us": 75_000 + 1_000 * n, "exposed_us": 1_000 * n} for n in range(7)]
+    stage = compared(folder, predicted(sweep=rows))
+    assert list(stage.sweep[6]) == [8192, 81_000, 6_000]
+    file.write_text(json.dumps(predicted(sweep=rows)))
+    assert main(["report", str(folder), "--predicted", str(file), "--no-trace"]) == 0
+    page = (folder / "report.html").read_text()
+    assert "A step on more ranks, predicted" in words(page)
+    assert re.search(r"<td[^>]*>8,?192</td>", page)
+
+
+@pytest.mark.parametrize(
+    ("run", "changed", "said"),
+    [
+        (
+            {"bytes_per_s": RATE / 4},
+            {},
+            "Gradient 3 was done 140 ms later than predicted (+200%), and 3 other buckets by more than 10%: "
+            f"the link between hosts gave {rate_of(RATE / 4)}, and {rate_of(RATE)} was predicted with.",
+        ),
+        (
+            {},
+            {"buckets": [{"bucket": "gradient 0", "ready_us": 2000, "done_us": 12_000}]},
+            "Gradient 0 was done 8 ms later than predicted (+67%): it was ready 8 ms later.",
+        ),
+        (
+            {"late_us": 30_000},
+            {},
+            "Gradient 2 was done 25 ms later than predicted (+50%), and 1 other bucket by more than 10%: "
+            "rank 1 had it ready 30 ms after the others.",
+        ),
+        (
+            {},
+            {"buckets": [], "step_us": 50_000, "parts_us": {}},
+            "The step took 25 ms longer than predicted: ranks' own work took 25 ms longer.",
+        ),
+        (
+            {},
+            {"buckets": [], "step_us": 100_000, "parts_us": {"hooks": 25_000}},
+            "The step took 25 ms less than predicted: hooks took 25 ms less.",
+        ),
+    ],
+)
+def test_a_difference_from_a_prediction_has_a_reason(
+    tmp_path: Path, run: dict[str, Any], changed: dict[str, Any], said: str
+) -> None:
+    """The one that accounts for it."""
+    assert compared(over_a_link(tmp_path / "run", **run), predicted(**changed)).sentences[1] == said
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"hooks": [{"int8": {"block": 256}}]}, "hooks [int8] (in the run [])"),
+        ({"sync": {"local_sgd": {"every": 8}}}, "sync {local_sgd: {every: 8}} (in the run every_step)"),
+        ({"ranks": 16, "hosts": 4}, "ranks 16 (in the run 2), hosts 4 (in the run 2)"),
+        ({"kind": "forward"}, "kind forward (in the run train)"),
+    ],
+)
+def test_what_is_not_alike_is_not_compared(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    """A sentence says what differs."""
+    stage = compared(over_a_link(tmp_path / "run"), predicted(**changed))
+    assert stage.sentences == [f"The prediction is not compared, since it is of something else: {said}."]
+    assert not stage.step
+    assert not stage.buckets
+
+
+def test_other_stages_and_few_steps(tmp_path: Path) -> None:
+    """What there is nothing to say of is said."""
+    folder = over_a_link(tmp_path / "run")
+    assert compared(folder, predicted(stage=1)).sentences == ["Nothing is predicted of this stage."]
+    few = compared(folder, predicted(cycle=10))
+    assert few.sentences == ["Too few steps are recorded: it takes 10 after the first 3."]
+
+
+def test_a_policy_that_seldom_synchronises_is_compared_by_its_cycle(tmp_path: Path) -> None:
+    """A mean step of it; without a prediction, the step that exchanges."""
+    folder = over_a_link(tmp_path / "run", steps=19, every=4)
+    mean_us = (3 * 54_000 + 75_000) / 4
+    stage = compared(folder, predicted(cycle=4, step_us=mean_us))
+    assert stage.step["step"] == (mean_us, mean_us)
+    assert compared(folder).step["step"] == pytest.approx((75_000, 75_000), abs=20)
+
+
+def changed(*path: str | int, to: Any) -> bytes:
+    """A prediction with another value somewhere."""
+    whole = json.loads(json.dumps(predicted()))
+    at = whole
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = to
+    return json.dumps(whole).encode()
+
+
+STEP = ("stages", 0, "predicted")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not JSON"),
+        (b"[]", "valid dictionary"),
+        (b"[" * 100_000, "nested more than 100 deep"),
+        (b'{"v": NaN}', "NaN is not a finite number"),
+        (changed("v", to=2), "v: Input should be 1"),
+        (changed("ranks", to="2"), "ranks: Input should be a valid integer"),
+        (changed("stages", 0, "predicted", to=None), "no stage has `predicted`; `--link` adds it"),
+        (changed(*STEP, "step_us", to=0), "stages.0.predicted.step_us: Input should be greater than 0"),
+        (changed(*STEP, "step_us", to=True), "stages.0.predicted.step_us: Input should be a valid number"),
+        (changed(*STEP, "step_us", to=1e300), "stages.0.predicted.step_us: Input should be less than"),
+        (
+            changed(*STEP, "waits_us", "wire", to=-1),
+            "stages.0.predicted.waits_us.wire: Input should be greater",
+        ),
+        (changed(*STEP, "buckets", 1, "done_us", to=[]), "stages.0.predicted.buckets.1.done_us"),
+        (changed(*STEP, "sweep", to=[{"ranks": 0}]), "stages.0.predicted.sweep.0.ranks"),
+        (changed(*STEP, "buckets", 1, "bucket", to="x" * 101), "stages.0.predicted.buckets.1.bucket: String"),
+    ],
+)
+def test_a_bad_file_is_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes, message: str
+) -> None:
+    """What is wrong, and where; nothing is written."""
+    folder, file = over_a_link(tmp_path / "run"), tmp_path / "file.json"
+    file.write_bytes(data)
+    assert main(["report", str(folder), "--predicted", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert f"{file} is not what `ddprun explain --link … --format json` prints: " in err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (folder / "report.html").exists()
+
+
+def test_a_file_has_its_bounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more of it is read; and one that is not there is not there."""
+    monkeypatch.setattr("ddprun.report.predicted.MOST_BYTES", 100)
+    folder = over_a_link(tmp_path / "run")
+    with pytest.raises(PredictionError, match="longer than 100 bytes"):
+        Prediction.read(b" " * 101)
+    assert main(["report", str(folder), "--predicted", "/dev/zero"]) == 2
+    assert "longer than 100 bytes" in capsys.readouterr().err
+    assert main(["report", str(folder), "--predicted", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_words_of_a_file_are_not_taken_for_html(tmp_path: Path) -> None:
+    """The name of a bucket is text."""
+    folder, file = over_a_link(tmp_path / "run"), tmp_path / "file.json"
+    file.write_bytes(changed(*STEP, "buckets", 0, "bucket", to="<b>x</b>"))
+    assert main(["report", str(folder), "--predicted", str(file), "--no-trace"]) == 0
+    assert "<b>" not in (folder / "report.html").read_text().partition("<script>")[0]
+
+
+@pytest.mark.parametrize("value", [-1e18, -5, 0, 1e18])
+@pytest.mark.parametrize(
+    "key", ["ready_us", "done_us", "wire_bytes", "start_us", "between_hosts_bytes", "step_us"]
+)
+def test_odd_records_make_no_odd_page(tmp_path: Path, key: str, value: float) -> None:
+    """Whatever numbers a record has."""
+    folder = over_a_link(tmp_path / "run")
+    for file in (*(folder / "buckets").iterdir(), *(folder / "steps").iterdir()):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines[8::3]:
+            for one in (line, *line.get("legs", ())):
+                if key in one:
+                    one[key] = value
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    compare(digest(Run(folder)))
+    compare(digest(Run(folder)), Prediction.read(json.dumps(predicted()).encode()))
+
+
+def test_a_report_imports_no_code_of_the_pipeline(tmp_path: Path) -> None:
+    """Nor what builds models and runs them."""
+    folder, file = over_a_link(tmp_path / "run"), tmp_path / "file.json"
+    (folder / "pipeline.yaml").write_text("model: {mine.Net: {}}\n")
+    (tmp_path / "mine.py").write_text("raise SystemExit('imported')\n")
+    file.write_text(json.dumps(predicted()))
+    script = (
+        "import sys\nfrom ddprun.cli import main\n"
+        f"assert main(['report', {str(folder)!r}, '--predicted', {str(file)!r}]) == 0\n"
+        "loads = ('mine', 'ddprun.explain', 'ddprun.engine', 'ddprun.predict.model')\n"
+        "assert not (found := [name for name in sys.modules if name.startswith(loads)]), found\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_real_run_and_its_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`explain` predicts the run from itself, and `report` shows both."""
+    text = """
+model: {mlp: {inputs: 64, hidden: [600, 600], outputs: 10}}
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.02}}
+ddp: {bucket_cap_mb: 1}
+checkpoint: {keep: 0}
+stages:
+  - train: {steps: 12}
+  - train: {steps: 12, sync: {local_sgd: {every: 3}}, hooks: [int8]}
+  - train: {steps: 5, sync: independent}
+"""
+    folder = run_pipeline(tmp_path, text, 2)
+    arguments = ["--nnodes", "1", "--nproc-per-node", "2", "--link", "100Mbit", "--from", str(folder)]
+    capsys.readouterr()
+    assert main(["explain", str(tmp_path / "run.yaml"), *arguments, "--format", "json"]) == 0
+    file = tmp_path / "predicted.json"
+    file.write_text(capsys.readouterr().out)
+    assert main(["report", str(folder), "--no-trace", "--predicted", str(file)]) == 0
+    page = words((folder / "report.html").read_text())
+    assert page.count("A step was predicted to take") == 3
+    measured = compare(digest(Run(folder)), Prediction.read(file.read_bytes()))
+    for stage, prefix in zip(measured, ("gradient", "delta", None), strict=True):
+        assert all(said is not None and was is not None for said, was in stage.buckets.values()), stage
+        assert {name.split()[0] for name in stage.buckets} == ({prefix} if prefix else set())
+    times_us = [
+        line["step_us"] for rank in (0, 1) for line in Run(folder).steps(rank, range(4, 13).__contains__)
+    ]
+    assert measured[0].step["step"][1] == median(times_us)
+    assert main(["report", str(folder), "--no-trace"]) == 0
+    page = words((folder / "report.html").read_text())
+    assert page.count("with no rank late, a step takes") == 2
+    assert "inside the host" in page
