@@ -104,7 +104,7 @@ def test_all_of_a_step_is_accounted_for(model: CostModel, cases: Explained, name
     if name in ("independent", "noop"):
         assert one.efficiency == pytest.approx(1)
         assert one.across_bytes == 0
-        assert one.limit == "cores" if model._machine.share() < 1 else "computation"
+        assert one.limit == ("cores" if model._machine.share() < 1 else "computation")
 
 
 @pytest.mark.parametrize("name", ["every_step", "int8", "accumulate", "local_sgd", "diloco", "forward"])
@@ -227,6 +227,17 @@ def test_work_is_what_processes_computed(simple: Explained, cores: float, step_u
     of_three = Costs("cpu", cores, [StageCosts(), StageCosts(), made_up(30_000, 15_000, 30_000)])
     fitted = CostModel(simple, of_three, Links())
     assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(step_us)
+
+
+def test_threads_of_a_rank_are_no_exchange(simple: Explained) -> None:
+    """Ranks that keep four cores busy take as long as they took, and what that computes is their own."""
+    quiet, plain, _ = simple.stages
+    costs = Costs(
+        "cpu", 8.0, [made_up(10_000, 40_000, 10_000), made_up(10_000, 40_000, 10_000), StageCosts()]
+    )
+    fitted = CostModel(simple, costs, Links())
+    assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(10_000)
+    assert fitted.predict(plain, simple.world, Links()).step_us == pytest.approx(10_000, rel=0.01)
 
 
 @pytest.mark.parametrize("more_us", [0, 700, 4_000])

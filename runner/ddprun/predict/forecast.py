@@ -105,7 +105,7 @@ class Forecast:
                 "whether they pay is not said.",
             )
         for verdict in self.hooks.get(stage, ()):
-            yield from paragraph(f"{verdict.hook}", _said(verdict, self.links))
+            yield from paragraph(verdict.hook, _said(verdict))
         yield from paragraph("Memory", _held(self.memory[stage]))
         rows = [row for row in self.sweep if row.stage == stage]
         if rows:
@@ -159,10 +159,10 @@ def forecast(
         hooks[stage.index] = list(_verdicts(explained, stage, model, links, overrides))
         memory[stage.index] = _memory(explained, stage, state)
     sweep = []
-    for count_ in hosts:
-        other = _again(explained, explained.loaded, hosts=count_)
+    for number in hosts:
+        other = _again(explained, explained.loaded, hosts=number)
         sweep += [
-            SweepRow(stage.index, count_, other.world.ranks, model.predict(stage, other.world, links))
+            SweepRow(stage.index, number, other.world.ranks, model.predict(stage, other.world, links))
             for stage in other.stages
             if playable(stage)
         ]
@@ -282,7 +282,7 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.095 else f"{100 * share:.2g}%"
 
 
-def _said(verdict: HookVerdict, links: Links) -> str:
+def _said(verdict: HookVerdict) -> str:
     left = flow(list(verdict.without))
     both = f"{duration(1e-6 * verdict.with_us)} a step with it, "
     both += f"{duration(1e-6 * verdict.without_us)} with {left}"

@@ -135,6 +135,11 @@ class CostModel:
         bare = [(stage, found) for stage, found in quiet if _settings(stage).gradients is None]
         # A stage that sends no gradients calls the model itself, without DDP around it.
         self._work = {True: self._own_work(by_ddp or bare), False: self._own_work(bare or by_ddp)}
+        alone = [(found.cpu_us, sum(found.parts[part] for part in OWN)) for _, found in by_ddp or bare]
+        computed = [cpu_us / own_us for cpu_us, own_us in alone if own_us > 0]
+        self._threads = max(
+            [1.0, *computed]
+        )  # of a rank, as many as it keeps busy in a step without exchange
         self._ready = {name: share for _, found in by_ddp or pairs for name, share in found.ready.items()}
         contended = self._on_cpu and self._machine.share() < 1
         # Where ranks wait for cores, how long they take says little about how much they have to do.
@@ -163,9 +168,9 @@ class CostModel:
         work, steps = dict.fromkeys(OWN, 0.0), sum(found.steps for _, found in pairs)
         for stage, found in pairs:
             whole = sum(found.parts[part] for part in OWN)
-            share = found.cpu_us / whole if self._on_cpu and found.cpu_us and not sends(stage) else None
-            if share is None:
-                share = self._machine.share() if self._on_cpu else 1.0
+            share = self._machine.share() if self._on_cpu else 1.0
+            if self._on_cpu and found.cpu_us and whole > 0 and not sends(stage):
+                share = min(1.0, found.cpu_us / whole)  # with threads of its own, a rank computes for longer
             for part in OWN:
                 times = _settings(stage).accumulate if part in _MICRO else 1
                 work[part] += share * found.parts[part] * found.steps / times / steps
@@ -207,7 +212,7 @@ class CostModel:
         ]
         if self._on_cpu and all(one.cpu_us for one in found):
             times = {part: _settings(stage).accumulate if part in _MICRO else 1 for part in OWN}
-            own = sum(us * times[part] for part, us in self._work[True].items())
+            own = sum(us * times[part] for part, us in self._work[True].items()) * self._threads
             left = max(0.0, sum(one.cpu_us * one.steps for one in found) / steps - own)
             hooks = sum(line.at(bucket.bytes) for bucket in buckets for line in stack.gaps)
             if hooks > _MOST_OF_HOOKS * left:
