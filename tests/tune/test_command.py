@@ -25,7 +25,7 @@ from ddprun_hooks import Hook
 
 class Slow(Hook):
     async def __call__(self, payload, comm):
-        time.sleep(0.005)
+        time.sleep(0.03)
         return await comm.reduce(payload.tensor)
 """
 PIPELINE = """# digits, slowly
