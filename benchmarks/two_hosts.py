@@ -38,6 +38,9 @@ class Link:
     @contextlib.contextmanager
     def between(self, made: Sequence[Host]) -> Iterator[None]:
         """Make the link between two hosts so slow."""
+        for host in made:  # BBR, the default of some machines, sends at a pace of its own
+            reno = ["sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"]
+            subprocess.run(["ip", "netns", "exec", host.namespace, *reno], check=True)
         if not self.one_way_ms:
             rate = f"tbf rate {self.mbit}mbit burst 64kb latency {self.queue_ms}ms"
             for host in made:

@@ -25,6 +25,7 @@ from ddprun.checkpoint.folder import Checkpoint, Files
 from ddprun_hooks.comm.control import Control
 from ddprun_hooks.comm.gpu import StagedCopies
 
+BUSY = "was still writing the checkpoint of step"  # so that the next one was skipped
 _OVER = "over"  # in the store: the number of the checkpoint that was over last, and whether it was written
 
 
@@ -102,7 +103,7 @@ class CheckpointWriter:
             self._under_way = job
             self._jobs.put(job)
         else:
-            self._post(job, f"rank {self.rank} was still writing the checkpoint of step {before.step}")
+            self._post(job, f"rank {self.rank} {BUSY} {before.step}")
             self.after(job.put_ns, False)
             if staged is not None:
                 staged.wait()

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddprun import __version__
 from ddprun.checkpoint.codec import DamagedError, EncodedState, UnstorableError, encode
 from ddprun.checkpoint.folder import FOLDER, LOSS, rank_name
-from ddprun.checkpoint.writer import CheckpointWriter
+from ddprun.checkpoint.writer import BUSY, CheckpointWriter
 from ddprun.config import Loaded
 from ddprun.engine import seeding
 from ddprun.engine.nonfinite import FiniteCheck, Nonfinite
@@ -464,7 +464,8 @@ def report_checkpoints(session: Session) -> None:
         step, seconds, written = outcome.step, round(outcome.seconds, 3), outcome.written
         if written is None:
             reporter.events.warning("checkpoint_left_out", step=step, seconds=seconds, reason=outcome.problem)
-            if writer.failed is None:  # once, until one is written again
+            # Once, until one is written again; that a disk is full, also after one that was only skipped.
+            if writer.failed is None or (BUSY in writer.failed and BUSY not in str(outcome.problem)):
                 reporter.note(f"no checkpoint at step {step}: {outcome.problem} (older ones are kept)")
         else:
             reporter.events.info(
