@@ -2,8 +2,6 @@
 
 import os
 import signal
-import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -54,17 +52,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return len(_FIRST) + (_THEN.index(folder) if folder in _THEN else len(_THEN))
 
     items.sort(key=place)
-
-
-@pytest.fixture(autouse=True)
-def _import_path() -> Iterator[None]:
-    """Take the folders of a test's pipelines out of `sys.path` again, and forget their modules: those of the
-    next test may have the same names.
-    """
-    path, finders, modules = sys.path[:], sys.meta_path[:], set(sys.modules)
-    yield
-    added = tuple(f"{folder}{os.sep}" for folder in sys.path if folder not in path)
-    for name in set(sys.modules) - modules:
-        if added and (getattr(sys.modules[name], "__file__", None) or "").startswith(added):
-            del sys.modules[name]
-    sys.path[:], sys.meta_path[:] = path, finders

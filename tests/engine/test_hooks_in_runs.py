@@ -203,8 +203,8 @@ class Net(torch.nn.Module):
 )
 def test_backward_goes_on_while_hooks_communicate(tmp_path: Path, stack: str) -> None:
     """All collectives of the first bucket are over before backward, which naps, has filled the last one."""
-    (tmp_path / "slow.py").write_text(SLOW)
-    text = HEAD[HEAD.index("data:") :] + f"model: slow.Net\nhooks: {stack}\n"
+    (tmp_path / "napping.py").write_text(SLOW)
+    text = HEAD[HEAD.index("data:") :] + f"model: napping.Net\nhooks: {stack}\n"
     folder = run_pipeline(tmp_path, text + "stages: [{train: {steps: 4}}]\n", 4)
     steps: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for line in lines(folder, "buckets"):
