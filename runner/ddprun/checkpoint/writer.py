@@ -74,6 +74,7 @@ class CheckpointWriter:
         self.outcomes = queue.SimpleQueue[Outcome]()  # of checkpoints that are over, on rank 0
         self.count = 0  # of checkpoints that were put
         self.failed: str | None = None  # why the last one was not written; None: it was, or is being
+        self.told = set[str]()  # what kept checkpoints from being written, since one was
         # On rank 0: why there is no checkpoint of the run's end; None: there is, or none is due.
         self.lost: str | None = None
         self.store = dist.PrefixStore(f"checkpoints/{self.token}", self.store)

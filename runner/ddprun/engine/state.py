@@ -464,10 +464,12 @@ def report_checkpoints(session: Session) -> None:
         step, seconds, written = outcome.step, round(outcome.seconds, 3), outcome.written
         if written is None:
             reporter.events.warning("checkpoint_left_out", step=step, seconds=seconds, reason=outcome.problem)
-            # Once, until one is written again; that a disk is full, also after one that was only skipped.
-            if writer.failed is None or (BUSY in writer.failed and BUSY not in str(outcome.problem)):
+            cause = "skipped" if BUSY in str(outcome.problem) else "failed"
+            if cause not in writer.told:
+                writer.told.add(cause)
                 reporter.note(f"no checkpoint at step {step}: {outcome.problem} (older ones are kept)")
         else:
+            writer.told.clear()
             reporter.events.info(
                 "checkpoint_written",
                 step=step,
