@@ -184,6 +184,26 @@ def test_nothing_is_changed_where_nothing_gains(
     assert not (folder / "p.tuned.yaml").exists()
 
 
+@pytest.mark.parametrize(
+    ("hooks", "sync", "words"),
+    [
+        ("[]", "[{local_sgd: {every: 4}}]", "no time to see enough meetings of ranks with sync={local_sgd: "),
+        ("[slow.Slow]", "[every_step]", "no time for more runs"),
+    ],
+)
+def test_no_time_for_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out, hooks: str, sync: str, words: str
+) -> None:
+    """Why nothing was run is told, and what is predicted is shown."""
+    monkeypatch.chdir(folder)
+    (folder / "p.yaml").write_text(PIPELINE.replace("[slow.Slow]", hooks))
+    arguments = ["tune", "p.yaml", "--vary=hooks=[[]]", f"--vary=sync={sync}", f"--from={measured(folder)}"]
+    assert main([*arguments, "--minutes=0.001"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"Change nothing: --minutes leaves {words}" in out
+    assert not (folder / "p.tuned.yaml").exists()
+
+
 def test_hosts_that_are_not_here(folder: Path) -> None:
     """By prediction alone, which is said; over a slow link what sends less wins."""
     done = ddprun(

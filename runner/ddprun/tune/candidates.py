@@ -19,7 +19,7 @@ travel through hooks that lose something; or ranks meet in some steps only."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-_CAPS_MB = (1.0, 5.0, 25.0, 100.0)
+_CAPS_MB = (1, 5, 25, 100)
 _CODECS: tuple[Sequence[Any], ...] = (
     *([], ["fp16"], ["bf16"], ["int8"], ["fp8"], ["int4"]),
     ["topk"],

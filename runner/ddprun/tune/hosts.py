@@ -124,7 +124,7 @@ class Hosts:
         except (ValueError, ValidationError) as error:
             raise HostsError(f"what the first host says makes no sense: {error}") from None
 
-    def part(self, seconds: float = 10.0) -> None:
+    def part(self, seconds: float = 30.0) -> None:
         """Wait until all hosts are here, for the store ends with the process that holds it."""
         try:
             self._store.set(f"parting/{self.index}", "")

@@ -10,6 +10,7 @@
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -351,16 +352,22 @@ class Search:
             scale = 1e6 * outcome.file_step_s / outcome.file.predicted.step_us
         file_s = scale * outcome.file.predicted.step_us / 1e6
         most = lengths((_AT_ONCE + 2) * file_s, self._budget_s(_AT_ONCE + 2), None, self._target.steps)
-        chosen = next_round(
-            outcome.file,
-            outcome.entries,
-            outcome.trials,
-            outcome.floors,
-            most=_AT_ONCE,
-            period=most[0] if most is not None else 1,
+        chosen, longer = (
+            next_round(
+                outcome.file,
+                outcome.entries,
+                outcome.trials,
+                outcome.floors,
+                most=_AT_ONCE,
+                period=period,
+            )
+            for period in (most[0] if most is not None else 1, sys.maxsize)
         )
         if not chosen:
             outcome.ended = "no other candidate is predicted to be better"
+            if longer:
+                name = longer[0].candidate.name
+                outcome.ended = f"--minutes leaves no time to see enough meetings of ranks with {name}"
             return False
         step_s = 2 * file_s + sum(scale * one.predicted.step_us / 1e6 for one in chosen)
         longest = max(one.candidate.period for one in chosen)
