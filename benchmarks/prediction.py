@@ -95,7 +95,7 @@ SPEEDS = {
     "unlimited": Speed(None, Links(), 24, 4, turns=4),
     "1000": Speed(Link(1000), parse_links("1000Mbit"), 24, 4, turns=4),
     "100": Speed(Link(100), parse_links("100Mbit"), 16, 3, turns=2),
-    "37, 8 ms": Speed(Link(37, 8.0), parse_links("37Mbit", "8ms"), 16, 4),
+    "37, 8 ms": Speed(Link(37, 8.0), parse_links("37Mbit", "8ms"), 16, 4, turns=2),
     "10": Speed(Link(10), parse_links("10Mbit"), 12, 3),
 }
 

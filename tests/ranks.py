@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ddprun.cli import main
 from tests.namespaces import Host
-from tests.warm import WarmProcess, fork_server
+from tests.warm import WarmProcess, fork_server, installed_path
 
 TIMEOUT_S = 60
 
@@ -118,6 +118,7 @@ def _child(
     arguments: tuple[Any, ...],
 ) -> None:
     os.environ.update(environment)
+    sys.path[:] = installed_path()
     multiprocessing.set_start_method(None, force=True)  # loading processes start as they do elsewhere
     if cwd is not None:
         os.chdir(cwd)

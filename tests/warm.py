@@ -193,7 +193,8 @@ def _start(
     from ddprun.compare import compare
 
     added = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:] = path = [*added, *(entry for entry in sys.path if _is_installed(Path(entry)))]
+    path = [*added, *installed_path()]
+    sys.path[:] = path
     known = frozenset(sys.modules)
     for number, stream in enumerate(streams, 1):
         os.dup2(stream.fileno(), number)
@@ -228,6 +229,13 @@ def _start(
     setattr(SubprocessHandler, "_popen", of_torchelastic)  # noqa: B010
     setattr(compare, "Popen", of_a_comparison)  # noqa: B010
     _become(arguments, environment)
+
+
+def installed_path() -> list[str]:
+    """`sys.path` without the folders of pipelines that a test has run in its own process: the fork server's
+    children inherit them, and would find modules there.
+    """
+    return [entry for entry in sys.path if _is_installed(Path(entry))]
 
 
 def _is_users(module: str) -> bool:

@@ -24,6 +24,7 @@ from ddprun_hooks.comm.control import Control, open_control
 from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.gpu import LateNumber, Mark
 from ddprun_hooks.comm.groups import combine
+from ddprun_hooks.comm.queue import tracked
 from ddprun_hooks.comm.trace import BucketTrace, read_findings
 from ddprun_hooks.comm.uncounted import Uncounted
 from ddprun_hooks.dispatcher import Dispatcher
@@ -85,7 +86,7 @@ class Handle(Dispatcher):
             self._begin_backward(buffer.device)
         future = super()._send(buffer, layout, stack)
         scale = self._scale
-        return future if scale is None else future.then(lambda done: done.value().mul_(scale))
+        return future if scale is None else future.then(tracked(lambda done: done.value().mul_(scale)))
 
     def _begin_backward(self, device: torch.device) -> None:
         if not self._warned:

@@ -11,7 +11,6 @@ Ranks are threads, each with Gloo process groups of its own over loopback: three
 Tensors are in host memory.
 """
 
-import atexit
 import copy
 import gc
 import itertools
@@ -320,7 +319,6 @@ def run_ranks(
     return results
 
 
-@atexit.register  # a process whose groups still have threads when it ends may abort
 def _free_groups() -> None:
     """Free the groups of the call before. Those that something still holds are kept until it lets go of them;
     they are waited for once, since collecting garbage takes long in a process that holds much.

@@ -1,6 +1,8 @@
-"""Lanes: order between ranks, whatever the threads do, and no future that is never set."""
+"""Queues: order between ranks, whatever the threads do, and no future that is never set."""
 
 import random
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -232,3 +234,27 @@ def test_one_round_more_than_declared_is_an_error_that_says_what_to_set() -> Non
             future.wait()
 
     run_ranks(2, body)
+
+
+ENDS = """
+import threading
+import time
+from torch.futures import Future
+from ddprun_hooks.comm.queue import tracked
+
+def called_back(_):
+    begun.set()
+    time.sleep(0.3)
+    print("came back", flush=True)
+
+begun, future = threading.Event(), Future()
+future.add_done_callback(tracked(called_back))
+threading.Thread(target=future.set_result, args=(0,), daemon=True).start()
+begun.wait()
+"""
+
+
+def test_a_process_does_not_end_below_what_is_called_back() -> None:
+    """It would abort: the thread that calls back, one of Gloo's, is in C++ and gets the GIL no more."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "came back\n"), done.stderr

@@ -14,12 +14,15 @@ by themselves: each backward pass issues it as it brings the bucket. On a GPU (`
 order, so a coroutine runs to its end at once.
 """
 
+import atexit
 import threading
+import time
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -117,7 +120,7 @@ class HostQueue:
                 raise
             return bucket.payload.tensor
 
-        return done.then(finish)
+        return done.then(tracked(finish))
 
     def _post(self, bucket: "_BucketInFlight", result: Tensor | BaseException | None) -> None:
         """Have a bucket go on, here or by the thread that is driving already: it enters the queue (None), or
@@ -183,7 +186,7 @@ class HostQueue:
                 if before is None or before.issued[group] > bucket.issued[group]:
                     bucket.wanted = None
                     done, ended = self._start(bucket, wanted)
-                    done.add_done_callback(partial(self._arrived, bucket, ended))
+                    done.add_done_callback(tracked(partial(self._arrived, bucket, ended)))
             before = bucket
             if self.error is not None:
                 return
@@ -224,6 +227,27 @@ class HostQueue:
     def _add_span(self, trace: BucketTrace[int], start: int, phase: str) -> None:
         on_training_thread = threading.get_ident() == self._training_thread
         trace.spans.append(Span(start, now_us(), phase, on_training_thread))
+
+
+_CallbackT = TypeVar("_CallbackT", bound=Callable[..., Any])
+_callbacks = set[weakref.ref[Any]]()  # that a future has not let go of
+_EXIT_WAIT_S = 1.0  # for collectives that never end
+
+
+def tracked(callback: _CallbackT) -> _CallbackT:
+    """The same callback, which the end of the process waits for."""
+    _callbacks.add(weakref.ref(callback, _callbacks.discard))
+    return callback
+
+
+@atexit.register
+def _wait_for_callbacks() -> None:
+    """Let Gloo's threads drop what they have called back: they take the GIL for it after the caller has gone
+    on, and a C++ thread that asks for the GIL while the interpreter ends aborts the process.
+    """
+    end = time.monotonic() + _EXIT_WAIT_S
+    while _callbacks and time.monotonic() < end:
+        time.sleep(1e-3)
 
 
 @dataclass(slots=True, eq=False)
