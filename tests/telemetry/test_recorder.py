@@ -325,10 +325,15 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lag: int
 ) -> None:
     """As in local SGD: ranks synchronise in some steps, and each resolves the others at times of its own."""
-    chance = random.Random(lag)
-    monkeypatch.setattr(module, "now_us", lambda: chance.choice((0, 10**9)))
     store, ranks, steps = dist.HashStore(), 3, 400
+    chance, own = random.Random(lag), threading.local()
     exchanged = {step for step in range(1, steps) if chance.random() < 0.1}
+
+    def now_us() -> int:
+        own.now_us += own.chance.choice((0, 10**9))
+        return int(own.now_us)
+
+    monkeypatch.setattr(module, "now_us", now_us)
     known: list[list[tuple[int, int, float]]] = [[] for _ in range(ranks)]
     resolved: list[list[int]] = [[] for _ in range(ranks)]
 
@@ -336,6 +341,7 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
         return [(now, *of) for one in messages for of in zip(one.steps, one.mean_losses, strict=True)]
 
     def work(rank: int) -> None:
+        own.now_us, own.chance = 0, random.Random(f"{lag} {rank}")
         group: Any = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=30))
         writer, clock = Writer(tmp_path), DeviceClock()
         recorder = StepRecorder(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ddprun.cli.completion import PipelineFile
-from ddprun.cli.run import format_option, override_option
+from ddprun.cli.run import forecast_options, format_option, override_option
 
 if TYPE_CHECKING:
     from ddprun.explain.explain import Explained
@@ -40,22 +40,7 @@ def _numbers_of_hosts(ctx: click.Context, param: click.Parameter, value: str | N
 @click.command()
 @click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())
 @override_option("Override a value, as in `ddprun run`.")
-@click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts; by default the file's.")
-@click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks per host; by default as in a run.")
-@click.option(
-    "--link",
-    metavar="RATE",
-    help="Predict step times over such a link between hosts: 100Mbit, 10GB/s, unlimited, "
-    "within=RATE,across=RATE, or what `ddprun doctor --format json` wrote to a file: link.json.",
-)
-@click.option("--latency", metavar="TIME", help="Its latency one way: 5us, 8ms, or within=TIME,across=TIME.")
-@click.option(
-    "--from",
-    "measured",
-    metavar="RUN",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Predict from a saved run in place of a short one on this machine.",
-)
+@forecast_options
 @click.option(
     "--from-link", metavar="RATE", help="The link between the hosts of that run; by default unlimited."
 )

@@ -150,7 +150,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
         message = " ".join(Secrets.of().redact(error.format_message()).split()).rstrip(".")
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "ddprun"
-        click.echo(f"{command}: {message[:1].lower()}{message[1:]}; see `{command} --help`", err=True)
+        if message[1:2].islower():
+            message = message[0].lower() + message[1:]
+        click.echo(f"{command}: {message}; see `{command} --help`", err=True)
         return BAD_INPUT
     except click.Abort:
         return INTERRUPTED

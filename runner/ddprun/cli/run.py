@@ -65,6 +65,33 @@ def format_option(*names: str, text: str | None = None) -> Callable[[Any], Any]:
     return click.option("--format", "form", type=choice, default=names[0], show_default=True, help=text)
 
 
+def forecast_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The ranks and the link that a step is predicted for, and the run that it is predicted from."""
+    for option in (
+        click.option(
+            *("--from", "measured"),
+            metavar="RUN",
+            type=click.Path(path_type=Path, exists=True, file_okay=False),
+            help="Predict from a saved run in place of a short one on this machine.",
+        ),
+        click.option(
+            "--latency", metavar="TIME", help="Its latency one way: 5us, 8ms, or within=TIME,across=TIME."
+        ),
+        click.option(
+            "--link",
+            metavar="RATE",
+            help="Predict for such a link between hosts: 100Mbit, 10GB/s, unlimited, "
+            "within=RATE,across=RATE, or what `ddprun doctor --format json` wrote to a file: link.json.",
+        ),
+        click.option(
+            "--nproc-per-node", type=click.IntRange(min=1), help="Ranks per host; by default as in a run."
+        ),
+        click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts; by default the file's."),
+    ):
+        command = option(command)
+    return command
+
+
 @torchrun_flags
 @click.command(options_metavar="[OPTIONS]")
 @click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())

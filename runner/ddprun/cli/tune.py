@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddprun.cli.completion import PipelineFile
-from ddprun.cli.run import format_option, override_option
+from ddprun.cli.run import forecast_options, format_option, override_option
 
 if TYPE_CHECKING:
     from ddprun.config import Loaded
@@ -31,14 +31,7 @@ if TYPE_CHECKING:
     help="Try these values of a key in place of its usual ones: --vary 'hooks=[[], [fp16]]'. Keys: sync, "
     "hooks, ddp.bucket_cap_mb, and accumulate, which is else left as it is.",
 )
-@click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts; by default the file's.")
-@click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks per host; by default as in a run.")
-@click.option(
-    "--link",
-    metavar="RATE",
-    help="Tune for such a link between hosts, by prediction: 100Mbit, 10GB/s, or within=RATE,across=RATE.",
-)
-@click.option("--latency", metavar="TIME", help="Its latency one way: 5us, 8ms, or within=TIME,across=TIME.")
+@forecast_options
 @click.option(
     "--rdzv-endpoint",
     metavar="HOST:PORT",
@@ -47,13 +40,6 @@ if TYPE_CHECKING:
 @click.option("--rdzv-id", help="Name of this search at the rendezvous.")
 @click.option("--rdzv-conf", help="More for the rendezvous: key=value,key=value.")
 @click.option("--local-addr", help="Address of this host.")
-@click.option(
-    "--from",
-    "measured",
-    metavar="RUN",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Predict from a saved run in place of a short one on this machine.",
-)
 @click.option(
     "--floor",
     "floors",

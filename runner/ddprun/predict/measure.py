@@ -14,6 +14,7 @@ from ddprun.explain.explain import explain
 from ddprun.explain.model_probe import ModelProbe
 from ddprun.predict import ShortRunError
 from ddprun.predict.costs import RecordsError, read
+from ddprun.predict.hooks import Stack
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel
 from ddprun.report.runs import Run
@@ -40,9 +41,6 @@ _DROPPED = (
     "stop",
 )
 _LOG_LINES = 12
-
-Stack = Sequence[Any]
-"""Hooks as a pipeline file has them."""
 
 
 class NothingToMeasureError(Exception):

@@ -51,7 +51,6 @@ _BYTE_US = 1e-3  # of a core, for each byte that a rank sends and receives, befo
 _COPY_US = 2.5e-4  # for each byte through shared memory
 _CHANGE_US = 3e-3  # of a core, for each byte of parameters whose change is exchanged: to take and apply it
 _MOST_OF_HOOKS = 0.8  # of what a process computes for an exchange: their times hold waiting for a core, too
-_LONGEST_WAKE_US = 10_000.0
 _HALVINGS = 24
 _LITTLE = 0.1  # of a step: what is exposed does not limit it
 _CONTROL_BYTES = 256.0  # of a rank's control message
@@ -225,7 +224,7 @@ class CostModel:
             )
             stack.factor = (left - hooks) / carried if carried else 1.0
         measured = sum(one.step_us * one.steps for one in found) / steps
-        low, high = 0.0, _LONGEST_WAKE_US
+        low, high = 0.0, measured
         for _ in range(_HALVINGS):
             stack.wake_us = (low + high) / 2
             if self._play(stage, self._world, self._machine, stack).step_us > measured:
